@@ -11,6 +11,7 @@ import json
 import torch
 
 import pass_ext
+from pass_ext.integrations.grammar import allow_tokens
 
 if __package__:
     from examples.plain_decoder import VOCABULARY, Decoder
@@ -46,7 +47,7 @@ class Brackets(pass_ext.Grammar):
         del self.places[-count:]
 
     def fill_mask(self, words):
-        pass_ext.allow_tokens(words, self.allowed())
+        allow_tokens(words, self.allowed())
 
     @property
     def may_end(self):

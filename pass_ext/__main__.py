@@ -36,11 +36,21 @@ def info() -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
 
+def way_of(folder: str) -> str:
+    """How ``generate`` runs a model, from a folder, a GGUF file or a hub's name: in two steps of a text."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(safetensors_folder(folder, torch.float32))
+    stats = pass_ext.generate(model, torch.tensor([[1, 2, 3, 4]]), max_new_tokens=2, eos_token_id=[]).stats
+    return f"{model.config.model_type}: {stats.way}"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs ``python -m pass_ext`` and the ``pass_ext`` command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="pass_ext", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="versions, libraries, instruction set, GPUs")
+    about = commands.add_parser("info", help="versions, libraries, instruction set, GPUs; or how a model is run")
+    about.add_argument("model", nargs="?", help="a folder, a GGUF file or a hub's name: how generate runs it, and why")
     demo.add_arguments(commands.add_parser("demo", help="PaSS beside plain decoding (needs pass_ext[hf,train])"))
     convert = commands.add_parser("convert", help="a GGUF model as a folder that vLLM loads; prints the folder's path")
     convert.add_argument("model", help="a GGUF file; any other path is printed as it is")
@@ -57,7 +67,10 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if chosen.command == "info":
-        print(info())
+        try:
+            print(info() if chosen.model is None else way_of(chosen.model))
+        except (ImportError, OSError, ValueError) as error:
+            raise SystemExit(f"pass_ext info: {error}") from error
     elif chosen.command == "convert":
         try:
             print(safetensors_folder(chosen.model, getattr(torch, chosen.dtype)))

@@ -13,8 +13,15 @@ from types import ModuleType
 from typing import Any
 
 import pass_ext
+import pass_ext.distributed
+import pass_ext.drafting
 import pass_ext.integrations.grammar
 import pass_ext.integrations.transformers
+import pass_ext.layers
+from pass_ext.decoding.generation import Generation
+from pass_ext.decoding.stats import GenerationStats
+from pass_ext.ops.accept import STATUS, TokenLogprobs
+from pass_ext.tree import PackedTrees
 from tools.command import run
 
 PAGE = Path("docs/api.md")
@@ -25,14 +32,31 @@ Written by `python -m tools.api`; do not edit. `help(pass_ext.generate)` and the
 LONGEST_LINE = 100
 
 
+MODULES = (
+    pass_ext,
+    pass_ext.layers,
+    pass_ext.distributed,
+    pass_ext.drafting,
+    pass_ext.integrations.grammar,
+    pass_ext.integrations.transformers,
+)
+# What calls return, which nobody has to import.
+RESULTS = {
+    "pass_ext.decoding.generation.Generation": Generation,
+    "pass_ext.decoding.stats.GenerationStats": GenerationStats,
+    "pass_ext.ops.accept.STATUS": STATUS,
+    "pass_ext.ops.accept.TokenLogprobs": TokenLogprobs,
+    "pass_ext.tree.PackedTrees": PackedTrees,
+}
+
+
 def names_of(module: ModuleType) -> list[str]:
     """The public names of a module in alphabetical order."""
     return sorted((name for name in module.__all__ if not name.startswith("__")), key=str.lower)
 
 
-def entry(module: ModuleType, name: str) -> str:
+def entry(name: str, value: Any) -> str:
     """The entry of a name: a heading, its signature or value, its first paragraph."""
-    value = getattr(module, name)
     if not callable(value):
         return f"### `{name}`\n\n```python\n{name} = {written(value)}\n```\n"
     return f"### `{name}`\n\n```python\n{signature(name, value)}\n```\n\n{first_paragraph(value)}\n"
@@ -72,8 +96,9 @@ def first_paragraph(value: Any) -> str:
 def page() -> str:
     """The whole page."""
     parts = [HEAD]
-    for module in (pass_ext, pass_ext.integrations.grammar, pass_ext.integrations.transformers):
-        parts += [f"## {module.__name__}\n", *(entry(module, name) for name in names_of(module))]
+    for module in MODULES:
+        parts += [f"## {module.__name__}\n", *(entry(name, getattr(module, name)) for name in names_of(module))]
+    parts += ["## Results\n", *(entry(name, value) for name, value in RESULTS.items())]
     return "\n".join(parts)
 
 

@@ -29,6 +29,7 @@ class Part:
 
 
 QUOTED = '"{op}"'
+FACES = ("pass_ext/__init__.py", "pass_ext/layers.py", "pass_ext/drafting.py", "pass_ext/distributed/__init__.py")
 PARTS = (
     Part("schema", ("csrc/schema.cpp",), r'"{op}\('),
     Part("formula", ("csrc/core/{family}.h",), on_gpu=True),
@@ -40,7 +41,7 @@ PARTS = (
     Part("CUDA kernels", ("csrc/cuda/{family}.cuh",), on_gpu=True),
     Part("CUDA op", ("csrc/cuda/{family}.cu",), QUOTED, on_gpu=True),
     Part("Python wrapper and fake kernel", ("pass_ext/ops/{family}.py",), r'register_fake\("{op}"\)'),
-    Part("export", ("pass_ext/__init__.py",), '"{forward}"'),
+    Part("export", FACES, '"{forward}"'),
     Part("tests", ("tests/ops/test_{family}.py", "tests/ops/{family}/test_*.py"), r"\b{op}\b"),
     Part("samples", ("tests/support/samples.py",), r"\ndef {op}\("),
     Part("random calls", ("tests/sanitize/fuzz_ops.py",), r"\ndef {op}\("),

@@ -1,11 +1,12 @@
-"""The numbers of README.md and docs/performance.md, and the runs that measured them, from benchmarks/results/.
+"""The numbers of docs/performance.md, four of them and the picture in README.md, and the runs that measured them, from
+benchmarks/results/.
 
 `python -m tools.performance` writes the tables into both pages; `--check` writes nothing and fails where a page shows others.
 """
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -47,7 +48,7 @@ class Number(NamedTuple):
     what: str
     ours: str
     other: str
-    """The number beside it, and its name."""
+    """The baseline: its number and its name."""
     ratio: str
     file: Path
     """The result that holds it, from the repository's root."""
@@ -148,7 +149,7 @@ def acceptance_number(result: Result) -> Number:
     cases = ("tree", "coupled", "coupled"), ("tree", "rejection", "without")
     ours, usual = (found("acceptance.json", means, case) for case in cases)
     branching = ", ".join(map(str, result["settings"]["shapes"]["tree"]))
-    what = f"Drafts accepted per step, rule `coupled`, a tree with branching ({branching}), random logits"
+    what = f"Draft tokens accepted per step, rule `coupled`, a tree with branching ({branching}), random logits"
     ratio = f"{ours / usual:.2f} ×"
     return Number(what, f"{ours:.3f}", f"{usual:.3f}, rule `rejection`", ratio, RESULTS / "acceptance.json")
 
@@ -190,7 +191,9 @@ def gpu_numbers(root: Path) -> list[Number]:
         steps = {step["name"]: step for step in result["steps"] if "error" not in step}
         step = found(file.name, steps, "32,768 keys, 16 rows")
         limit = step["bytes"] / result["constants"]["read_gb_per_s"] / 1e3
-        what = f"`attention_tree`, 16 nodes behind a prefix of 32,768, heads 32/8 × 128, {result['machine']['gpu']['name']}"
+        what = (
+            f"`attention_tree`, 16 nodes after a prefix of 32,768, heads 32/8 × 128, {result['machine']['gpu']['name']}"
+        )
         other = f"{limit:.1f} µs, reading keys and values once"
         shown.append(Number(what, f"{step['cold_us']:.1f} µs", other, f"{limit / step['cold_us']:.2f} ×", file))
     return shown
@@ -206,7 +209,7 @@ def numbers(root: Path) -> list[Number]:
     files = ["ops/accept.json", "ops/attention.json", "ops/linear.json", "ops/cache.json"]
     words = [
         "`accept_chain`, rule `rejection`, {nodes} rows of {V:,} logits",
-        "`attention_tree`, {nodes} nodes behind a prefix of {prefix:,}, heads {heads}",
+        "`attention_tree`, {nodes} nodes after a prefix of {prefix:,}, heads {heads}",
         "`linear_rows`, {rows} rows times a weight {weight}",
         "`cache_commit_`, {layers} layers, a cache of {context:,} slots",
     ]
@@ -268,31 +271,47 @@ def aims_sentence(results: Mapping[str, Result]) -> str:
     )
 
 
+def row_notes(shown: Sequence[Number]) -> str:
+    """What some rows of the first table are, by their numbers."""
+
+    def rows(those: Callable[[Number], bool]) -> str:
+        places = [str(i) for i, number in enumerate(shown, 1) if those(number)]
+        return "" if not places else f"Row {places[0]}" if len(places) == 1 else f"Rows {places[0]} to {places[-1]}"
+
+    gpu, limits = rows(lambda n: n.file.name in GPU_COMMANDS), rows(lambda n: ", reading " in n.other)
+    notes = [
+        f"{rows(lambda n: n.file.name == 'acceptance.json')} counts accepted draft tokens.",
+        f"{rows(lambda n: n.file == KERNEL_CODE)} compares the machine code of two kernels of `pass_ext`.",
+        f"{gpu} ran on the GPU that they name." if gpu else "",
+        f"{limits} have as baseline the time in which memory is read once: a ratio of 1 is the limit."
+        if limits
+        else "",
+    ]
+    return " ".join(note for note in notes if note)
+
+
 def text(root: Path) -> str:
     """The part of the page that this program writes."""
-    results = read(root)
-    shown = [[str(i), n.what, n.ours, n.other, n.ratio, link(n.file)] for i, n in enumerate(numbers(root), 1)]
+    results, of_page = read(root), numbers(root)
+    shown = [[str(i), n.what, n.ours, n.other, n.ratio, link(n.file)] for i, n in enumerate(of_page, 1)]
     raced = races(root)
     runs = [run_cells(race, RACE, result) for race, result in raced.items()]
     runs += [run_cells(RESULTS / name, command, results[name]) for name, command in COMMANDS.items()]
     runs.append(run_cells(KERNEL_CODE, MEASURE_KERNEL_CODE, kernel_code(root)))
     runs += [run_cells(file, GPU_COMMANDS[name], result) for name, (file, result) in gpu_results(root).items()]
-    heads = ["", "", "pass_ext", "beside it", "ratio", "result"]
+    heads = ["", "", "pass_ext", "baseline", "ratio", "result"]
     aims = aims_sentence({str(race): result for race, result in raced.items()} | results)
-    parts = [gpu_sentence(root), "", *table(heads, shown, left=6), "", aims, ""]
+    parts = [gpu_sentence(root), "", *table(heads, shown, left=6), "", row_notes(of_page), "", aims, ""]
     return "\n".join([*parts, *table(["result", "command", "date", "commit", "machine", "versions"], runs, left=6)])
 
 
 def readme_text(root: Path) -> str:
-    """The part of README.md: the same numbers, each with its command."""
-    commands = {RESULTS / name: command for name, command in COMMANDS.items()}
-    commands |= dict.fromkeys(races(root), RACE)
-    commands |= {file: GPU_COMMANDS[name] for name, (file, _) in gpu_results(root).items()}
-    rows = [
-        [number.what, number.ours, number.other, number.ratio, f"`{commands.get(number.file, MEASURE_KERNEL_CODE)}`"]
-        for number in numbers(root)
-    ]
-    return "\n".join([gpu_sentence(root), "", *table(["", "pass_ext", "beside it", "ratio", "command"], rows, left=5)])
+    """The part of README.md: the newest race, four rows and its picture."""
+    file, result = next(iter(races(root).items()))
+    shown = [n for n in contender_numbers(file, result) if f", {names.PASS}, " not in n.what or names.ADAPTED in n.what]
+    rows = [[number.what, number.ours, number.other, number.ratio] for number in shown]
+    picture = f"![Tokens per second of whole texts, and the parts of a step]({file.with_suffix('.svg').as_posix()})"
+    return "\n".join([*table(["", "pass_ext", "baseline", "ratio"], rows, left=4), "", picture])
 
 
 PARTS = {PAGE: text, README: readme_text}

@@ -187,6 +187,8 @@ def judge(model_type: str) -> dict[str, Any]:
     line["custom_generate"] = _outcome(model, lambda: _by_custom_generate(model, texts))
     line["attn_implementation"] = _outcome(model, lambda: _by_attention(model, texts))
     if line["generate"] == SAME:
+        ids, mask = prompts()
+        line["way"] = pass_ext.generate(model, ids, attention_mask=mask, max_new_tokens=2, eos_token_id=[]).stats.way
         line["early exit"] = _outcome(model, lambda: _by_early_exit(model, texts))
     if texts is not None:
         line["ties"], line["references"] = texts.ties, sorted(texts.references, key=REFERENCES.index)
@@ -324,7 +326,8 @@ transformers {transformers}, torch {torch}, {date}: every causal language model 
 *generate*: `pass_ext.generate` by Plain, NGram, PaSS with one and two passes, Speculative and MultiCandidate; all of them also
 write the same sampled text for a seed. *custom_generate*: `model.generate(custom_generate=pass_ext.custom_generate(...))`, and
 transformers continues from the cache that it returns (*no caches*: caches cannot be exchanged). *attention*:
-`attn_implementation="pass_ext"`. *early exit*: drafts by `EarlyExitDraft`.
+`attn_implementation="pass_ext"`. *early exit*: drafts by `EarlyExitDraft`. *steps*: computed by an own forward of
+pass_ext's ops, or by the model as it is, and why so.
 
 **yes**: tokens and logits are those of transformers' own greedy `generate`. **no**: refused with a sentence that names the
 model and the reason. **wrong**: neither, a bug. Where padding changes transformers' own text, its text of each prompt alone
@@ -349,11 +352,11 @@ def render(result: dict[str, Any]) -> str:
         tie=TIE,
         ties=sum(line.get("ties", 0) for line in lines),
     )
-    text += f"## Decoded: {len(decoded)}\n\n| architecture | custom_generate | attention | early exit | |\n"
-    text += "| --- | --- | --- | --- | --- |\n"
+    text += f"## Decoded: {len(decoded)}\n\n| architecture | custom_generate | attention | early exit | steps | |\n"
+    text += "| --- | --- | --- | --- | --- | --- |\n"
     for line in decoded:
         cells = [_cell(line[way]) for way in ("custom_generate", "attn_implementation", "early exit")]
-        text += f"| {line['architecture']} | {' | '.join(cells)} | {_note(line)} |\n"
+        text += f"| {line['architecture']} | {' | '.join(cells)} | {line['way']} | {_note(line)} |\n"
     text += f"\n## Not decoded: {len(others)}\n\n| architecture | generate | attention | why not |\n| --- | --- | --- | --- |\n"
     for line in others:
         why = line["generate"].removeprefix("refused: ").replace("|", "\\|")

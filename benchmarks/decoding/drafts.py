@@ -217,7 +217,7 @@ def measured_rates(model: Any, draft: Any, texts: Sequence[Sequence[int]], promp
     import pass_ext
 
     return {
-        key: pass_ext.calibrate(model, draft, texts, ranks=ranks, prompt_lengths=prompts)
+        key: pass_ext.drafting.calibrate(model, draft, texts, ranks=ranks, prompt_lengths=prompts)
         for key, ranks in ((1, 1), (0, 8))
     }
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks import ROOT
+from pass_ext.decoding.planning.step_times import device_name
 
 # Files that a run itself writes do not make the tree dirty.
 WRITTEN_BY_RUNS = (":!benchmarks/results", ":!docs")
@@ -29,11 +30,10 @@ def describe_cpu() -> dict[str, Any]:
     """Model, cores, threads and last-level cache, as the operating system reports them."""
     fields = [line.split(":", 1) for line in _read("/proc/cpuinfo").splitlines() if ":" in line]
     values = [(key.strip(), value.strip()) for key, value in fields]
-    models = [value for key, value in values if key in ("model name", "Model")]
     packages = [value for key, value in values if key == "physical id"]
     cores = [value for key, value in values if key == "core id"]
     return {
-        "model": models[0] if models else platform.processor() or platform.machine(),
+        "model": device_name(torch.device("cpu")),
         "cores": len(set(zip(packages, cores, strict=False))) or os.cpu_count(),
         "threads": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),

@@ -184,8 +184,8 @@ def layer_calls(width: int = 576, heads: int = 9, key_heads: int = 3, inner: int
         after: dict[str, Any] = {name: weight for name, weight in weights.items() if name not in arguments}
         after |= {"attended": numbers(rows, heads * dim) * 24, "residual": x, "mlp_norm": norm}
         halves = (
-            (pass_ext.layer_before_attention, "before", arguments),
-            (pass_ext.layer_after_attention, "after", after),
+            (pass_ext.layers.layer_before_attention, "before", arguments),
+            (pass_ext.layers.layer_after_attention, "after", after),
         )
         for op, half, given in halves:
             yield _layer_call(f"{half} attention, {rows} rows", op, given)

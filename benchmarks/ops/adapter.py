@@ -1,5 +1,6 @@
-"""Gated adapters, `pass_ext.adapter_rows_`: the product of low rank that rows of look-ahead slots add to a linear layer's
-output, against the lines that a hook would have in PyTorch, and beside the layer. `python -m benchmarks.ops.adapter --help`.
+"""Gated adapters, `pass_ext.layers.adapter_rows_`: the product of low rank that rows of look-ahead slots add to a linear
+layer's output, against the lines that a hook would have in PyTorch, and beside the layer.
+`python -m benchmarks.ops.adapter --help`.
 
 The layers are those of SmolLM2-135M and of Llama 3 8B; of the rows of a step, the last ones are slots. All slots share an
 adapter. `the layer alone` is the linear layer on all rows: what the adapter's time is to be compared with.
@@ -29,7 +30,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def ours(out: Tensor, x: Tensor, ids: Tensor, down: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     """pass_ext: both products in one call, in place."""
-    return pass_ext.adapter_rows_(out, x, ids, down, up)
+    return pass_ext.layers.adapter_rows_(out, x, ids, down, up)
 
 
 def plain(out: Tensor, x: Tensor, ids: Tensor, down: Tensor, up: Tensor, weight: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ def plain(out: Tensor, x: Tensor, ids: Tensor, down: Tensor, up: Tensor, weight:
 
 def layer(out: Tensor, x: Tensor, ids: Tensor, down: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     """The linear layer, as decoding computes it."""
-    return functional.linear(x, weight) if x.is_cuda else pass_ext.linear_rows(x, weight)
+    return functional.linear(x, weight) if x.is_cuda else pass_ext.layers.linear_rows(x, weight)
 
 
 CONTENDERS = (
@@ -105,7 +106,7 @@ def judge(rows: list[Row]) -> list[Aim]:
             torch.arange(-4, 4, device="cuda"),
         ]
         sides = [torch.randn(1, 8, 64, device="cuda") for _ in range(2)]
-        aims.append(launches("one launch", 1, pass_ext.adapter_rows_, (*case, *sides)))
+        aims.append(launches("one launch", 1, pass_ext.layers.adapter_rows_, (*case, *sides)))
     return aims
 
 

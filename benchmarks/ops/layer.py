@@ -1,5 +1,5 @@
-"""A decoder layer around its attention, `pass_ext.layer_before_attention` and `layer_after_attention`, and on the CPU layers
-with their attention, `pass_ext.layer_stack`, against the same work as single ops of pass_ext, and as a model's lines
+"""A decoder layer around its attention, `pass_ext.layers.layer_before_attention` and `layer_after_attention`, and on the CPU
+layers with their attention, `layer_stack`, against the same work as single ops of pass_ext, and as a model's lines
 in PyTorch. `python -m benchmarks.ops.layer --help`.
 
 The shapes are those of SmolLM2-135M. Warm: the same layer every time, from the cache that holds it. Cold: the caches are swept,
@@ -33,16 +33,16 @@ SINGLE, PLAIN = "single ops", "PyTorch"
 
 def before(x: Tensor, norm: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     """pass_ext: one call."""
-    return pass_ext.layer_before_attention(x, q, k, v, head_dim=HEAD, input_norm=norm, cos=cos, sin=sin, eps=EPS)
+    return pass_ext.layers.layer_before_attention(x, q, k, v, head_dim=HEAD, input_norm=norm, cos=cos, sin=sin, eps=EPS)
 
 
 def single_before(
     x: Tensor, norm: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, ...]:
     """pass_ext: five calls."""
-    x, _ = pass_ext.step_rms_norm(x, norm, eps=EPS)
-    queries, keys, values = (pass_ext.linear_rows(x, weight).unflatten(1, (-1, HEAD)) for weight in (q, k, v))
-    return *pass_ext.step_rotary(queries, keys, cos, sin), values
+    x, _ = pass_ext.layers.step_rms_norm(x, norm, eps=EPS)
+    queries, keys, values = (pass_ext.layers.linear_rows(x, weight).unflatten(1, (-1, HEAD)) for weight in (q, k, v))
+    return *pass_ext.layers.step_rotary(queries, keys, cos, sin), values
 
 
 def plain_before(
@@ -59,16 +59,18 @@ def plain_before(
 
 def after(attended: Tensor, x: Tensor, norm: Tensor, o: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """pass_ext: one call."""
-    return pass_ext.layer_after_attention(attended, x, o, gate, up, down, mlp_norm=norm, eps=EPS)
+    return pass_ext.layers.layer_after_attention(attended, x, o, gate, up, down, mlp_norm=norm, eps=EPS)
 
 
 def single_after(
     attended: Tensor, x: Tensor, norm: Tensor, o: Tensor, gate: Tensor, up: Tensor, down: Tensor
 ) -> Tensor:
     """pass_ext: six calls, and an addition."""
-    normed, middle = pass_ext.step_rms_norm(pass_ext.linear_rows(attended, o), norm, eps=EPS, residual=x)
-    hidden = pass_ext.step_gate(pass_ext.linear_rows(normed, gate), pass_ext.linear_rows(normed, up))
-    return middle + pass_ext.linear_rows(hidden, down)
+    normed, middle = pass_ext.layers.step_rms_norm(pass_ext.layers.linear_rows(attended, o), norm, eps=EPS, residual=x)
+    hidden = pass_ext.layers.step_gate(
+        pass_ext.layers.linear_rows(normed, gate), pass_ext.layers.linear_rows(normed, up)
+    )
+    return middle + pass_ext.layers.linear_rows(hidden, down)
 
 
 def plain_after(attended: Tensor, x: Tensor, norm: Tensor, o: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -86,10 +88,11 @@ LAYERS, KEYS = 4, 256
 def stack(x: Tensor, cos: Tensor, sin: Tensor, caches: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     """pass_ext: one call."""
     layers = [
-        pass_ext.LayerWeights(*layer[2:], input_norm=layer[0], mlp_norm=layer[1]) for layer in batched(weights, 9)
+        pass_ext.layers.LayerWeights(*layer[2:], input_norm=layer[0], mlp_norm=layer[1])
+        for layer in batched(weights, 9)
     ]
     lengths, bounds, visible = step_of(len(x))
-    return pass_ext.layer_stack(
+    return pass_ext.layers.layer_stack(
         x, layers, caches, lengths, bounds, visible, len(x), head_dim=HEAD, cos=cos, sin=sin, eps=EPS
     )
 

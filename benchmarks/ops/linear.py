@@ -1,5 +1,5 @@
-"""A linear layer for the few rows of a decoding step, `pass_ext.linear_rows`, against `torch.nn.functional.linear` in the same
-type, and in float32 with float32 weights. `python -m benchmarks.ops.linear --help`.
+"""A linear layer for the few rows of a decoding step, `pass_ext.layers.linear_rows`, against `torch.nn.functional.linear` in
+the same type, and in float32 with float32 weights. `python -m benchmarks.ops.linear --help`.
 
 The shapes are those of SmolLM2-135M. Warm: the same weight every time, from the cache that holds it. Cold: the caches are
 swept, as the layers between two uses of a weight sweep them. `of_read`: the share of the memory's read bandwidth, by the
@@ -31,7 +31,7 @@ PLAIN = "F.linear"
 
 def ours(x: Tensor, weight: Tensor, wide_x: Tensor, wide_weight: Tensor) -> Tensor:
     """pass_ext: reads the weight once, sums in fp32."""
-    return pass_ext.linear_rows(x, weight)
+    return pass_ext.layers.linear_rows(x, weight)
 
 
 def plain(x: Tensor, weight: Tensor, wide_x: Tensor, wide_weight: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""What texts recall, `pass_ext.recall_scores`, against the same in PyTorch without a host read: all places of a text compared
-at once with the last tokens of each path, and all tokens behind them with all candidates.
+"""What texts recall, `pass_ext.drafting.recall_scores`, against the same in PyTorch without a host read: all places of a text
+compared at once with the last tokens of each path, and all tokens behind them with all candidates.
 `python -m benchmarks.ops.recall --help`.
 
 64 candidates behind each path, texts of tokens that come as often as words do (Zipf's law). *nothing recalled*: the same op
@@ -50,10 +50,12 @@ def plain(tokens: Tensor, contexts: Tensor, requests: Tensor, text: Tensor, leng
 
 
 CONTENDERS = (
-    Contender(OURS, lambda nowhere, tokens, contexts, *text: pass_ext.recall_scores(tokens, contexts, *text)),
+    Contender(OURS, lambda nowhere, tokens, contexts, *text: pass_ext.drafting.recall_scores(tokens, contexts, *text)),
     Contender("PyTorch", lambda nowhere, tokens, contexts, *text: plain(tokens, contexts, *text)),
     Contender(
-        NOTHING, lambda nowhere, tokens, contexts, *text: pass_ext.recall_scores(tokens, nowhere, *text), same_job=False
+        NOTHING,
+        lambda nowhere, tokens, contexts, *text: pass_ext.drafting.recall_scores(tokens, nowhere, *text),
+        same_job=False,
     ),
 )
 

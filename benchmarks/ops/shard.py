@@ -1,5 +1,5 @@
-"""The shard ops, `pass_ext.shard_local`, `shard_combine` and `shard_best`, against PyTorch: one rank's part of an accept step
-by rejection, on its columns of the logits. `python -m benchmarks.ops.shard --help`.
+"""The shard ops, `pass_ext.distributed.shard_local`, `shard_combine` and `shard_best`, against PyTorch: one rank's
+part of an accept step by rejection, on its columns of the logits. `python -m benchmarks.ops.shard --help`.
 
 A round is a line. "peaks", "masses" and "races" are `shard_local`'s sweeps over the columns; "combine" is `shard_combine`
 behind "masses", for 8 ranks; "best" drafts 4 tokens of each row with `shard_best`. What ranks exchange, and when gathering is
@@ -73,12 +73,12 @@ def make_step(requests: int, columns: int, dtype: torch.dtype, device: str) -> S
     )
     step = Step(tree, local, combine, {"peaks": None}, {})
     for this, following in (("peaks", "masses"), ("masses", "races")):
-        mine = pass_ext.shard_local(**tree, **local, round=this, state=step.states[this])
+        mine = pass_ext.distributed.shard_local(**tree, **local, round=this, state=step.states[this])
         others = torch.zeros_like(mine)
         if this == "peaks":
             others[:] = torch.tensor([-(1 << 23), -1, -(1 << 23)], **integers)
         step.answers[this] = torch.stack([mine, *[others] * (RANKS - 1)])
-        step.states[following], _ = pass_ext.shard_combine(
+        step.states[following], _ = pass_ext.distributed.shard_combine(
             **tree, **combine, answers=step.answers[this], round=this, next=following, state=step.states[this]
         )
     return step
@@ -87,17 +87,17 @@ def make_step(requests: int, columns: int, dtype: torch.dtype, device: str) -> S
 def ours(name: str, step: Step) -> Any:
     """pass_ext."""
     if name == "combine":
-        return pass_ext.shard_combine(
+        return pass_ext.distributed.shard_combine(
             **step.tree, **step.combine, answers=step.answers["masses"], round="masses", next="races",
             state=step.states["masses"],
         )  # fmt: skip
     if name == "best":
         state = step.states["races"]
-        return pass_ext.shard_best(
+        return pass_ext.distributed.shard_best(
             step.tree["target_logits"], state, DRAFTS, mode="without", vocab_start=0, seeds=row_seeds(step),
             positions=row_seeds(step),
         )  # fmt: skip
-    return pass_ext.shard_local(**step.tree, **step.local, round=name, state=step.states[name])
+    return pass_ext.distributed.shard_local(**step.tree, **step.local, round=name, state=step.states[name])
 
 
 def row_seeds(step: Step) -> Tensor:

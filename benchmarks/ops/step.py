@@ -1,5 +1,5 @@
-"""The work between a model's products, `pass_ext.step_rms_norm`, `step_rotary` and `step_gate`, against the ops that a model's
-modules call in PyTorch. `python -m benchmarks.ops.step --help`.
+"""The work between a model's products, `pass_ext.layers.step_rms_norm`, `step_rotary` and `step_gate`, against the ops that
+a model's modules call in PyTorch. `python -m benchmarks.ops.step --help`.
 
 The shapes are those of one layer of SmolLM2-135M and of Llama 3 8B; queries, keys, gate and up are views of joined products.
 """
@@ -31,7 +31,7 @@ PLAIN = "PyTorch"
 
 def norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """pass_ext: the residual addition and the norm."""
-    return pass_ext.step_rms_norm(x, weight, eps=EPS, residual=residual)
+    return pass_ext.layers.step_rms_norm(x, weight, eps=EPS, residual=residual)
 
 
 def plain_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ def functional_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """pass_ext."""
-    return pass_ext.step_rotary(q, k, cos, sin)
+    return pass_ext.layers.step_rotary(q, k, cos, sin)
 
 
 def rotate_half(x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def plain_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 def gate(joined: Tensor) -> Tensor:
     """pass_ext."""
-    return pass_ext.step_gate(joined)
+    return pass_ext.layers.step_gate(joined)
 
 
 def plain_gate(joined: Tensor) -> Tensor:

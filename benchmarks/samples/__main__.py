@@ -57,10 +57,10 @@ def measure() -> dict[str, Any]:
         row: dict[str, Any] = {"domain": prompt.domain, "prompt": prompt.name}
         for samples in BATCHES:
             alone, texts = calls(ids.repeat(samples, 1), None, 0)
-            together, same = calls(ids.repeat(samples, 1), pass_ext.Corpus(), 0)
+            together, same = calls(ids.repeat(samples, 1), pass_ext.drafting.Corpus(), 0)
             row[f"batch of {samples}"] = {"own text": alone, "corpus": together, "same": texts == same}
         one_by_one = [calls(ids, None, seed) for seed in range(MOST)]
-        corpus = pass_ext.Corpus()
+        corpus = pass_ext.drafting.Corpus()
         with_corpus = [calls(ids, corpus, seed) for seed in range(MOST)]
         row["one after the other"] = {
             "own text": [count for count, _ in one_by_one],

@@ -2,7 +2,7 @@
 //   key [layers, parts] = the numbers of elements of each layer's tensors, 0 for none
 // The key stands for the layers by its address. What it holds is not read again, so no numbers in a tensor can lead a
 // kernel astray: neither a key's copy nor one from another process has layers. The layers are kept until
-// pass_ext_release_layers is called, as pass_ext.layer_pack's result does at its end.
+// pass_ext_release_layers is called, as pass_ext.layers.layer_pack's result does at its end.
 #include "cpu/layer_pack.h"
 
 #include <pthread.h>

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from operator import index
 from types import NoneType
 from typing import Any
@@ -84,7 +84,6 @@ def generate(
     session: Session | None = None,
     cuda_graphs: bool | None = None,
     run_ahead: bool | None = None,
-    sampling: SamplingParams | None = None,
     logprobs: int | None = None,
     keep_logits: bool = False,
     synthetic: Rates | None = None,
@@ -97,7 +96,7 @@ def generate(
         method: ``Plain()`` (the default), ``NGram(...)``, ``PaSS(...)``, ``Speculative(...)``, ``MultiCandidate(...)``, or any
             ``pass_ext.DraftingMethod``.
         num_return_sequences: texts of each prompt, which stand side by side in the result. The k-th has the prompt's seed plus
-            k. What they have in common is read once; with ``NGram(corpus=Corpus())`` they draft for each other.
+            k. What they have in common is read once; with a ``corpus`` of ``NGram`` they draft for each other.
         attention_mask: ``[B, T]``, 1 for a prompt's tokens and 0 for padding, on the left or on the right. None: every
             ``pad_token_id`` is padding, as transformers infers it, unless it is an end token too, also one of the model's own.
         temperature: 0 is greedy. This, ``top_k``, ``top_p``, ``min_p`` and ``seeds``: one value for all, or one per request.
@@ -131,7 +130,6 @@ def generate(
             same. Refused where the host decides between steps: with logits processors, grammars, methods other than ``Plain``
             and ``PaSS``, and sampled rules other than "coupled". None: where it is possible and pays. False: the host makes the
             rows of each step.
-        sampling: ``SamplingParams(temperature=..., ...)`` instead of the sampling arguments above.
         logprobs: the result has ``logprobs`` of every new token, raw and processed. 0: of the tokens alone; n: of the n most
             probable ones beside each too, at most 64. Texts stay the same.
         keep_logits: True: the result has ``logits``, the rows that each new token was drawn from. With this or ``logprobs``
@@ -177,9 +175,9 @@ def generate(
     pad = _first_given("pad_token_id", configs) if pad_token_id is None else pad_token_id
     pad = min(ends, default=None) if pad is None else _token_id("pad_token_id", pad)
     prompts = read_prompts(input_ids, attention_mask, adapted.table.shape[0], pad, ends | usual_ends)
-    loose = SamplingParams(temperature, top_k, top_p, min_p, seeds)
-    parameters = loose if sampling is None else _checked_sampling(sampling, loose)
-    batch = parameters.for_batch(len(prompts.texts), adapted.table.device, generator, samples=samples)
+    batch = SamplingParams(temperature, top_k, top_p, min_p, seeds).for_batch(
+        len(prompts.texts), adapted.table.device, generator, samples=samples
+    )
     if samples != 1:
         if batch.is_greedy:
             raise ValueError(
@@ -254,6 +252,7 @@ def generate(
         loop.run(known)
         listener.end()
         seconds = time.perf_counter() - started
+        way = adapted.way
     for text, prompt in zip(context.texts, prompts.texts, strict=True):
         warn_of_length(len(text), len(prompt) + max_new_tokens, adapted.most_positions)
     new = [text[len(prompt) :] for text, prompt in zip(context.texts, prompts.texts, strict=True)]
@@ -265,6 +264,7 @@ def generate(
         ahead_calls=0 if rows is None else loop.calls - loop.prompt_calls,
         surplus_calls=loop.surplus_calls,
         synthetic=synthetic is not None,
+        way=way,
     )
     if keep_cache:
         session.keep([len(text) - 1 for text in context.texts])
@@ -276,16 +276,6 @@ def generate(
         scores.logprobs(len(new)) if scores else None,
         scores.rows(len(new)) if scores else None,
     )
-
-
-def _checked_sampling(sampling: SamplingParams, loose: SamplingParams) -> SamplingParams:
-    """Returns ``sampling``; refuses loose numbers beside it, which would be ignored."""
-    instance("generate: sampling", sampling, SamplingParams, "SamplingParams(...)")
-    usual = SamplingParams()
-    also = [f.name for f in fields(loose) if repr(getattr(loose, f.name)) != repr(getattr(usual, f.name))]
-    if also:
-        raise ValueError(f"generate: give sampling, or the numbers by themselves, not both: got {', '.join(also)} too")
-    return sampling
 
 
 def _first_given(name: str, configs: Sequence[Any]) -> Any:

@@ -141,7 +141,7 @@ class Speculative:
     Args:
         draft_model: a model as ``generate`` takes it, or an ``EarlyExitDraft``; of any dtype, on any device.
         length: tokens of the chain; "auto": planned from the draft's hit rates and the measured times of both models' calls.
-        hit_rates: for "auto": ``pass_ext.calibrate(...)``; default: the early-exit adapter's own, else a guess.
+        hit_rates: for "auto": ``pass_ext.drafting.calibrate(...)``; default: the early-exit adapter's own, else a guess.
         ngram: n-gram candidates join the chain.
         tokenizers: the target's and the draft's; refused if they disagree.
     """

@@ -84,6 +84,8 @@ class GenerationStats(AcceptanceStats):
     """Calls that were under way when the last text ended; not among ``model_calls``."""
     synthetic: bool = False
     """True: coins of given rates accepted the drafts (``generate(synthetic=...)``): the texts are not the model's."""
+    way: str = ""
+    """How the model computed calls of few rows: "own forward", by pass_ext's ops alone, or "as it is" and why."""
 
     @classmethod
     def of(
@@ -96,10 +98,11 @@ class GenerationStats(AcceptanceStats):
         ahead_calls: int = 0,
         surplus_calls: int = 0,
         synthetic: bool = False,
+        way: str = "",
     ) -> GenerationStats:
         """Acceptance counts together with calls, tokens and seconds."""
         counts = acceptance.acceptance_histogram, acceptance.num_draft_tokens
-        return cls(*counts, model_calls, tokens, seconds, ahead_calls, surplus_calls, synthetic)
+        return cls(*counts, model_calls, tokens, seconds, ahead_calls, surplus_calls, synthetic, way)
 
     @property
     def tokens_per_second(self) -> float:
@@ -115,7 +118,7 @@ class GenerationStats(AcceptanceStats):
         """Every number by its name, for JSON."""
         names = (
             "model_calls", "tokens", "seconds", "tokens_per_second", "tokens_per_call", "ahead_calls", "surplus_calls",
-            "synthetic",
+            "synthetic", "way",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names} | super().as_dict()
 
@@ -130,6 +133,7 @@ class GenerationStats(AcceptanceStats):
             self.ahead_calls + other.ahead_calls,
             self.surplus_calls + other.surplus_calls,
             self.synthetic or other.synthetic,
+            self.way if self.way == other.way else "several",
         )
 
     def __str__(self) -> str:

@@ -59,7 +59,7 @@ class _AcceptTensors(NamedTuple):
     num_accepted: Tensor
     """``[B]`` int32: the number of accepted draft tokens."""
     status: Tensor
-    """``[B]`` int32: 0, or bits of ``pass_ext.STATUS``."""
+    """``[B]`` int32: 0, or bits of ``pass_ext.ops.accept.STATUS``."""
 
 
 class AcceptResult(_AcceptTensors):

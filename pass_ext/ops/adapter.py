@@ -43,12 +43,12 @@ def adapter_rows_(out: Tensor, x: Tensor, ids: Tensor, down: Tensor, up: Tensor,
 
     The CPU refuses slots below -K (if K is not 1) before anything is written. On CUDA ids are not checked, to avoid a
     synchronisation: such a row stays as it is. ``pass_ext.set_debug(True)`` or ``PASS_EXT_DEBUG=1`` checks them there too.
-    No gradients, reverse or forward: the op raises if an input requires one. ``pass_ext.adapter_rows`` has them.
+    No gradients, reverse or forward: the op raises if an input requires one. ``pass_ext.layers.adapter_rows`` has them.
     """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (out, x, down, up)):
         raise RuntimeError(
             "pass_ext::adapter_rows_: no gradient is implemented, but an input requires one; call it under torch.no_grad(), "
-            "or pass_ext.adapter_rows, which has gradients"
+            "or pass_ext.layers.adapter_rows, which has gradients"
         )
     if ids.dtype not in _ID_DTYPES:
         ids = integers("adapter_rows_", "ids", ids, torch.int64)

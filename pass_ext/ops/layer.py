@@ -226,7 +226,9 @@ class PackedLayers:
         return len(self.key)
 
     def __reduce__(self) -> Any:
-        raise TypeError("PackedLayers cannot be copied or pickled: pack the copied weights with pass_ext.layer_pack")
+        raise TypeError(
+            "PackedLayers cannot be copied or pickled: pack the copied weights with pass_ext.layers.layer_pack"
+        )
 
 
 @typed("pass_ext::")

@@ -103,7 +103,8 @@ def shard_local(
     draft_allowed: Tensor | None = None,
     seeds: Tensor | None = None,
 ) -> Tensor:
-    """The arguments are those of ``pass_ext.shard_local``, for trees that are well formed. Returns fp64 ``[slots, width]``."""
+    """The arguments are those of ``pass_ext.distributed.shard_local``, for trees that are well formed. Returns fp64
+    ``[slots, width]``."""
     count, columns = target_logits.shape
     ids = torch.arange(vocab_start, vocab_start + columns)
     slots = [] if state is None else slots_of(state, count)
@@ -216,7 +217,8 @@ def shard_best(
     positions: Tensor | None = None,
     nodes: Tensor | None = None,
 ) -> Tensor:
-    """The arguments are those of ``pass_ext.shard_best``. Returns fp64 ``[R, k, 3]``: score, id, log probability."""
+    """The arguments are those of ``pass_ext.distributed.shard_best``. Returns fp64 ``[R, k, 3]``: score, id and log
+    probability."""
     rows, columns = logits.shape
     ids, numbers = torch.arange(vocab_start, vocab_start + columns), (seeds, positions, nodes)
     best = torch.tensor([-math.inf, -1.0, -math.inf]).double().repeat(rows, k, 1)

@@ -51,7 +51,7 @@ def alone(*case):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return pass_ext.linear_rows(*case)
+        return pass_ext.layers.linear_rows(*case)
     finally:
         torch.set_num_threads(threads)
 
@@ -61,7 +61,7 @@ def test_the_pool_gives_the_bits_of_one_thread(pool, threads):
     torch.set_num_threads(threads)
     for seed in range(40):
         case = make_case(seed, rows=1 + seed % 7, outputs=1 + 97 * seed)
-        assert_same_bits(pass_ext.linear_rows(*case), alone(*case))
+        assert_same_bits(pass_ext.layers.linear_rows(*case), alone(*case))
         if seed % 10 == 0:
             time.sleep(0.001)  # workers fall asleep
 
@@ -73,7 +73,7 @@ def test_several_callers_at_once(pool):
 
     def call(index):
         for _ in range(60):
-            if not torch.equal(pass_ext.linear_rows(*cases[index]), expected[index]):
+            if not torch.equal(pass_ext.layers.linear_rows(*cases[index]), expected[index]):
                 wrong.append(index)
 
     callers = [threading.Thread(target=call, args=(index,)) for index in range(len(cases))]
@@ -124,7 +124,7 @@ def many_calls():
     random = torch.Generator().manual_seed(5)
     bounds, visible = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([[1], [3]])
     attended = torch.randn(2, 4, 64, generator=random), torch.randn(1, 400, 4, 64, generator=random), bounds, visible
-    calls = [(pass_ext.linear_rows, make_case(1)), (draft, (torch.randn(3, 40000, generator=random),))]
+    calls = [(pass_ext.layers.linear_rows, make_case(1)), (draft, (torch.randn(3, 40000, generator=random),))]
     return [*calls, (attend, attended)]
 
 
@@ -154,17 +154,17 @@ def test_a_forked_process_gets_threads_of_its_own(two_threads, always):
 def test_a_process_forked_while_another_thread_is_in_an_op(two_threads):
     """What that thread holds at this moment stays held in the child."""
     case, ends = make_case(2), threading.Event()
-    expected = pass_ext.linear_rows(*case)
+    expected = pass_ext.layers.linear_rows(*case)
 
     def work():
         while not ends.is_set():
-            pass_ext.linear_rows(*case)
+            pass_ext.layers.linear_rows(*case)
 
     former, worker = _library.always_pool(True), threading.Thread(target=work)
     worker.start()
     try:
         for _ in range(10):
-            assert in_a_child(lambda: torch.equal(pass_ext.linear_rows(*case), expected))
+            assert in_a_child(lambda: torch.equal(pass_ext.layers.linear_rows(*case), expected))
     finally:
         ends.set()
         worker.join()
@@ -173,7 +173,7 @@ def test_a_process_forked_while_another_thread_is_in_an_op(two_threads):
 
 def linear_of(seed):
     torch.set_num_threads(2)  # a DataLoader's worker begins with one
-    return pass_ext.linear_rows(*make_case(seed)).numpy()
+    return pass_ext.layers.linear_rows(*make_case(seed)).numpy()
 
 
 class Products(torch.utils.data.Dataset):
@@ -186,7 +186,7 @@ class Products(torch.utils.data.Dataset):
 
 @fork
 def test_workers_of_a_data_loader_and_of_a_pool_of_processes(two_threads):
-    expected = [pass_ext.linear_rows(*make_case(seed)) for seed in range(8)]
+    expected = [pass_ext.layers.linear_rows(*make_case(seed)) for seed in range(8)]
     loader = torch.utils.data.DataLoader(
         Products(), batch_size=None, num_workers=2, timeout=30, multiprocessing_context="fork"
     )
@@ -202,11 +202,11 @@ import os, torch, pass_ext
 from pass_ext import _library
 torch.set_num_threads(2)
 x, weight = torch.randn(2, 576), torch.randn(3000, 576)
-pass_ext.linear_rows(x, weight)  # OpenMP binds its threads
+pass_ext.layers.linear_rows(x, weight)  # OpenMP binds its threads
 _library.always_pool(True)
 before = set(os.listdir("/proc/self/task"))
 for _ in range(200):
-    pass_ext.linear_rows(x, weight)
+    pass_ext.layers.linear_rows(x, weight)
 worker, = set(os.listdir("/proc/self/task")) - before
 print(len(os.sched_getaffinity(0)), len(os.sched_getaffinity(int(worker))))
 """
@@ -230,17 +230,17 @@ from pass_ext import _library
 _library.always_pool({pool})
 x, weight = torch.randn(2, 576), torch.randn(3000, 576)
 torch.set_num_threads(1)
-expected = pass_ext.linear_rows(x, weight)
+expected = pass_ext.layers.linear_rows(x, weight)
 torch.set_num_threads(2)
 for _ in range(20):
-    assert torch.equal(pass_ext.linear_rows(x, weight), expected)
+    assert torch.equal(pass_ext.layers.linear_rows(x, weight), expected)
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 for thread in os.listdir("/proc/self/task"):
     os.sched_setaffinity(int(thread), [min(os.sched_getaffinity(0))])
 times = []
 for _ in range(3000):
     begin = time.perf_counter()
-    result = pass_ext.linear_rows(x, weight)
+    result = pass_ext.layers.linear_rows(x, weight)
     times.append(time.perf_counter() - begin)
     assert torch.equal(result, expected)
 print(sorted(times)[len(times) // 2])

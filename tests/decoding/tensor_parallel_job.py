@@ -94,7 +94,7 @@ def main(folder):
     texts["tables"] = [torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(*tables, strict=True)]
     divided.logit_shards.table_part = None  # as of a table that is divided in another way
     try:
-        lookahead_drafter(pass_ext.PaSS(bound), SimpleNamespace(target=divided), pauses=False)
+        lookahead_drafter(pass_ext.PaSS(bound), SimpleNamespace(target=divided))
     except ValueError as error:
         texts["transitions"] = str(error)
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(texts))

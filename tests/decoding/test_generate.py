@@ -302,19 +302,6 @@ def test_nan_is_an_error_that_says_where():
         generate(model, ids, max_new_tokens=2, attention_mask=mask)
 
 
-def test_sampling_params_are_the_loose_numbers_in_one_value(llama):
-    ids, mask = ragged_prompts(2)
-    numbers = dict(temperature=[0.8, 0.0], top_k=20, top_p=0.9, seeds=[3, 4])
-    options = dict(attention_mask=mask, max_new_tokens=6)
-    loose = generate(llama, ids, NGram(), **numbers, **options)
-    made = generate(llama, ids, NGram(), sampling=pass_ext.SamplingParams(**numbers), **options)
-    assert torch.equal(made.sequences, loose.sequences)
-    with pytest.raises(ValueError, match="not both: got temperature, seeds too"):
-        generate(llama, ids, sampling=pass_ext.SamplingParams(), temperature=1.0, seeds=3, **options)
-    with pytest.raises(TypeError, match=r"sampling must be SamplingParams\(...\), got dict"):
-        generate(llama, ids, sampling=numbers, **options)
-
-
 class Silent:
     """A streamer that keeps nothing."""
 

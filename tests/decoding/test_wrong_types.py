@@ -39,7 +39,7 @@ FACES = {
     "PaSS": (pass_ext.PaSS, dict(lookahead=SLOTS)),
     "Speculative": (pass_ext.Speculative, dict(draft_model=Decoder())),
     "MultiCandidate": (pass_ext.MultiCandidate, dict(draft_model=Decoder())),
-    "Corpus": (pass_ext.Corpus, {}),
+    "Corpus": (pass_ext.drafting.Corpus, {}),
     "pack_trees": (pass_ext.pack_trees, dict(trees=[pass_ext.Tree.chain(2)])),
     "Tree": (pass_ext.Tree, {}),
     "from_branching": (pass_ext.Tree.from_branching, {}),

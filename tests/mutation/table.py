@@ -112,14 +112,12 @@ _CPP = _files_of_families() | {
     "cpu/product-inl.h": (["linear"], ["tests/ops/test_linear.py"]),
 }
 
+_OWN_FORWARD = ["tests/decoding/models/test_own_forward.py", "tests/decoding/models/test_layers_one_by_one.py"]
+
 # Path below pass_ext/decoding/ -> the tests.
 _PYTHON: dict[str, list[str]] = {
-    "models/patching/attachment": [
-        *("tests/decoding/models/test_attachment.py", "tests/decoding/models/test_direct_call.py"),
-        *("tests/decoding/models/test_layer_calls.py", "-k", "not thread"),
-    ],
     "models/patching/attention_arguments": ["tests/decoding/models/test_decoded_models.py"],
-    "models/patching/shadow": ["tests/decoding/models/test_attachment.py"],
+    "models/patching/shadow": ["tests/decoding/models/test_model_meanwhile.py"],
     "models/placeholders": ["tests/decoding/models/test_decoded_models.py"],
     "planning/calibration": ["tests/decoding/planning/test_calibration.py"],
     "requests/config_processor": ["tests/decoding/test_generation_config.py"],
@@ -134,11 +132,9 @@ _PYTHON: dict[str, list[str]] = {
     "models/early_exit/model": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
     "drafting/early_stop": ["tests/decoding/drafting/test_early_flag.py"],
     "models/logit_shards": ["tests/decoding/test_tensor_parallel.py"],
-    "models/patching/layer_calls": ["tests/decoding/models/test_layer_calls.py"],
-    "models/patching/layer_parts": ["tests/decoding/models/test_layer_calls.py"],
-    "models/patching/layer_stack": ["tests/decoding/models/test_direct_call.py"],
-    "models/patching/direct_call": ["tests/decoding/models/test_direct_call.py"],
-    "session/step_attention": ["tests/decoding/test_session.py", "tests/decoding/models/test_direct_call.py"],
+    "models/patching/layer_parts": ["tests/decoding/models/test_layers_one_by_one.py"],
+    **{f"models/patching/{name}": _OWN_FORWARD for name in ("own_forward", "model_plan", "comparison", "way")},
+    "session/step_attention": ["tests/decoding/test_session.py", "tests/decoding/models/test_own_forward.py"],
     "models/patching/few_rows": ["tests/ops/test_linear.py", "-k", "not thread"],
     "loop/loop": [*_AHEAD, *_PACE],
     "loop/step": _AHEAD,
@@ -163,6 +159,7 @@ _PYTHON: dict[str, list[str]] = {
     ],
     "models/hidden_rows": _SPECULATIVE,
     "models/patching/layer_adapters": ["tests/decoding/models/test_layer_adapters.py"],
+    "arguments": ["tests/decoding/test_wrong_types.py"],
     "models/slots": ["tests/decoding/models/test_layer_adapters.py", "tests/decoding/test_session.py"],
     "models/cache_name": ["tests/decoding/models/test_cache_name.py"],
     "models/patching/layer_offsets": ["tests/training/test_lookahead_embedding.py"],
@@ -242,7 +239,7 @@ _PYTHON: dict[str, list[str]] = {
     "session/session": ["tests/decoding/test_session.py", *_GENERATE[:-1], f"{_GENERATE[-1]} or test_session"],
     "requests/stateful_processors": ["tests/decoding/test_stateful_processors.py"],
     "stats": ["tests/decoding/test_stats.py"],
-    "models/patching/step_modules": ["tests/decoding/models/test_step_modules.py"],
+    "models/patching/known_parts": ["tests/decoding/models/test_known_parts.py"],
     "planning/step_times": ["tests/decoding/planning/test_step_times.py"],
     "models/transformers": ["tests/decoding/models/test_decoded_models.py"],
 }

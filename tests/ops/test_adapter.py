@@ -48,7 +48,7 @@ def assert_right(case, scale=1.0):
     """Errors as PyTorch's in the same dtype; rows of tokens keep their bits."""
     out, x, ids, down, up = case
     got, plain = out.clone(), out.cpu().clone()  # plain PyTorch on the CPU: a GPU's library may add in a better order
-    assert pass_ext.adapter_rows_(got, x, ids, down, up, scale) is got
+    assert pass_ext.layers.adapter_rows_(got, x, ids, down, up, scale) is got
     reference.adapter_rows_(plain, x.cpu(), ids.cpu(), down.cpu(), up.cpu(), scale)
     assert_same_bits(got[ids >= 0], out[ids >= 0])
     if got.numel():
@@ -103,7 +103,7 @@ def test_sums_run_in_fp32(backend):
             torch.ones(*shape, dtype=dtype, device=backend.device) for shape in ((2, 4100), (1, 1, 4100), (1, 1, 8))
         )
         out = torch.full((2, 8), -4096.0, dtype=dtype, device=backend.device)
-        pass_ext.adapter_rows_(out, x, torch.tensor([-1, 0], device=backend.device), down, up)
+        pass_ext.layers.adapter_rows_(out, x, torch.tensor([-1, 0], device=backend.device), down, up)
         assert (out[0] == 4.0).all() and (out[1] == -4096.0).all()
 
 
@@ -113,7 +113,7 @@ def test_the_hidden_numbers_are_not_rounded(backend):
     down = torch.ones_like(down)[None]
     up = torch.ones(1, 1, 8, dtype=torch.bfloat16, device=backend.device)
     out = torch.full((1, 8), -256.0, dtype=torch.bfloat16, device=backend.device)
-    pass_ext.adapter_rows_(out, x, torch.tensor([-1], device=backend.device), down, up)
+    pass_ext.layers.adapter_rows_(out, x, torch.tensor([-1], device=backend.device), down, up)
     assert (out == 1.0).all()
 
 
@@ -128,7 +128,7 @@ def test_rows_of_tokens_keep_their_bits_beside_wild_slots(backend, dtype):
     x[0] = NAN
     out[3] = torch.tensor(-0.0, dtype=dtype)
     before = out.clone()
-    pass_ext.adapter_rows_(out, x, ids, down, up)
+    pass_ext.layers.adapter_rows_(out, x, ids, down, up)
     assert_same_bits(out[ids >= 0], before[ids >= 0])
     assert out[ids < 0].isnan().any(1).all()
 
@@ -138,7 +138,7 @@ def test_a_layer_beside_its_adapter(backend):
     _, x, ids, down, up = make_case(backend, width=64, outputs=48)
     weight = torch.randn(48, 64).bfloat16().to(backend.device)
     alone = functional.linear(x, weight)
-    both = pass_ext.adapter_rows_(functional.linear(x, weight), x, ids, down, up)
+    both = pass_ext.layers.adapter_rows_(functional.linear(x, weight), x, ids, down, up)
     assert_same_bits(both[ids >= 0], alone[ids >= 0])
     assert not torch.equal(both[ids < 0], alone[ids < 0])
 
@@ -147,7 +147,7 @@ def test_a_call_without_slots_changes_and_reads_nothing(backend):
     out, x, _, down, up = make_case(backend)
     before = out.clone()
     tokens = torch.arange(len(x), device=out.device)
-    pass_ext.adapter_rows_(out, x, tokens, torch.full_like(down, NAN), torch.full_like(up, NAN), NAN)
+    pass_ext.layers.adapter_rows_(out, x, tokens, torch.full_like(down, NAN), torch.full_like(up, NAN), NAN)
     assert_same_bits(out, before)
 
 
@@ -155,12 +155,12 @@ def test_a_call_without_slots_changes_and_reads_nothing(backend):
 @pytest.mark.parametrize("adapters", [1, 3])
 def test_a_row_has_the_same_bits_whatever_is_beside_it(backend, dtype, adapters):
     out, x, ids, down, up = make_case(backend, width=100, outputs=70, rank=6, adapters=adapters, dtype=dtype)
-    together = pass_ext.adapter_rows_(out.clone(), x, ids, down, up)
+    together = pass_ext.layers.adapter_rows_(out.clone(), x, ids, down, up)
     order = torch.tensor([10, 2, 5, 7, 0, 1, 9, 3, 8, 4, 6], device=out.device)
-    shuffled = pass_ext.adapter_rows_(out[order], x[order], ids[order], down, up)
+    shuffled = pass_ext.layers.adapter_rows_(out[order], x[order], ids[order], down, up)
     assert_same_bits(shuffled, together[order])
     for n in range(len(ids)):
-        alone = pass_ext.adapter_rows_(out[n : n + 1].clone(), x[n : n + 1], ids[n : n + 1], down, up)
+        alone = pass_ext.layers.adapter_rows_(out[n : n + 1].clone(), x[n : n + 1], ids[n : n + 1], down, up)
         assert_same_bits(alone, together[n : n + 1])
 
 
@@ -182,7 +182,7 @@ def test_leading_dimensions(backend):
     out, x, ids, down, up = make_case(backend, MIXED[:6])
     expected = assert_right((out, x, ids, down, up))
     got = out.clone().view(1, 2, 3, 24)
-    pass_ext.adapter_rows_(got, x.view(1, 2, 3, 40), ids, down, up)
+    pass_ext.layers.adapter_rows_(got, x.view(1, 2, 3, 40), ids, down, up)
     assert_same_bits(got.view(6, 24), expected)
 
 
@@ -193,14 +193,14 @@ def test_rows_apart(backend):
     wide = torch.full((len(x), 80), NAN, dtype=x.dtype, device=x.device)
     for offset in (0, 3):
         wide_out, wide_x = wide.clone()[:, offset : offset + 24].copy_(out), wide.clone()[:, :40].copy_(x)
-        pass_ext.adapter_rows_(wide_out, wide_x, ids, down, up)
+        pass_ext.layers.adapter_rows_(wide_out, wide_x, ids, down, up)
         assert_same_bits(wide_out, expected)
     whole = wide.clone()
     whole[:, 8:32] = out
-    pass_ext.adapter_rows_(whole[:, 8:32], x, ids, down, up)
+    pass_ext.layers.adapter_rows_(whole[:, 8:32], x, ids, down, up)
     assert whole[:, :8].isnan().all() and whole[:, 32:].isnan().all()
     strided = [tensor.repeat_interleave(2, -1)[..., ::2] for tensor in (x, down, up)]
-    got = pass_ext.adapter_rows_(out.clone(), strided[0], ids.repeat_interleave(2)[::2], *strided[1:])
+    got = pass_ext.layers.adapter_rows_(out.clone(), strided[0], ids.repeat_interleave(2)[::2], *strided[1:])
     assert_same_bits(got, expected)
 
 
@@ -210,7 +210,7 @@ def test_rows_apart(backend):
 def test_empty(backend, sizes):
     out, x, ids, down, up = make_case(backend, **sizes)
     before = out.clone()
-    assert_same_bits(pass_ext.adapter_rows_(out, x, ids, down, up), before)
+    assert_same_bits(pass_ext.layers.adapter_rows_(out, x, ids, down, up), before)
 
 
 # ---- refusals ----
@@ -237,13 +237,13 @@ def test_refusals(backend):
     for changed, message in wrong:
         arguments = dict(out=out.clone(), x=x, ids=ids, down=down, up=up) | changed
         with pytest.raises((RuntimeError, ValueError), match=message):
-            pass_ext.adapter_rows_(**arguments)
+            pass_ext.layers.adapter_rows_(**arguments)
     deep = make_case(backend, rank=MAX_RANK + 1)
     with pytest.raises(RuntimeError, match="down must have less than 129 ranks"):
-        pass_ext.adapter_rows_(*deep)
+        pass_ext.layers.adapter_rows_(*deep)
     same = torch.zeros(11, 40, dtype=out.dtype, device=out.device)
     with pytest.raises(RuntimeError, match="out must not be x"):
-        pass_ext.adapter_rows_(same, same, ids, down, torch.zeros_like(down))
+        pass_ext.layers.adapter_rows_(same, same, ids, down, torch.zeros_like(down))
 
 
 def test_slots_without_an_adapter(backend):
@@ -253,15 +253,15 @@ def test_slots_without_an_adapter(backend):
     message = r"ids must be at least -3 \(3 adapters\), got -4 at index 2"
     if backend.name.startswith("cpu"):
         with pytest.raises(RuntimeError, match=message):
-            pass_ext.adapter_rows_(out, x, ids, down, up)
+            pass_ext.layers.adapter_rows_(out, x, ids, down, up)
         assert_same_bits(out, before)
     else:
-        pass_ext.adapter_rows_(out, x, ids, down, up)
+        pass_ext.layers.adapter_rows_(out, x, ids, down, up)
         assert_same_bits(out[1:], before[1:])
     pass_ext.set_debug(True)
     try:
         with pytest.raises(IndexError, match=message):
-            pass_ext.adapter_rows_(out, x, ids, down, up)
+            pass_ext.layers.adapter_rows_(out, x, ids, down, up)
     finally:
         pass_ext.set_debug(False)
 
@@ -269,9 +269,9 @@ def test_slots_without_an_adapter(backend):
 def test_gradients_are_refused(backend):
     out, x, ids, down, up = make_case(backend, dtype=torch.float32)
     with pytest.raises(RuntimeError, match="adapter_rows, which has gradients"):
-        pass_ext.adapter_rows_(out, x, ids, down.requires_grad_(), up)
+        pass_ext.layers.adapter_rows_(out, x, ids, down.requires_grad_(), up)
     with torch.no_grad():
-        pass_ext.adapter_rows_(out, x, ids, down, up)
+        pass_ext.layers.adapter_rows_(out, x, ids, down, up)
 
 
 # ---- the differentiable form ----

@@ -3,7 +3,6 @@ memory that must not be read. Also `few_rows_linear`, which gives the op to a mo
 """
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ def make_case(rows, width, outputs, dtype=torch.bfloat16):
 
 
 def assert_right(x, weight, bias=None):
-    got = pass_ext.linear_rows(x, weight, bias)
+    got = pass_ext.layers.linear_rows(x, weight, bias)
     plain = functional.linear(x, weight, bias)
     exact = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert got.dtype == plain.dtype and got.shape == plain.shape
@@ -57,14 +56,14 @@ def test_odd_sizes(backend, dtype, width, outputs):
     for given in (bias, None):
         got = assert_right(x, weight, given)
         for rows in (1, 5, 13):
-            assert_same_bits(pass_ext.linear_rows(x[:rows], weight, given), got[:rows])
+            assert_same_bits(pass_ext.layers.linear_rows(x[:rows], weight, given), got[:rows])
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_reference_agrees(backend, dtype):
     case = make_case(6, 96, 21, dtype)
     exact = functional.linear(*(tensor.double() for tensor in case))
-    assert_error_within(pass_ext.linear_rows(*case), reference.linear_rows(*case), exact)
+    assert_error_within(pass_ext.layers.linear_rows(*case), reference.linear_rows(*case), exact)
 
 
 def test_rows_wider_than_the_scratch_holds_at_once(backend):
@@ -78,8 +77,8 @@ def test_many_rows(backend):
 @pytest.mark.parametrize(("rows", "width", "outputs"), [(0, 8, 3), (4, 0, 3), (4, 8, 0), (0, 0, 0)])
 def test_empty(backend, rows, width, outputs):
     x, weight, bias = make_case(rows, width, outputs)
-    assert_same_bits(pass_ext.linear_rows(x, weight, bias), bias.expand(rows, outputs))
-    assert_same_bits(pass_ext.linear_rows(x, weight), torch.zeros(rows, outputs, dtype=x.dtype))
+    assert_same_bits(pass_ext.layers.linear_rows(x, weight, bias), bias.expand(rows, outputs))
+    assert_same_bits(pass_ext.layers.linear_rows(x, weight), torch.zeros(rows, outputs, dtype=x.dtype))
 
 
 @pytest.mark.parametrize("shape", [(40,), (1, 40), (2, 3, 40), (2, 0, 40), (1, 1, 5, 40)], ids=str)
@@ -91,32 +90,33 @@ def test_every_leading_shape(backend, shape):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_tensors_need_not_be_contiguous(backend, dtype):
     x, weight, bias = make_case(10, 45, 14, dtype)
-    expected = pass_ext.linear_rows(x, weight, bias)
+    expected = pass_ext.layers.linear_rows(x, weight, bias)
     for offset in (0, 3):
         wide_x, wide_weight = (torch.full((len(t), 100), float("nan"), dtype=dtype) for t in (x, weight))
         strided = wide_x[:, offset : offset + 45].copy_(x), wide_weight[:, offset : offset + 45].copy_(weight)
-        assert_same_bits(pass_ext.linear_rows(*strided, bias), expected)
+        assert_same_bits(pass_ext.layers.linear_rows(*strided, bias), expected)
     every_other = torch.full((20, 45), float("nan"), dtype=dtype)
     every_other[::2] = x
-    assert_same_bits(pass_ext.linear_rows(every_other[::2], weight, bias.repeat_interleave(2)[::2]), expected)
-    assert_same_bits(pass_ext.linear_rows(x.t().contiguous().t(), weight, bias), expected)
+    assert_same_bits(pass_ext.layers.linear_rows(every_other[::2], weight, bias.repeat_interleave(2)[::2]), expected)
+    assert_same_bits(pass_ext.layers.linear_rows(x.t().contiguous().t(), weight, bias), expected)
     split = x.view(2, 5, 45)
     apart = torch.full((2, 9, 45), float("nan"), dtype=dtype)
     apart[:, :5] = split
-    assert_same_bits(pass_ext.linear_rows(apart[:, :5], weight, bias), expected.view(2, 5, 14))
+    assert_same_bits(pass_ext.layers.linear_rows(apart[:, :5], weight, bias), expected.view(2, 5, 14))
     assert_same_bits(
-        pass_ext.linear_rows(split.transpose(0, 1), weight, bias), expected.view(2, 5, 14).transpose(0, 1).contiguous()
+        pass_ext.layers.linear_rows(split.transpose(0, 1), weight, bias),
+        expected.view(2, 5, 14).transpose(0, 1).contiguous(),
     )
-    assert_same_bits(pass_ext.linear_rows(x[:1].expand(4, 45), weight, bias), expected[:1].repeat(4, 1))
+    assert_same_bits(pass_ext.layers.linear_rows(x[:1].expand(4, 45), weight, bias), expected[:1].repeat(4, 1))
 
 
 def test_sums_run_in_fp32(backend):
     """4,100 ones add to 256 in bfloat16 and to 2,048 in float16, but to 4,100 in fp32."""
     ones = torch.ones(3, 4100)
     for dtype, sum_of_ones in ((torch.bfloat16, 4096.0), (torch.float16, 4100.0), (torch.float32, 4100.0)):
-        assert (pass_ext.linear_rows(ones.to(dtype), ones.to(dtype)) == sum_of_ones).all()
+        assert (pass_ext.layers.linear_rows(ones.to(dtype), ones.to(dtype)) == sum_of_ones).all()
     bias = torch.full((3,), -4096.0, dtype=torch.bfloat16)
-    assert (pass_ext.linear_rows(ones.bfloat16(), ones.bfloat16(), bias) == 4.0).all()
+    assert (pass_ext.layers.linear_rows(ones.bfloat16(), ones.bfloat16(), bias) == 4.0).all()
 
 
 # ---- a row's bits are its own ----
@@ -126,33 +126,33 @@ def test_sums_run_in_fp32(backend):
 @pytest.mark.parametrize(("width", "outputs"), [(100, 23), (1600, 9)])
 def test_a_row_has_the_same_bits_among_any_number_of_rows(backend, dtype, width, outputs):
     x, weight, bias = make_case(40, width, outputs, dtype)
-    alone = torch.cat([pass_ext.linear_rows(row[None], weight, bias) for row in x])
+    alone = torch.cat([pass_ext.layers.linear_rows(row[None], weight, bias) for row in x])
     for rows in range(1, 41):
-        assert_same_bits(pass_ext.linear_rows(x[:rows], weight, bias), alone[:rows])
+        assert_same_bits(pass_ext.layers.linear_rows(x[:rows], weight, bias), alone[:rows])
     for first in (1, 5, 17):
-        assert_same_bits(pass_ext.linear_rows(x[first:], weight, bias), alone[first:])
+        assert_same_bits(pass_ext.layers.linear_rows(x[first:], weight, bias), alone[first:])
     shuffled = torch.randperm(40)
-    assert_same_bits(pass_ext.linear_rows(x[shuffled], weight, bias), alone[shuffled])
-    assert_same_bits(pass_ext.linear_rows(x.view(4, 10, width), weight, bias), alone.view(4, 10, outputs))
-    assert_same_bits(pass_ext.linear_rows(x.repeat(12, 1), weight, bias), alone.repeat(12, 1))
+    assert_same_bits(pass_ext.layers.linear_rows(x[shuffled], weight, bias), alone[shuffled])
+    assert_same_bits(pass_ext.layers.linear_rows(x.view(4, 10, width), weight, bias), alone.view(4, 10, outputs))
+    assert_same_bits(pass_ext.layers.linear_rows(x.repeat(12, 1), weight, bias), alone.repeat(12, 1))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_threads_change_no_bit(backend, threads, dtype):
     x, weight, bias = make_case(9, 576, 95 if backend.name == "emulated" else 1023, dtype)
     threads(1)
-    alone = pass_ext.linear_rows(x, weight, bias)
+    alone = pass_ext.layers.linear_rows(x, weight, bias)
     for count in (2, 3, 5, 8):  # which take smaller and smaller groups of outputs
         threads(count)
-        assert_same_bits(pass_ext.linear_rows(x, weight, bias), alone)
-        assert_same_bits(pass_ext.linear_rows(x[4:5], weight, bias), alone[4:5])
+        assert_same_bits(pass_ext.layers.linear_rows(x, weight, bias), alone)
+        assert_same_bits(pass_ext.layers.linear_rows(x[4:5], weight, bias), alone[4:5])
 
 
 def test_an_output_has_the_same_bits_among_any_others(backend):
     x, weight, bias = make_case(7, 130, 90)
-    whole = pass_ext.linear_rows(x, weight, bias)
+    whole = pass_ext.layers.linear_rows(x, weight, bias)
     for first, end in ((0, 1), (3, 90), (70, 81)):
-        part = pass_ext.linear_rows(x, weight[first:end], bias[first:end])
+        part = pass_ext.layers.linear_rows(x, weight[first:end], bias[first:end])
         assert_same_bits(part, whole[:, first:end].contiguous())
 
 
@@ -164,16 +164,16 @@ def test_an_output_has_the_same_bits_among_any_others(backend):
 def test_a_value_that_is_not_finite_spoils_its_row_or_output_only(backend, dtype, bad):
     for width in (64, 71, 900):
         x, weight, bias = make_case(11, width, 19, dtype)
-        clean = pass_ext.linear_rows(x, weight, bias)
+        clean = pass_ext.layers.linear_rows(x, weight, bias)
         for place in (0, width // 2, width - 1):
             spoiled = x.clone()
             spoiled[4, place] = bad
-            got = pass_ext.linear_rows(spoiled, weight, bias)
+            got = pass_ext.layers.linear_rows(spoiled, weight, bias)
             assert not torch.isfinite(got[4]).any()
             assert_same_bits(got[torch.arange(11) != 4], clean[torch.arange(11) != 4])
             spoiled = weight.clone()
             spoiled[17, place] = bad
-            got = pass_ext.linear_rows(x, spoiled, bias)
+            got = pass_ext.layers.linear_rows(x, spoiled, bias)
             assert not torch.isfinite(got[:, 17]).any()
             assert_same_bits(got[:, torch.arange(19) != 17], clean[:, torch.arange(19) != 17])
 
@@ -181,9 +181,9 @@ def test_a_value_that_is_not_finite_spoils_its_row_or_output_only(backend, dtype
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_nothing_is_left_of_earlier_calls(backend, dtype):
     case, before = make_case(9, 79, 31, dtype), make_case(40, 1000, 70, dtype)
-    expected = pass_ext.linear_rows(*case)
-    pass_ext.linear_rows(*(torch.full_like(tensor, float("nan")) for tensor in before))
-    assert_same_bits(pass_ext.linear_rows(*case), expected)
+    expected = pass_ext.layers.linear_rows(*case)
+    pass_ext.layers.linear_rows(*(torch.full_like(tensor, float("nan")) for tensor in before))
+    assert_same_bits(pass_ext.layers.linear_rows(*case), expected)
     assert torch.isfinite(expected).all()
 
 
@@ -206,7 +206,7 @@ REFUSALS = [
 @pytest.mark.parametrize(("arguments", "message"), REFUSALS, ids=[m[:30] for _, m in REFUSALS])
 def test_bad_input_is_refused_in_words(arguments, message):
     with pytest.raises(RuntimeError, match="pass_ext::linear_rows: " + message):
-        pass_ext.linear_rows(*arguments)
+        pass_ext.layers.linear_rows(*arguments)
 
 
 @pytest.mark.parametrize("which", range(3))
@@ -214,19 +214,19 @@ def test_tensors_that_require_a_gradient_are_refused(which):
     case = make_case(2, 8, 3, torch.float32)
     case[which].requires_grad_()
     with pytest.raises(RuntimeError, match="linear_rows: no gradient is implemented"):
-        pass_ext.linear_rows(*case)
+        pass_ext.layers.linear_rows(*case)
     with torch.no_grad():
-        assert not pass_ext.linear_rows(*case).requires_grad
+        assert not pass_ext.layers.linear_rows(*case).requires_grad
     with torch.inference_mode():
-        pass_ext.linear_rows(*case)
+        pass_ext.layers.linear_rows(*case)
 
 
 def test_compiles_whole():
     x, weight, bias = make_case(5, 24, 6)
     compiled = torch.compile(
-        lambda x: pass_ext.linear_rows(x * 2, weight, bias) + 1, fullgraph=True, backend="aot_eager"
+        lambda x: pass_ext.layers.linear_rows(x * 2, weight, bias) + 1, fullgraph=True, backend="aot_eager"
     )
-    assert_same_bits(compiled(x), pass_ext.linear_rows(x * 2, weight, bias) + 1)
+    assert_same_bits(compiled(x), pass_ext.layers.linear_rows(x * 2, weight, bias) + 1)
 
 
 # ---- few_rows_linear ----
@@ -271,8 +271,8 @@ def test_plain_layers_compute_through_the_op_while_it_lasts(calls):
         expected = model(x)
         with few_rows_linear(model):
             assert has_own_forward(model) == ["0", "2.0"]
-            hidden = functional.gelu(pass_ext.linear_rows(x, model[0].weight, model[0].bias))
-            middle = pass_ext.linear_rows(hidden, model[2][0].weight)
+            hidden = functional.gelu(pass_ext.layers.linear_rows(x, model[0].weight, model[0].bias))
+            middle = pass_ext.layers.linear_rows(hidden, model[2][0].weight)
             assert_same_bits(model(x), model[3](middle))
             torch.testing.assert_close(model(x), expected)
             assert calls == [6] * 4
@@ -315,9 +315,8 @@ def test_rows_are_few_while_pytorch_is_slower(monkeypatch, machine, amx, bf16, f
 
 
 def test_rows_of_slots_do_not_count():
-    four_slots = SimpleNamespace(slot_rows=4)
     assert are_few(64, 64) and not are_few(65, 64)
-    assert are_few(68, 64, four_slots) and not are_few(69, 64, four_slots)
+    assert are_few(68, 64, 4) and not are_few(69, 64, 4)
 
 
 def test_nested_and_broken_off(calls):
@@ -402,5 +401,5 @@ def test_weights_that_are_replaced_meanwhile_are_used(calls):
         layer(x)
         assert calls == []
         layer.weight = first
-        assert_same_bits(layer(x), pass_ext.linear_rows(x, first, bias))
+        assert_same_bits(layer(x), pass_ext.layers.linear_rows(x, first, bias))
         assert calls == [3]

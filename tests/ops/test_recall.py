@@ -28,7 +28,7 @@ def a_case(backend, rows=5, count=9, requests=3, room=60, *, vocabulary=4, seed=
 
 def check(arguments):
     """The scores of the op, which are those of the reference to the bit."""
-    scores = pass_ext.recall_scores(**arguments).cpu()
+    scores = pass_ext.drafting.recall_scores(**arguments).cpu()
     assert_same_bits(scores, reference.recall_scores(**{name: value.cpu() for name, value in arguments.items()}))
     return scores
 
@@ -97,9 +97,9 @@ def test_values_out_of_range_are_refused_or_recall_nothing_else(backend, name, v
     arguments[name][1] = value
     if backend.name.startswith("cpu"):
         with pytest.raises(RuntimeError, match=f"pass_ext::recall_scores: {name} must be in"):
-            pass_ext.recall_scores(**arguments)
+            pass_ext.drafting.recall_scores(**arguments)
         return
-    scores = pass_ext.recall_scores(**arguments).cpu()
+    scores = pass_ext.drafting.recall_scores(**arguments).cpu()
     if name == "requests":
         assert (scores[1] == 0).all()
     else:
@@ -124,4 +124,4 @@ def test_misuse_is_refused(changed, message):
     from pass_ext.testing import cpu_backends
 
     with pytest.raises((RuntimeError, TypeError), match=f"pass_ext::recall_scores: {message}"):
-        pass_ext.recall_scores(**a_case(cpu_backends()[-1]) | changed)
+        pass_ext.drafting.recall_scores(**a_case(cpu_backends()[-1]) | changed)

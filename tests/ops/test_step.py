@@ -40,7 +40,7 @@ def on_portable_cpu(op, *arguments, **options):
     _library.limit_cpu_isa("portable")
     try:
         with _disable_current_modes():
-            return getattr(pass_ext, op)(*arguments, **options)
+            return getattr(pass_ext.layers, op)(*arguments, **options)
     finally:
         _library.limit_cpu_isa(before)
 
@@ -55,7 +55,7 @@ def assert_all_same_bits(actual, expected):
 
 def check_norm(x, weight, **options):
     """The sum has the reference's bits. Each number of out is within 3 fp32 units of exact, or its roundings to 16 bits."""
-    out, total = pass_ext.step_rms_norm(x, weight, **options)
+    out, total = pass_ext.layers.step_rms_norm(x, weight, **options)
     assert_same_bits(total, reference.step_rms_norm(x, weight, **options)[1])
     assert out.dtype == x.dtype and out.shape == x.shape
     eps, form = options.get("eps", 1e-6), options.get("form", "llama")
@@ -83,7 +83,7 @@ def test_norm_has_the_same_bits_on_every_backend(backend, dtype, width):
     for form in NORM_FORMS:
         options = dict(form=form, eps=1e-5)
         expected = on_portable_cpu("step_rms_norm", x, weight, residual=residual, **options)
-        assert_all_same_bits(pass_ext.step_rms_norm(x, weight, residual=residual, **options), expected)
+        assert_all_same_bits(pass_ext.layers.step_rms_norm(x, weight, residual=residual, **options), expected)
 
 
 def modules():
@@ -106,8 +106,8 @@ def test_norm_has_the_bits_of_transformers_if_the_sum_is_exact(backend, dtype, f
         module.weight.copy_(torch.randn(width))
         inputs = (tensor.to(backend.device) for tensor in (x, module.weight.data, residual))
         x_there, weight, residual_there = inputs
-        assert_same_bits(pass_ext.step_rms_norm(x_there, weight, eps=1e-5, form=form)[0], module(x))
-        out, total = pass_ext.step_rms_norm(x_there, weight, eps=1e-5, form=form, residual=residual_there)
+        assert_same_bits(pass_ext.layers.step_rms_norm(x_there, weight, eps=1e-5, form=form)[0], module(x))
+        out, total = pass_ext.layers.step_rms_norm(x_there, weight, eps=1e-5, form=form, residual=residual_there)
         assert_same_bits(total, x + residual)
         assert_same_bits(out, module(x + residual))
 
@@ -119,7 +119,7 @@ def test_norm_is_near_transformers_in_every_number(backend, dtype, form):
     x, weight = make(backend, (40, 577), (577,), dtype=dtype, scale=3.0)
     module = modules()[form](577, eps=1e-6).to(dtype).requires_grad_(False)
     module.weight.copy_(weight)
-    out, theirs = pass_ext.step_rms_norm(x, weight, form=form)[0].cpu(), module(x.cpu())
+    out, theirs = pass_ext.layers.step_rms_norm(x, weight, form=form)[0].cpu(), module(x.cpu())
     differ = out != theirs
     steps = (3 if dtype == torch.float32 else 2) * torch.finfo(dtype).eps
     assert ((out.double() - theirs.double()).abs() <= steps * theirs.double().abs() + 1e-7).all()
@@ -128,20 +128,21 @@ def test_norm_is_near_transformers_in_every_number(backend, dtype, form):
 
 def test_norm_of_rows_that_are_not_contiguous(backend):
     x, residual, weight = make(backend, (3, 4, 40), (3, 4, 40), (40,))
-    expected = pass_ext.step_rms_norm(x, weight, residual=residual)
+    expected = pass_ext.layers.step_rms_norm(x, weight, residual=residual)
     joined = torch.full((3, 9, 40), NAN, dtype=x.dtype, device=backend.device)
     heads = joined[:, 2:6].copy_(x)
     for strange in (heads, apart(x), apart(x, 8), x.transpose(0, 1).contiguous().transpose(0, 1), x.mT.contiguous().mT):
         assert not strange.is_contiguous()
-        assert_all_same_bits(pass_ext.step_rms_norm(strange, weight, residual=residual), expected)
-        assert_all_same_bits(pass_ext.step_rms_norm(residual, weight, residual=strange), expected)
+        assert_all_same_bits(pass_ext.layers.step_rms_norm(strange, weight, residual=residual), expected)
+        assert_all_same_bits(pass_ext.layers.step_rms_norm(residual, weight, residual=strange), expected)
     spread = weight.repeat_interleave(2)[::2]
-    assert_all_same_bits(pass_ext.step_rms_norm(x, spread, residual=residual), expected)
+    assert_all_same_bits(pass_ext.layers.step_rms_norm(x, spread, residual=residual), expected)
     four = x.view(3, 2, 2, 40)
     uneven = four.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3)
-    assert_same_bits(pass_ext.step_rms_norm(uneven, weight)[0], pass_ext.step_rms_norm(four, weight)[0])
+    assert_same_bits(pass_ext.layers.step_rms_norm(uneven, weight)[0], pass_ext.layers.step_rms_norm(four, weight)[0])
     alike = x[:1, :1].expand(3, 4, 40)
-    assert_same_bits(pass_ext.step_rms_norm(alike, weight)[0], pass_ext.step_rms_norm(alike.contiguous(), weight)[0])
+    alone = pass_ext.layers.step_rms_norm(alike.contiguous(), weight)[0]
+    assert_same_bits(pass_ext.layers.step_rms_norm(alike, weight)[0], alone)
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8), (4, 0), (8,), (2, 1, 3, 8)], ids=str)
@@ -153,24 +154,24 @@ def test_norm_of_every_leading_shape(backend, shape):
 
 def test_norm_returns_x_itself_without_a_residual(backend):
     x, weight = make(backend, (3, 8), (8,))
-    assert pass_ext.step_rms_norm(x, weight)[1] is x
+    assert pass_ext.layers.step_rms_norm(x, weight)[1] is x
 
 
 def test_eps_keeps_a_row_of_zeros_finite(backend):
     weight = torch.ones(40, device=backend.device)
     zeros = torch.zeros(2, 40, device=backend.device)
-    assert_same_bits(pass_ext.step_rms_norm(zeros, weight, eps=1e-6)[0], zeros)
-    assert pass_ext.step_rms_norm(zeros, weight, eps=0.0)[0].isnan().all()
+    assert_same_bits(pass_ext.layers.step_rms_norm(zeros, weight, eps=1e-6)[0], zeros)
+    assert pass_ext.layers.step_rms_norm(zeros, weight, eps=0.0)[0].isnan().all()
 
 
 @pytest.mark.parametrize("bad", [NAN, float("inf")])
 def test_a_number_that_is_not_finite_spoils_its_row_alone(backend, bad):
     x, weight = make(backend, (5, 1100), (1100,), dtype=torch.float32)
-    clean = pass_ext.step_rms_norm(x, weight)[0]
+    clean = pass_ext.layers.step_rms_norm(x, weight)[0]
     for place in (0, 555, 1099):
         spoiled = x.clone()
         spoiled[2, place] = bad
-        out = pass_ext.step_rms_norm(spoiled, weight)[0]
+        out = pass_ext.layers.step_rms_norm(spoiled, weight)[0]
         assert not out[2].any() or out[2].isnan().any()
         others = torch.arange(5) != 2
         assert_same_bits(out[others], clean[others])
@@ -195,7 +196,7 @@ def test_rotation_has_the_reference_bits(backend, dtype, in_fp32, width):
     q, k = make(backend, (7, 5, width), (7, 2, width), dtype=dtype)
     for rotated in {width, width // 4 * 2, 0}:
         angles = factors(backend, 7, rotated, torch.float32 if in_fp32 else dtype)
-        assert_all_same_bits(pass_ext.step_rotary(q, k, *angles), reference.step_rotary(q, k, *angles))
+        assert_all_same_bits(pass_ext.layers.step_rotary(q, k, *angles), reference.step_rotary(q, k, *angles))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -210,7 +211,7 @@ def test_rotation_has_the_bits_of_transformers(backend, dtype, architecture):
     q, k = make(backend, (9, 6, 32), (9, 3, 32), dtype=dtype)
     rotated = 24 if architecture == "phi3" else 32
     angles = factors(backend, 9, rotated, torch.float32 if architecture == "olmo2" else dtype)
-    ours = pass_ext.step_rotary(q, k, *angles)
+    ours = pass_ext.layers.step_rotary(q, k, *angles)
     heads_first = [x.cpu().transpose(0, 1)[None] for x in (q, k)]
     theirs = dict(llama=llama, phi3=phi3, olmo2=olmo2)[architecture](*heads_first, *(x.cpu()[None] for x in angles))
     assert_all_same_bits(ours, [x[0].transpose(0, 1).contiguous() for x in theirs])
@@ -218,7 +219,7 @@ def test_rotation_has_the_bits_of_transformers(backend, dtype, architecture):
 
 def test_each_half_of_a_row_of_cosines_counts(backend):
     q, k, cos, sin = make(backend, (4, 3, 12), (4, 1, 12), (4, 8), (4, 8), dtype=torch.float32)
-    assert_all_same_bits(pass_ext.step_rotary(q, k, cos, sin), reference.step_rotary(q, k, cos, sin))
+    assert_all_same_bits(pass_ext.layers.step_rotary(q, k, cos, sin), reference.step_rotary(q, k, cos, sin))
 
 
 def test_rotation_of_views_of_a_joined_product(backend):
@@ -235,16 +236,16 @@ def test_rotation_of_views_of_a_joined_product(backend):
             (q, k, *wide),
             (q.mT.contiguous().mT, k, angles[0], angles[1].t().contiguous().t()),
         ):
-            assert_all_same_bits(pass_ext.step_rotary(*given), expected)
+            assert_all_same_bits(pass_ext.layers.step_rotary(*given), expected)
         heads_first = q.transpose(0, 1).contiguous().transpose(0, 1)
-        assert_all_same_bits(pass_ext.step_rotary(heads_first, k, *angles), expected)
+        assert_all_same_bits(pass_ext.layers.step_rotary(heads_first, k, *angles), expected)
 
 
 @pytest.mark.parametrize(("rows", "heads", "key_heads"), [(0, 3, 1), (4, 0, 2), (4, 2, 0), (1, 1, 1), (0, 0, 0)])
 def test_rotation_of_few_heads(backend, rows, heads, key_heads):
     q, k = make(backend, (rows, heads, 16), (rows, key_heads, 16))
     angles = factors(backend, rows, 16, torch.bfloat16)
-    assert_all_same_bits(pass_ext.step_rotary(q, k, *angles), reference.step_rotary(q, k, *angles))
+    assert_all_same_bits(pass_ext.layers.step_rotary(q, k, *angles), reference.step_rotary(q, k, *angles))
 
 
 # ---- gate ----
@@ -260,11 +261,11 @@ def exact_gate(gate, up, activation):
 @pytest.mark.parametrize("width", [1, 7, 8, 17, 64, 576, 1537])
 def test_gate_of_every_width(backend, dtype, activation, width):
     gate, up = make(backend, (9, width), (9, width), dtype=dtype, scale=2.0)
-    out = pass_ext.step_gate(gate, up, activation=activation)
+    out = pass_ext.layers.step_gate(gate, up, activation=activation)
     plain = reference.step_gate(gate, up, activation=activation)
     assert out.dtype == dtype
     assert_error_within(out, plain, exact_gate(gate, up, activation))
-    assert_same_bits(pass_ext.step_gate(torch.cat([gate, up], 1), activation=activation), out)
+    assert_same_bits(pass_ext.layers.step_gate(torch.cat([gate, up], 1), activation=activation), out)
     assert_same_bits(out, on_portable_cpu("step_gate", gate, up, activation=activation))
 
 
@@ -273,7 +274,7 @@ def test_activation_in_every_range_of_fp32(backend, activation):
     """In units in the last place of the result; of gelu_tanh below -1 of its input, like PyTorch's."""
     gate = torch.cat([torch.linspace(-30, 30, 20001), torch.logspace(-30, 1.4, 3000), -torch.logspace(-30, 1.4, 3000)])
     ones = torch.ones_like(gate).to(backend.device)
-    out = pass_ext.step_gate(gate.to(backend.device), ones, activation=activation).double().cpu()
+    out = pass_ext.layers.step_gate(gate.to(backend.device), ones, activation=activation).double().cpu()
     exact = exact_gate(gate, torch.ones_like(gate), activation)
     unit = 2.0**-23 * (torch.where(gate < -1, gate.double(), exact) if activation == "gelu_tanh" else exact).abs()
     assert ((out - exact).abs() <= 4 * unit + 1e-37).all()
@@ -287,7 +288,7 @@ def test_gate_has_the_bits_of_transformers_in_bfloat16(backend, activation):
     gate = gate[(gate > -4) & (gate < 1e30) & (gate.abs() > 1e-30)]
     up = make(backend, gate.shape)[0].cpu()
     function = functional.silu if activation == "silu" else lambda x: functional.gelu(x, approximate="tanh")
-    out = pass_ext.step_gate(gate.to(backend.device), up.to(backend.device), activation=activation).cpu()
+    out = pass_ext.layers.step_gate(gate.to(backend.device), up.to(backend.device), activation=activation).cpu()
     theirs = function(gate) * up
     assert (out != theirs).double().mean() < 1e-3
     assert ((out.double() - theirs.double()).abs() <= 2.0**-7 * theirs.double().abs()).all()
@@ -297,7 +298,7 @@ def test_gate_has_the_bits_of_transformers_in_bfloat16(backend, activation):
 def test_gate_of_numbers_that_are_not_finite_or_are_zero(backend, activation):
     gate = torch.tensor([0.0, -0.0, 1e-40, 200.0, -200.0, 3e38, -3e38, float("inf"), float("-inf"), NAN])
     ones = torch.ones_like(gate)
-    out = pass_ext.step_gate(gate.to(backend.device), ones.to(backend.device), activation=activation).cpu()
+    out = pass_ext.layers.step_gate(gate.to(backend.device), ones.to(backend.device), activation=activation).cpu()
     theirs = reference.step_gate(gate, ones, activation=activation)
     assert torch.equal(out.isnan(), theirs.isnan())
     torch.testing.assert_close(out, theirs, rtol=1e-6, atol=1e-35, equal_nan=True)
@@ -306,7 +307,7 @@ def test_gate_of_numbers_that_are_not_finite_or_are_zero(backend, activation):
 def test_gate_of_rows_that_are_not_contiguous(backend):
     (joined,) = make(backend, (4, 3, 48))
     expected = reference.step_gate(joined)
-    out = pass_ext.step_gate(joined)
+    out = pass_ext.layers.step_gate(joined)
     torch.testing.assert_close(out, expected)
     gate, up = joined.chunk(2, dim=-1)
     for strange in (
@@ -315,17 +316,17 @@ def test_gate_of_rows_that_are_not_contiguous(backend):
         joined.mT.contiguous().mT,
         joined.transpose(0, 1).contiguous().transpose(0, 1),
     ):
-        assert_same_bits(pass_ext.step_gate(strange), out)
-    assert_same_bits(pass_ext.step_gate(gate, up), out)
-    assert_same_bits(pass_ext.step_gate(apart(gate), up.mT.contiguous().mT), out)
+        assert_same_bits(pass_ext.layers.step_gate(strange), out)
+    assert_same_bits(pass_ext.layers.step_gate(gate, up), out)
+    assert_same_bits(pass_ext.layers.step_gate(apart(gate), up.mT.contiguous().mT), out)
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8), (4, 0), (8,), (2, 1, 3, 8)], ids=str)
 def test_gate_of_every_leading_shape(backend, shape):
     gate, up = make(backend, shape, shape)
-    out = pass_ext.step_gate(gate, up)
+    out = pass_ext.layers.step_gate(gate, up)
     torch.testing.assert_close(out, reference.step_gate(gate, up))
-    assert_same_bits(pass_ext.step_gate(torch.cat([gate, up], -1)), out)
+    assert_same_bits(pass_ext.layers.step_gate(torch.cat([gate, up], -1)), out)
 
 
 # ---- rows and threads ----
@@ -339,9 +340,9 @@ def test_a_row_has_the_same_bits_among_any_others(backend, dtype):
     def results(rows):
         q = x[rows].unflatten(1, (10, 110))
         return (
-            *pass_ext.step_rms_norm(x[rows], weight, residual=residual[rows]),
-            *pass_ext.step_rotary(q[:, :7], q[:, 7:], *(part[rows] for part in angles)),
-            pass_ext.step_gate(x[rows]),
+            *pass_ext.layers.step_rms_norm(x[rows], weight, residual=residual[rows]),
+            *pass_ext.layers.step_rotary(q[:, :7], q[:, 7:], *(part[rows] for part in angles)),
+            pass_ext.layers.step_gate(x[rows]),
         )
 
     together = results(slice(None))
@@ -361,9 +362,9 @@ def test_threads_change_no_bit(backend, dtype):
             torch.set_num_threads(count)
             q, k = x.unflatten(1, (16, 64)).split([12, 4], dim=1)
             results.append([
-                *pass_ext.step_rms_norm(x, weight, residual=residual),
-                *pass_ext.step_rotary(q, k, *angles),
-                pass_ext.step_gate(x),
+                *pass_ext.layers.step_rms_norm(x, weight, residual=residual),
+                *pass_ext.layers.step_rotary(q, k, *angles),
+                pass_ext.layers.step_gate(x),
             ])  # fmt: skip
     finally:
         torch.set_num_threads(before)
@@ -422,14 +423,14 @@ REFUSALS = [
 )
 def test_bad_input_is_refused_in_words(op, arguments, options, message):
     with pytest.raises(RuntimeError, match=f"pass_ext::{op}: {message}"):
-        getattr(pass_ext, op)(*arguments, **options)
+        getattr(pass_ext.layers, op)(*arguments, **options)
 
 
 def test_an_unknown_form_or_activation_is_refused():
     with pytest.raises(ValueError, match="step_rms_norm: form must be one of llama, olmo2, gemma, got 'qwen'"):
-        pass_ext.step_rms_norm(X, X[0], form="qwen")
+        pass_ext.layers.step_rms_norm(X, X[0], form="qwen")
     with pytest.raises(ValueError, match="step_gate: activation must be one of silu, gelu_tanh, got 'relu'"):
-        pass_ext.step_gate(X, activation="relu")
+        pass_ext.layers.step_gate(X, activation="relu")
     for number in (-1, 3):
         with pytest.raises(RuntimeError, match=rf"step_rms_norm: form must be in \[0, 3\), got {number}"):
             torch.ops.pass_ext.step_rms_norm(X, X[0], None, 1e-6, number)
@@ -438,9 +439,9 @@ def test_an_unknown_form_or_activation_is_refused():
 
 
 CALLS = {
-    "step_rms_norm": lambda x, other: pass_ext.step_rms_norm(x, x[0].detach(), residual=other)[0],
-    "step_rotary": lambda x, other: pass_ext.step_rotary(x.view(2, 1, 8), other.view(2, 1, 8), X, X)[1],
-    "step_gate": lambda x, other: pass_ext.step_gate(x, other),
+    "step_rms_norm": lambda x, other: pass_ext.layers.step_rms_norm(x, x[0].detach(), residual=other)[0],
+    "step_rotary": lambda x, other: pass_ext.layers.step_rotary(x.view(2, 1, 8), other.view(2, 1, 8), X, X)[1],
+    "step_gate": lambda x, other: pass_ext.layers.step_gate(x, other),
 }
 
 

@@ -61,6 +61,8 @@ MAY_IMPORT = {
     "tree": ("ops",),
     "modules": ("ops",),
     "decoding": ("checkpoint", "_library", "ops", "distributed", "tree", "modules"),
+    "layers": ("ops",),
+    "drafting": ("ops", "modules", "decoding"),
     "integrations": ("_library", "ops", "tree", "modules", "decoding"),
     "training": ("ops", "checkpoint", "tree", "modules", "decoding"),
     "pass_ext": (
@@ -70,6 +72,9 @@ MAY_IMPORT = {
         "tree",
         "modules",
         "decoding",
+        "layers",
+        "distributed",
+        "drafting",
         "integrations",
     ),  # pass_ext/__init__.py
     "demo": ("checkpoint", "decoding", "pass_ext"),

@@ -12,9 +12,9 @@ from support.paths import ROOT
 from support.steps import depths_of, random_tree
 
 import pass_ext
-from pass_ext import PackedTrees, Tree, pack_trees, reference
+from pass_ext import Tree, pack_trees, reference
 from pass_ext.testing import assert_same_bits
-from pass_ext.tree import MAX_TREE_NODES
+from pass_ext.tree import MAX_TREE_NODES, PackedTrees
 
 trees = st.builds(
     lambda nodes, seed: Tree(random_tree(nodes, torch.Generator().manual_seed(seed))),

@@ -1,4 +1,4 @@
-"""Files that name a version of Python, torch, CUDA or pass_ext agree: README's table and pyproject.toml say them."""
+"""Files that name a version of Python, torch, CUDA or pass_ext agree, by docs/install.md and pyproject.toml."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = ("README.md", "docs/install.md", "CONTRIBUTING.md", "CHANGELOG.md")
 BUILD = ("setup.py", "csrc/build/toolkit.py", "pyproject.toml", "Makefile", ".github/workflows/ci.yml")
 MATRIX = r'\("(\d\.\d+)\.\d+", "(3\.\d+)"\)'  # an entry of OTHER_TORCH: torch and Python
 
@@ -25,14 +25,14 @@ def found(pattern, *names):
 
 
 def supported(name):
-    """The oldest and the newest version, from README's table."""
-    ((oldest, newest),) = re.findall(rf"\| {name} \| ([\d.]+) – ([\d.]+) \|", read("README.md"))
+    """The oldest and the newest version, from the table of docs/install.md."""
+    ((oldest, newest),) = re.findall(rf"\| {name} \| ([\d.]+) – ([\d.]+) \|", read("docs/install.md"))
     return oldest, newest
 
 
 def versions_tested(name):
-    """The versions that README's table names as tested."""
-    (versions,) = re.findall(rf"\| {name} \| [\d.]+ – [\d.]+ \| (.*?) \|", read("README.md"))
+    """The versions that the table of docs/install.md names as tested."""
+    (versions,) = re.findall(rf"\| {name} \| [\d.]+ – [\d.]+ \| (.*?) \|", read("docs/install.md"))
     return set(re.findall(r"\d\.\d+", versions))
 
 

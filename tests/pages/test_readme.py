@@ -1,5 +1,6 @@
-"""README.md: each call of an op runs and agrees with pass_ext.reference, and the lines behind "Equivalent to" stand in the
-reference word for word. README.md, docs/ and examples/ use public names only. The README's picture shows its call."""
+"""docs/ops/README.md: each call of an op runs and agrees with pass_ext.reference, and the lines after "Equivalent to" stand in
+the reference word for word. README.md, docs/ and examples/ use public names only. README.md is short, names every op, and its
+picture shows its call."""
 
 import re
 import subprocess
@@ -9,13 +10,14 @@ import textwrap
 import pytest
 import torch
 from support.code_blocks import blocks_of, run_blocks
+from support.faces import face_of
 from support.paths import ROOT
 
 import pass_ext
-from pass_ext import reference
+from pass_ext import _library, reference
 from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
 
-README = ROOT / "README.md"
+README, OPS = ROOT / "README.md", ROOT / "docs/ops/README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 INTEGRATION = "pass_ext.integrations.transformers"
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="an sdist h
 
 QUOTED = re.compile(
     r"^```python\n(?P<call>[^`]*)^```\n\n"
-    r"Equivalent to \(\[\w+\.py\]\((?P<file>pass_ext/reference/\w+\.py)\)\)[^\n]*:\n"
+    r"Equivalent to \(\[\w+\.py\]\(\.\./\.\./(?P<file>pass_ext/reference/\w+\.py)\)\)[^\n]*:\n"
     r"```python\n(?P<quote>[^`]*)^```\n",
     re.MULTILINE,
 )
@@ -35,8 +37,8 @@ FLOATS = {"temperature": torch.float32, "top_p": torch.float32, "min_p": torch.f
 
 
 def quotes():
-    """(call, reference file, quoted lines) of each op of the README."""
-    return [(found["call"], found["file"], found["quote"]) for found in QUOTED.finditer(README.read_text())]
+    """(call, reference file, quoted lines) of each op of the page."""
+    return [(found["call"], found["file"], found["quote"]) for found in QUOTED.finditer(OPS.read_text())]
 
 
 def stands_in(quote, source):
@@ -114,12 +116,13 @@ def check_calls(monkeypatch, names):
 
         return call
 
-    for op in {*reference.__all__} & {*pass_ext.__all__}:
-        monkeypatch.setattr(pass_ext, op, compared(op, getattr(pass_ext, op)))
+    for op in reference.__all__:
+        if (face := face_of(op)) is not None:
+            monkeypatch.setattr(face, op, compared(op, getattr(face, op)))
     return called
 
 
-def test_every_call_of_the_readme_agrees_with_the_reference(monkeypatch):
+def test_every_call_of_the_page_agrees_with_the_reference(monkeypatch):
     names = inputs()
     before = [cache.clone() for cache in names["caches"]]
     called = check_calls(monkeypatch, names)
@@ -152,7 +155,7 @@ def test_a_call_that_disagrees_is_found(monkeypatch):
 
 
 def test_every_op_family_is_quoted():
-    text = README.read_text()
+    text = OPS.read_text()
     assert text.count("Equivalent to (") == len(quotes())
     families = {path.stem for path in (ROOT / "pass_ext/reference").glob("*.py")}
     families -= {"__init__", "shard"}  # pass_ext.distributed calls the shard ops
@@ -162,7 +165,7 @@ def test_every_op_family_is_quoted():
 @pytest.mark.parametrize("file,quote", [each[1:] for each in quotes()], ids=[each[1] for each in quotes()])
 def test_what_is_quoted_stands_in_the_reference(file, quote):
     source = (ROOT / file).read_text()
-    assert stands_in(quote, source), f"README.md quotes lines that {file} does not have"
+    assert stands_in(quote, source), f"docs/ops/README.md quotes lines that {file} does not have"
     assert not stands_in(quote.replace("=", "= 2 *", 1), source), "another line would be found"
 
 
@@ -215,18 +218,24 @@ def test_the_blocks_of_the_adapter_page_run():
 
 
 def private_names(code):
-    """Names below pass_ext that the code uses and that no public face has."""
-    from pass_ext.integrations import grammar, transformers
+    """Names below pass_ext that the code uses and that docs/api.md does not list."""
+    from tools import api
 
-    faces = {"pass_ext": {*pass_ext.__all__, "integrations", "distributed"}, INTEGRATION: {*transformers.__all__}}
-    faces[grammar.__name__] = {*grammar.__all__}
-    used = {("pass_ext", name) for name in re.findall(r"\bpass_ext\.(\w+)", code)}
-    used |= {(INTEGRATION, name) for name in re.findall(rf"\b{re.escape(INTEGRATION)}\.(\w+)", code)}
-    for module, names in re.findall(r"^\s*from (pass_ext[\w.]*) import ([\w, ]+)", code, flags=re.MULTILINE):
-        used |= {(module, name.strip()) for name in names.split(",")}
-    imported = re.findall(r"^\s*import (pass_ext\.[\w.]+)", code, flags=re.MULTILINE)
-    wrong = {f"{module}.{name}" for module, name in used if name not in faces.get(module, ())}
-    return sorted(wrong | {module for module in imported if module not in faces})
+    public = {f"{module.__name__}.{name}" for module in api.MODULES for name in module.__all__} | {*api.RESULTS}
+    public |= {"pass_ext.integrations.vllm.PaSS"}  # as a configuration of vLLM names it
+    modules = {module.__name__ for module in api.MODULES} | {"pass_ext.integrations"}
+    imports = re.compile(r"^\s*(?:from (pass_ext[\w.]*) import ([\w, ]+)|import (pass_ext[\w.]*))", re.MULTILINE)
+    used = {module for _, _, module in imports.findall(code) if module}
+    used |= {
+        f"{module}.{name.strip()}" for module, names, _ in imports.findall(code) if names for name in names.split(",")
+    }
+    used |= {*re.findall(r"(?<![\w.])pass_ext(?:\.\w+)+", imports.sub("", code))}
+
+    def is_public(path):
+        parts = path.split(".")
+        return path in modules or any(".".join(parts[: n + 1]) in public for n in range(len(parts)))
+
+    return sorted(path for path in used if not is_public(path))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -287,5 +296,28 @@ def test_the_picture_is_what_the_readme_says(monkeypatch):
     counts = len(one_call.written()), len(tokens) - 1, len(one_call.ROWS) - len(tokens)
     caption = re.search(r"!\[(.*?)\]\(docs/one-call.svg\)", README.read_text())[1]
     numbers = {"three": 3, "four": 4}
-    guesses, slots, written, _ = [numbers[word] for word in re.findall(r"\b(?:three|four)\b", caption)]
-    assert counts == (written, guesses, slots)
+    drafts, slots, written, _ = [numbers[word] for word in re.findall(r"\b(?:three|four)\b", caption)]
+    assert counts == (written, drafts, slots)
+
+
+# ---- the README ----
+
+
+def test_the_readme_is_short_and_begins_with_the_words_of_the_field():
+    text = README.read_text()
+    assert len(text.encode()) <= 9000 and len(pass_ext.__all__) <= 33
+    first = " ".join(text.split("\n\n")[1].split()).lower()
+    for word in (
+        "speculative decoding", "draft tokens", "verifies", "acceptance length", "kv cache", "tree attention", "prompt lookup",
+        "self-speculation", "continuous batching",
+    ):  # fmt: skip
+        assert word in first, word
+
+
+def test_every_op_has_a_line_in_the_readme():
+    """By its name, or by that of its family with a star."""
+    text = README.read_text()
+    for op in _library.op_names():
+        family = op.split("_")[0]
+        if face_of(op) is not None:
+            assert re.search(rf"`(\w+\.)?{op}`|`{family}_\*`", text) or op.removesuffix("_") in text, op

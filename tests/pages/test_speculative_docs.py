@@ -87,7 +87,7 @@ def test_the_page_names_every_rule_and_field():
     for rule, asks in DECODING_RULES.items():
         row = next(line for line in table.splitlines() if f'`"{rule}"`' in line)
         assert ("approximate" in row) == (not asks.exact)
-    for field in pass_ext.DraftLevel._fields:
+    for field in pass_ext.drafting.DraftLevel._fields:
         assert re.search(rf"`{field}( \[.*?\])?`", page), field
 
 

@@ -441,8 +441,10 @@ def shard_step(draw: Draw, rounds: tuple[str, ...]) -> tuple[dict, dict, Tensor 
                    seeds=local["seeds"], positions=torch.arange(len(sizes)))  # fmt: skip
     state = None
     for this, following in pairwise(rounds):
-        answers = pass_ext.shard_local(**tree, **local, round=this, state=state)[None]
-        state, _ = pass_ext.shard_combine(**tree, **combine, answers=answers, round=this, next=following, state=state)
+        answers = pass_ext.distributed.shard_local(**tree, **local, round=this, state=state)[None]
+        state, _ = pass_ext.distributed.shard_combine(
+            **tree, **combine, answers=answers, round=this, next=following, state=state
+        )
     return {**tree, **local}, {**tree, **combine}, state
 
 
@@ -467,7 +469,7 @@ def shard_combine(draw: Draw):
     count = draw.pick(range(1, len(SHARD_ROUNDS) + 1))
     local, combine, state = shard_step(draw, SHARD_ROUNDS[:count])
     this = SHARD_ROUNDS[count - 1]
-    answers = pass_ext.shard_local(**local, round=this, state=state)[None]
+    answers = pass_ext.distributed.shard_local(**local, round=this, state=state)[None]
     following = (*SHARD_ROUNDS, "finish")[count]
     arguments = draw.damaged(dict(**combine, answers=answers, round=this, next=following, state=state))
     _, result = yield arguments
@@ -486,8 +488,10 @@ def shard_best(draw: Draw):
                 rule="rejection")  # fmt: skip
     state = None
     for this, following in (("peaks", "masses"), ("masses", "races")):
-        answers = pass_ext.shard_local(logits, **tree, vocab_start=0, slices=9, round=this, state=state)[None]
-        state, _ = pass_ext.shard_combine(
+        answers = pass_ext.distributed.shard_local(logits, **tree, vocab_start=0, slices=9, round=this, state=state)[
+            None
+        ]
+        state, _ = pass_ext.distributed.shard_combine(
             logits, **tree, max_depth=0, answers=answers, vocab_size=width, round=this, next=following, state=state
         )
     arguments = draw.damaged(dict(
@@ -731,7 +735,7 @@ def layers_of(draw: Draw, layers: int, width: int, heads: int, dtype: torch.dtyp
     biased = [name for name in shapes if draw.chance(0.3)]
     normed = [name for name in ("input_norm", "mlp_norm", "attention_norm", "output_norm") if draw.chance(0.5)]
     weights = tuple(
-        pass_ext.LayerWeights(
+        pass_ext.layers.LayerWeights(
             **{f"{name}_weight": draw.floats(*shape, dtype=dtype) for name, shape in shapes.items()},
             **{f"{name}_bias": draw.floats(shapes[name][0], dtype=dtype) for name in biased},
             **{name: draw.floats(width, dtype=dtype) for name in normed},
@@ -763,7 +767,7 @@ def layer_stack(draw: Draw):
     max_nodes, room = max([1, *sizes]), max([1, *prefixes])
     shapes, weights = layers_of(draw, layers, width, heads, dtype)
     if draw.chance(0.5):
-        weights = pass_ext.layer_pack(weights, head_dim=64)
+        weights = pass_ext.layers.layer_pack(weights, head_dim=64)
     adapted = [name for name in shapes if draw.chance(0.2)]
     count, rank = draw.pick((1, 2)), draw.pick((1, 5))
     adapters = {
@@ -855,7 +859,8 @@ def make_call(seed: int, number: int, op: str, verbose: bool) -> str:
     if verbose:
         print(f"call {number}, {op} on {isa}: {described(arguments)}", flush=True)
     before = [storage.clone() for storage in storages_of(op, arguments)]
-    function = getattr(pass_ext, op, None) or getattr(torch.ops.pass_ext, op)
+    faces = (pass_ext, pass_ext.layers, pass_ext.drafting, pass_ext.distributed, torch.ops.pass_ext)
+    function = next(getattr(face, op) for face in faces if hasattr(face, op))
     outcome = "result"
     try:
         result = function(**arguments)

@@ -7,7 +7,8 @@ import math
 import torch
 from support.small_models import VOCABULARY
 
-from pass_ext import Grammar, allow_tokens, draft_sample
+from pass_ext import Grammar, draft_sample
+from pass_ext.integrations.grammar import allow_tokens
 
 
 class Automaton(Grammar):

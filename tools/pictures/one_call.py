@@ -1,4 +1,4 @@
-"""The picture of README.md: one call of a model that verifies guesses and looks ahead, and the op of each part.
+"""The picture of README.md: one call of a model that verifies draft tokens and looks ahead, and the op of each part.
 
 `python -m tools.pictures.one_call` writes docs/one-call.svg, which needs matplotlib. `--check` writes nothing and fails if
 the picture differs.
@@ -20,15 +20,15 @@ PREFIX = ["The", "quick", "brown"]
 # Rows of the call: (input, output, fate of the output); the input of a slot is its number.
 ROWS = [
     ("fox", "jumps", "accepted"), ("jumps", "over", "accepted"), ("over", "the", "accepted"), ("the", "lazy", "accepted"),
-    ("big", "house", "dropped"), (1, "dog", "guess"), (2, ".", "guess"), (3, "It", "guess"),
+    ("big", "house", "dropped"), (1, "dog", "draft"), (2, ".", "draft"), (3, "It", "draft"),
 ]  # fmt: skip
 OPS = [  # (op, its effect), from the input to the cache
     ("lookahead_embed", "embeds tokens and slots in one gather"),
     ("attention_tree", "every row sees the text and its own ancestors"),
-    ("accept_tree", "keeps the guesses that the model confirms"),
+    ("accept_tree", "keeps the draft tokens that the model confirms"),
     ("cache_commit_", "stores keys and values of accepted rows"),
 ]
-COLOURS = {"accepted": ACCEPTED, "guess": SLOT, "dropped": DROPPED}
+COLOURS = {"accepted": ACCEPTED, "draft": SLOT, "dropped": DROPPED}
 LEFT = 4.0  # left edge of the first row
 
 
@@ -84,14 +84,14 @@ def _draw_rows(ax: Any) -> None:
         _arrow(ax, x + 0.45, 2.28, 2.72)
         _label(ax, x, 2.78, output, DROPPED if fate == "dropped" else INK, face="white", edge=COLOURS[fate])
     fates = [fate for *_, fate in ROWS]
-    accepted, guesses = fates.count("accepted"), fates.count("guess")
-    slots = len(ROWS) - guesses
+    accepted, drafts = fates.count("accepted"), fates.count("draft")
+    slots = len(ROWS) - drafts
     for first, last, y, text in (
         (0, 1, -0.55, "last\ntoken"),
-        (1, slots, -0.55, "guesses of the call before"),
+        (1, slots, -0.55, "draft tokens of the call before"),
         (slots, len(ROWS), -0.55, "look-ahead slots"),
         (0, accepted, 3.72, f"{accepted} tokens of the text"),
-        (slots, len(ROWS), 3.72, "next guesses"),
+        (slots, len(ROWS), 3.72, "next draft tokens"),
     ):
         _bracket(ax, LEFT + first * 1.05, LEFT + last * 1.05 - 0.15, y, text)
     ax.text(LEFT + accepted * 1.05 + 0.45, 3.9, "dropped", fontsize=9, color=DROPPED, ha="center", va="center")

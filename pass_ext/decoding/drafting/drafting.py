@@ -157,7 +157,7 @@ def _check(drafter: Drafter, proposal: Any, requests: int) -> None:
     """Refuses a proposal that does not fit the batch, or is so deep that its rows would be written past the caches' end."""
     if not isinstance(proposal, Proposal):
         raise TypeError(
-            f"{type(drafter).__name__}.propose: result must be a pass_ext.Proposal, got {type(proposal).__name__}"
+            f"{type(drafter).__name__}.propose: result must be a pass_ext.drafting.Proposal, got {type(proposal).__name__}"
         )
     if len(proposal.candidates) != requests:
         raise ValueError(

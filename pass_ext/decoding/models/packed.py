@@ -45,6 +45,32 @@ class Attend(Protocol):
         """
 
 
+class StepAttend(Attend, Protocol):
+    """``Attend`` of a session's call, and what a model that computes many layers at once must know of it."""
+
+    @property
+    def slot_rows(self) -> int:
+        """How many rows are look-ahead slots'; 0 where the host does not know it."""
+
+    is_first: bool
+    """This call makes the caches."""
+    may_have_changed: bool
+    """The caller's code may have run since the last call, and changed the model."""
+
+    def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
+        """The arguments of ``layer_stack`` from ``caches`` to ``depths``, for so many layers with keys ``[N, heads, head_dim]``
+        in the dtype of these rows; None if the caches are others."""
+
+    def take(self, new: Tensor) -> None:
+        """Takes the keys and values ``[2 * layers, N, KV heads, D]`` that ``layer_stack`` made."""
+
+    def again(self, rows: int) -> StepAttend:
+        """The attention of the first rows once more, after a call; what it makes reaches no cache."""
+
+    def new_rows(self) -> list[Tensor] | Tensor:
+        """Keys and values of the rows, ``[N, KV heads, D]`` of layer 0, of layer 1 …; or all in one tensor."""
+
+
 class Adapt(Protocol):
     """Adds the adapters of look-ahead slots to the output of a linear layer, in place."""
 
@@ -113,6 +139,11 @@ class Adapted:
                 f"{type(self.table).__name__} on {self.table.device}"
             )
 
+    @property
+    def way(self) -> str:
+        """How its calls are computed, and why so, in words."""
+        return "its own __call__"
+
     def embed(self, ids: Tensor, slots: Tensor) -> Tensor:
         """The embedding rows of ids ``[N]``; -1 - i is look-ahead slot i."""
         return lookahead_embed(ids, self.table, slots)
@@ -129,7 +160,7 @@ class Adapted:
         self,
         rows: Tensor,
         positions: Tensor,
-        attend: Attend,
+        attend: StepAttend,
         wanted: Tensor | None,
         slots: CallSlots | None = None,
     ) -> Tensor:

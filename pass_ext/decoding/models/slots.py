@@ -160,18 +160,18 @@ class PlacedSlots:
             self.deep.copy_(other.deep)
 
     def of_call(self, ids: Tensor) -> CallSlots | None:
-        """For rows with the ids ``[N]``; None if slots have nothing beside their embeddings, or no row is a slot's, where that
-        can be seen without a synchronisation."""
-        has_more = self.deep is not None or self.adapters is not None
-        return CallSlots(ids, self) if has_more and not (ids.is_cpu and not bool((ids < 0).any())) else None
+        """For rows with the ids ``[N]``; None if they need nothing but embeddings. Adapters are left out where no row is a
+        slot's and that can be seen without a synchronisation."""
+        adapters = None if ids.is_cpu and self.adapters is not None and not bool((ids < 0).any()) else self.adapters
+        return None if self.deep is None and adapters is None else CallSlots(ids, self.deep, adapters)
 
 
 class CallSlots:
     """What the rows of slots have in a call beside their embeddings. ids ``[N]``: negative ones are of slots."""
 
-    def __init__(self, ids: Tensor, placed: PlacedSlots) -> None:
-        self.ids, self.deep, self.adapters = ids, placed.deep, placed.adapters
-        self.offsets = None if self.deep is None else SlotOffsets(ids, self.deep)
+    def __init__(self, ids: Tensor, deep: Tensor | None, adapters: PlacedAdapters | None) -> None:
+        self.ids, self.deep, self.adapters = ids, deep, adapters
+        self.offsets = None if deep is None else SlotOffsets(ids, deep)
 
     def adapt_(self, place: str, out: Tensor, x: Tensor) -> Tensor:
         """Adds the products of the rows of slots to ``out [..., out]``, in place; a place without an adapter adds nothing."""

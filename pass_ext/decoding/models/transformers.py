@@ -1,14 +1,15 @@
-"""``TransformersModel``: an unmodified transformers decoder-only model as a packed model.
+"""``TransformersModel``: an unmodified transformers decoder-only model as a packed model, run in one of two ways.
 
-Its forward runs on one "batch" of all rows, ``inputs_embeds [1, N, d]`` with explicit ``position_ids`` and no cache. A
-registered attention function (``row_attention``) passes queries, keys and values to the session.
+own forward    few rows, by our ops alone, once a comparison has shown the model's own bits
+as it is       all else: the forward of its shadow on one "batch" of all rows, ``inputs_embeds [1, N, d]`` with explicit
+               ``position_ids`` and no cache, whose attention passes queries, keys and values to the session
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,26 +17,56 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.early_exit.draft import unwrapped
 from pass_ext.decoding.models.logit_shards import logit_shards_of
-from pass_ext.decoding.models.packed import Adapted, Attend
-from pass_ext.decoding.models.patching.attachment import attached, attachment_of
-from pass_ext.decoding.models.patching.direct_call import DirectCall
-from pass_ext.decoding.models.patching.layer_adapters import adapting
-from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
-from pass_ext.decoding.models.patching.row_attention import OurCall, our_call
+from pass_ext.decoding.models.packed import Adapted, Attend, StepAttend
+from pass_ext.decoding.models.patching.comparison import MACHINE, believed_plan
+from pass_ext.decoding.models.patching.few_rows import are_few, few_rows_linear, most_few_rows
+from pass_ext.decoding.models.patching.known_parts import computes_by_ops
+from pass_ext.decoding.models.patching.layer_adapters import adapting, add_adapters, check_places
+from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets, decoder_layers
+from pass_ext.decoding.models.patching.model_plan import Unlike
+from pass_ext.decoding.models.patching.own_forward import OwnForward, is_hooked
+from pass_ext.decoding.models.patching.row_attention import (
+    OurCall,
+    are_few_of_our_call,
+    attend_by_rows,
+    is_being_recorded,
+    our_call,
+)
+from pass_ext.decoding.models.patching.shadow import own_hooks, shadow_of
+from pass_ext.decoding.models.patching.way import ModelState, Way, keep_way, known_way
 from pass_ext.decoding.models.peft_adapters import lost_adapter
 from pass_ext.decoding.models.placeholders import placeholder_ids, replaced_ids
 from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters, SlotOffsets
 from pass_ext.ops.lookahead import lookahead_embed
 
-# Errors of the machine, which say nothing about the model: they are raised unchanged.
-_MACHINE = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
-
 _FULL = {"full_attention", "sliding_attention", "attention"}
 
 
+class KeptHidden:
+    """The input rows of a model's output layer, from its last call."""
+
+    def __init__(self) -> None:
+        self._rows: Tensor | None = None
+
+    def keep(self, rows: Tensor, wanted: Tensor | None) -> None:
+        """Keeps the rows ``[..., d]``; of all rows of a call, those ``wanted``."""
+        rows = rows.flatten(0, -2)
+        self._rows = rows if wanted is None or len(rows) == len(wanted) else rows[wanted]
+
+    @property
+    def rows(self) -> Tensor:
+        """``[rows, d]``, one for each row of the last call's logits. Valid until the next call."""
+        if self._rows is None:
+            raise RuntimeError(
+                "no hidden rows are kept: the model was not called yet, or it does not call its output layer (a replayed "
+                "CUDA graph calls none)"
+            )
+        return self._rows
+
+
 class TransformersModel(Adapted):
-    """A transformers model as a packed model. Inside ``attached`` its shadow is called."""
+    """A transformers model as a packed model, which is called inside ``attached``."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -56,6 +87,21 @@ class TransformersModel(Adapted):
         self._ran = False
         self._placeholders = placeholder_ids(model.config, len(self.table))
         self._replaced: dict[int, int] | None = None
+        self._users = 0
+        self._hidden: KeptHidden | None = None
+        self._head_rows: Tensor | None = None
+        self._end()
+
+    def _end(self) -> None:
+        """Lets go of all that is of one generation."""
+        self._shadow: Any = None
+        self._is_watched = False
+        self._patches = ExitStack()
+        self._offsets: LayerOffsets | None = None
+        self._adapted: set[str] = set()
+        self._state: ModelState | None = None
+        self._way: Way | None = None
+        self._own: OwnForward | None = None
 
     def _check(self) -> None:
         config = self.model.config
@@ -106,16 +152,85 @@ class TransformersModel(Adapted):
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """The context in which the model has a shadow, which is called in its place."""
-        with attached(self.model):
-            if self._placeholders and self._replaced is None:
-                self._replaced = self._find_replaced()
+        """The context in which the model is called, of one generation."""
+        self._users += 1
+        try:
+            if self._users == 1:
+                self._begin()
             yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._end()
+
+    def _begin(self) -> None:
+        if self._placeholders and self._replaced is None:
+            self._replaced = self._find_replaced()
+        if self.model is not unwrapped(self.model):
+            self._way = Way(None, f"it is wrapped by {type(self.model).__name__}")
+        elif self.logit_shards is not None:
+            self._way = Way(None, "its logits are divided among ranks")
+        elif is_hooked(self.model.modules()):
+            self._way = Way(None, "hooks or autocast reach into its modules")
+        else:
+            self._state = ModelState(self.model)
+            self._take(known_way(self.model, self._state))
+
+    def _take(self, way: Way | None) -> None:
+        self._way = way
+        if way is not None and way.plan is not None:
+            self._own = OwnForward(way.plan, self.model, self._tail)
+
+    @property
+    def way(self) -> str:
+        """How its calls of few rows are computed, and why so."""
+        if self._way is None:
+            return "as it is: not compared yet"
+        return "own forward" if self._way.plan is not None else f"as it is: {self._way.reason}"
+
+    def _its_shadow(self) -> Any:
+        if self._shadow is None:
+            if not self._users:
+                raise RuntimeError(
+                    f"{type(self.model).__name__} is not attached: it takes packed rows inside `attached()` only"
+                )
+            shadow = shadow_of(self.model)
+            inner = unwrapped(shadow)
+            attend_by_rows(inner)
+            computes_by_ops(inner)
+            self._patches.enter_context(few_rows_linear(inner, takes=are_few_of_our_call))
+            if self._adapted:
+                add_adapters(inner, self._adapted)
+            self._shadow = shadow
+            if self._hidden is not None:
+                self._watch_head()
+        return self._shadow
+
+    def _watch_head(self) -> None:
+        head = unwrapped(self._shadow).get_output_embeddings()
+        own_hooks(head)
+        head.register_forward_pre_hook(self._before_head)
+        self._is_watched = True
+
+    def _before_head(self, _module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        if self._hidden is not None:
+            self._head_rows = arguments[0]
+
+    @contextmanager
+    def keeping(self, hidden: KeptHidden) -> Iterator[None]:
+        """Inside, the input rows of each call's output layer are kept."""
+        self._hidden = hidden
+        if self._shadow is not None and not self._is_watched:
+            self._watch_head()
+        try:
+            yield
+        finally:
+            self._hidden = self._head_rows = None
 
     def _find_replaced(self) -> dict[int, int]:
         pad = getattr(self.model.config.get_text_config(decoder=True), "pad_token_id", None)
         stand_ins, none = [0, *([] if pad is None else [pad])], self.table.new_empty(0, self.table.shape[1])
-        shadow = unwrapped(attachment_of(self.model).shadow)
+        shadow = unwrapped(self._its_shadow())
         with torch.no_grad():
             return replaced_ids(shadow, self.name, self._placeholders, stand_ins, lambda ids: self._embed(ids, none))
 
@@ -123,81 +238,110 @@ class TransformersModel(Adapted):
         self,
         rows: Tensor,
         positions: Tensor,
-        attend: Attend,
+        attend: StepAttend,
         wanted: Tensor | None,
         slots: CallSlots | None = None,
     ) -> Tensor:
         """Calls the model on packed rows, as ``Adapted``."""
-        offsets = None if slots is None else slots.offsets
-        shifted = None if offsets is None else self._layer_offsets(offsets)
+        if not self._users:
+            self._its_shadow()  # says that it is not attached
+        if slots is not None and slots.offsets is not None:
+            self._check_offsets(slots.offsets)
         if self.known_positions is not None:  # drafts behind the last one are never accepted
             positions = positions.clamp(max=self.known_positions - 1)
-        direct = self._direct()
+        own = self._own
+        if own is not None and attend.may_have_changed and not own.is_current():
+            own = self._own = None
+            self._way = Way(None, "hooks or other weights have come to its modules")
+        most = most_few_rows(rows.dtype, rows.is_cpu)
+        slot_rows = attend.slot_rows if len(rows) > most else 0
         try:
-            if direct is not None:
-                logits = direct.run(attend, self.layers, rows, positions, slots, wanted)
+            if own is not None and own.takes(rows) and are_few(len(rows), most, slot_rows):
+                logits = own(rows, positions, attend, wanted, slots, ends_apart=self._hidden is not None)
                 if logits is not None:
-                    self._ran = True
+                    self._has_run(wanted)
                     return logits
-            seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
-            if shifted is not None and offsets is not None:
-                # A compiled model would be compiled once for offsets that are not there yet, and once for others.
-                shifted.offsets = offsets if direct is not None else offsets.dense
-            is_compiled = hasattr(self.model, "_orig_mod")
-            call = OurCall(attend, self.name, self._kept, seen, self.layers, slots, is_compiled)
-            with our_call(call), adapting(slots):
-                logits = self._called(direct, call, rows, positions, wanted)
-        except _MACHINE:
+            logits = self._as_it_is(rows, positions, attend, wanted, slots, slot_rows)
+        except MACHINE:
             raise
         except Exception as error:
             if self._ran or (isinstance(error, (ValueError, NotImplementedError)) and self.name in str(error)):
                 raise
             raise self._refusal(error) from error
-        finally:
-            if shifted is not None:
-                shifted.offsets = None
-        self._ran = True
-        if wanted is not None and len(logits) != len(wanted):  # some models of transformers 4 ignore logits_to_keep
-            return logits[wanted]
+        self._has_run(wanted)
+        if self._way is None and not is_being_recorded(rows) and (len(rows) > 1 or not attend.is_first):
+            self._compare(rows, positions, attend)
         return logits
 
-    def _called(
-        self, direct: DirectCall | None, call: OurCall, rows: Tensor, positions: Tensor, wanted: Tensor | None
+    def _has_run(self, wanted: Tensor | None) -> None:
+        self._ran = True
+        if self._hidden is not None and self._head_rows is not None:
+            self._hidden.keep(self._head_rows, wanted)
+
+    def _as_it_is(
+        self,
+        rows: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        wanted: Tensor | None = None,
+        slots: CallSlots | None = None,
+        slot_rows: int = 0,
     ) -> Tensor:
-        """The model's own call."""
-        # A call for some rows' logits does not show whether the output layer reads what the norm gives.
-        watched = direct.watched(call, rows, positions) if direct is not None and wanted is None else nullcontext()
-        with watched as check:
-            logits: Tensor = (
-                attachment_of(self.model)
-                .shadow(
+        """The shadow's call."""
+        shadow = self._its_shadow()
+        seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
+        offsets = None if slots is None else slots.offsets
+        shifted = None if offsets is None else self._layer_offsets()
+        try:
+            if shifted is not None and offsets is not None:
+                shifted.offsets = offsets.dense
+            with our_call(OurCall(attend, self.name, self._kept, seen, slot_rows)), adapting(slots):
+                logits: Tensor = shadow(
                     inputs_embeds=rows[None],
-                    attention_mask=call.seen,
+                    attention_mask=seen,
                     position_ids=positions[None],
                     use_cache=False,
                     logits_to_keep=0 if wanted is None else wanted,
                     return_dict=True,
-                )
-                .logits[0]
-            )
-            if check is not None:
-                check(logits)
+                ).logits[0]
+        finally:
+            if shifted is not None:
+                shifted.offsets = None
+        if wanted is not None and len(logits) != len(wanted):  # some models of transformers 4 ignore logits_to_keep
+            return logits[wanted]
         return logits
 
-    def _direct(self) -> DirectCall | None:
-        """The call without the model's Python; None where a wrapper or ranks have a part in it."""
-        if self.model is not unwrapped(self.model) or self.logit_shards is not None:
-            return None
-        return attachment_of(self.model).direct
+    def _tail(self, hidden: Tensor) -> Tensor:
+        """Norm and head of the shadow."""
+        shadow = self._its_shadow()
+        seen = torch.ones(1, hidden.shape[1], dtype=torch.bool, device=hidden.device)
+        with our_call(OurCall(_nothing, self.name, (), seen)):  # few rows, as they are in such a call
+            logits: Tensor = shadow.get_output_embeddings()(shadow.get_decoder().norm(hidden))
+        return logits
+
+    def _compare(self, rows: Tensor, positions: Tensor, attend: StepAttend) -> None:
+        """Finds out how calls of few rows are computed from now on."""
+        assert self._state is not None
+        try:
+            plan = believed_plan(self.model, self._as_it_is, self._tail, rows, positions, attend)
+            way = Way(plan, "")
+        except Unlike as unlike:
+            way = Way(None, str(unlike))
+        keep_way(self.model, self._state, way)
+        self._take(way)
 
     def check_adapters(self, adapters: PlacedAdapters) -> None:
-        """As ``Adapted``; registers their hooks. Inside ``attached``."""
+        """As ``Adapted``. Inside ``attached``."""
         if self.logit_shards is not None:
             raise ValueError(
                 f"{self.name}: look-ahead slots with adapters cannot be used under tensor parallelism, where each rank has a "
                 "part of a linear layer; use slots without"
             )
-        attachment_of(self.model).prepare(adapters)
+        check_places(unwrapped(self.model), adapters)
+        added = adapters.pairs.keys() - self._adapted
+        self._adapted |= added
+        if self._shadow is not None:
+            add_adapters(unwrapped(self._shadow), added)
 
     def _refusal(self, error: Exception) -> Exception:
         """The error of a failed first call, with a message that begins with the model's name."""
@@ -210,8 +354,8 @@ class TransformersModel(Adapted):
             f"no ids and no cache), so pass_ext cannot decode it: {type(error).__name__}: {error}"
         )
 
-    def _layer_offsets(self, offsets: SlotOffsets) -> LayerOffsets:
-        """The hooks that add the offsets; refuses offsets that do not fit the model's layers."""
+    def _check_offsets(self, offsets: SlotOffsets) -> None:
+        """Refuses offsets that do not fit the model's layers."""
         text = self.model.config.get_text_config(decoder=True)
         layers, _, width = offsets.deep.shape
         if layers != text.num_hidden_layers:
@@ -222,7 +366,19 @@ class TransformersModel(Adapted):
             raise ValueError(
                 f"the slots' vectors per layer must be {text.hidden_size} wide in {self.name}, got {width}"
             )
-        return attachment_of(self.model).offsets
+
+    def _layer_offsets(self) -> LayerOffsets:
+        """The hooks of the shadow that add offsets, registered at first use."""
+        if self._offsets is None:
+            inner = unwrapped(self._its_shadow())
+            for layer in decoder_layers(inner):
+                own_hooks(layer)
+            self._offsets = self._patches.enter_context(LayerOffsets(inner).attached())
+        return self._offsets
+
+
+def _nothing(layer: int, *_: Any, **__: Any) -> Tensor:
+    raise RuntimeError(f"layer {layer} attends behind all layers")
 
 
 def _only_looks_up(embedding: nn.Module) -> bool:

@@ -173,7 +173,7 @@ def _key(fingerprint: str, rows: Sequence[int], device: torch.device) -> dict[st
         "format": _FORMAT,
         "fingerprint": fingerprint,
         "rows": list(rows),
-        "device": _device_name(device),
+        "device": device_name(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "pass_ext": package_version,
@@ -182,12 +182,13 @@ def _key(fingerprint: str, rows: Sequence[int], device: torch.device) -> dict[st
     }
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """The model of the GPU, or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model")))
     return next(names, "") or platform.processor() or platform.machine()

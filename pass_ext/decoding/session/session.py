@@ -56,7 +56,7 @@ class Session:
         """Recorded steps of fixed plans, by their shape and parameters."""
         self.is_undisturbed = False
         """No code of the caller's runs between calls: what a call finds out about the model holds for the next ones."""
-        self._found: dict[object, bool] = {}
+        self._has_called = False
         self._new: NewRows = []
         self._recorded = RecordedCalls(self._forward) if graphs and table.is_cuda else None
 
@@ -96,7 +96,8 @@ class Session:
         may_hold_slots: bool = True,
     ) -> tuple[Tensor, NewRows]:
         """Logits, and keys and values of all layers. positions: None: computed from the texts' lengths."""
-        attention = StepAttention(self, trees, self._found if self.is_undisturbed else None, ids)
+        attention = StepAttention(self, trees, ids, may_have_changed=not (self.is_undisturbed and self._has_called))
+        self._has_called = True
         if positions is None:
             # Not repeat_interleave, whose threads, one per request, spin beside those of the layers.
             numbers = torch.arange(len(ids), dtype=torch.int32, device=self.device)
@@ -175,7 +176,7 @@ class Session:
         """Drops the texts; caches and recorded calls stay for the next texts. model: the same model, adapted anew."""
         self.model = model
         self.is_undisturbed = False
-        self._found.clear()
+        self._has_called = False
         self.prefix_lens.zero_()
 
     def set_slots(self, lookahead: LookaheadEmbedding, count: int) -> None:

@@ -21,7 +21,6 @@ class Caches(Protocol):
     """What a session has of keys and values."""
 
     prefix_lens: Tensor
-    room: int
     caches: list[tuple[Tensor, Tensor]]
     head_dims: list[tuple[int, int]]
 
@@ -41,8 +40,7 @@ class StepAttention:
     Attributes:
         layers: how many have attended.
         is_first: the session has no caches yet; this call makes them.
-        room: text positions that the caches hold.
-        found: what earlier calls found out about the model that still holds; None: nothing does.
+        may_have_changed: the caller's code may have run since the session's last call.
         slot_rows: how many rows are look-ahead slots'; 0 where the host does not know it.
     """
 
@@ -50,13 +48,13 @@ class StepAttention:
         self,
         session: Caches,
         trees: PackedTrees,
-        found: dict[object, bool] | None = None,
         ids: Tensor | None = None,
+        *,
+        may_have_changed: bool = True,
     ) -> None:
         self.layers = 0
-        self.found = found
+        self.may_have_changed = may_have_changed
         self.is_first = not session.caches
-        self.room = session.room
         self._session, self._trees = session, trees
         self._new: list[Tensor] = []
         self._stacked: Tensor | None = None
@@ -120,6 +118,12 @@ class StepAttention:
     def take(self, new: Tensor) -> None:
         """Takes the keys and values ``[2 * layers, N, KV heads, D]`` that ``layer_stack`` made."""
         self._stacked, self.layers = new, len(new) // 2
+
+    def again(self, rows: int) -> StepAttention:
+        """The attention of the first rows once more, after the call; what it makes reaches no cache."""
+        parents, cu_nodes, most, visible, depths = self._trees
+        trees = PackedTrees(parents[:rows], cu_nodes.clamp(max=rows), most, visible[:rows], depths[:rows])
+        return StepAttention(self._session, trees, None if self._ids is None else self._ids[:rows])
 
     def new_rows(self) -> NewRows:
         """Keys and values of the rows, of all layers that have attended."""

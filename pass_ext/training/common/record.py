@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pass_ext.decoding.planning.step_times import device_name
 from pass_ext.training.common.run import Run
 
 
@@ -28,13 +29,8 @@ def versions() -> dict[str, str]:
 
 def machine(device: str) -> str:
     """The GPU, where that is the device of the run; else the processor and the threads."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    names = []
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{(names or [platform.machine()])[0]}, {torch.get_num_threads()} threads"
+    name = device_name(torch.device(device))
+    return name if torch.device(device).type == "cuda" else f"{name}, {torch.get_num_threads()} threads"
 
 
 def facts_of(run: Run, module: Any, data: dict[str, str], **others: Any) -> dict[str, Any]:

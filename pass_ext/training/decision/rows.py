@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.models.adapt import packed_model
-from pass_ext.decoding.models.hidden_rows import KeptHidden, kept_hidden
+from pass_ext.decoding.models.hidden_rows import kept_hidden
+from pass_ext.decoding.models.transformers import KeptHidden
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.decision import DecisionModel, DraftLevel
 from pass_ext.ops.draft import draft_sample

@@ -7,7 +7,8 @@ import pytest
 import torch
 from support.small_models import ragged_prompts, whole_prompts
 
-from pass_ext import Corpus, NGram, Plain, generate
+from pass_ext import NGram, Plain, generate
+from pass_ext.drafting import Corpus
 
 
 def plain_search(texts, text, tokens, count, shortest):

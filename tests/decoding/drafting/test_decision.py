@@ -221,15 +221,36 @@ def test_kept_hidden_leaves_other_models_of_the_same_head_alone():
     target, draft = small_model("llama"), small_model("llama", seed=1)
     draft.set_output_embeddings(target.get_output_embeddings())
     chain, ids = pack_trees([Tree.chain(2)]), torch.tensor([4, 5, 6])
-    with torch.no_grad(), packed_model(target).attached(), kept_hidden(packed_model(draft)) as hidden:
-        Session(packed_model(draft), 1, 1).call(chain, ids)
+    target, draft = packed_model(target), packed_model(draft)
+    with torch.no_grad(), target.attached(), kept_hidden(draft) as hidden:
+        Session(draft, 1, 1).call(chain, ids)
         rows = hidden.rows.clone()
-        Session(packed_model(target), 1, 1).call(chain, ids)
+        Session(target, 1, 1).call(chain, ids)
         assert torch.equal(hidden.rows, rows)
 
 
-def test_kept_hidden_of_a_model_that_computes_all_rows():
-    class AllRows(nn.Module):
+def test_kept_hidden_of_a_model_that_computes_all_rows(monkeypatch):
+    pytest.importorskip("transformers")
+    from support.small_models import small_model
+
+    from pass_ext.decoding.models.hidden_rows import kept_hidden
+
+    adapted = packed_model(small_model("llama"))
+    kind = type(adapted.model)
+    forward = kind.forward
+    monkeypatch.setattr(
+        kind, "forward", lambda self, *inputs, logits_to_keep=0, **named: forward(self, *inputs, **named)
+    )
+    chain, ids, some = pack_trees([Tree.chain(2)]), torch.tensor([4, 5, 6]), torch.tensor([2, 0])
+    with torch.no_grad(), kept_hidden(adapted) as hidden:
+        Session(adapted, 1, 1).call(chain, ids)
+        rows = hidden.rows.clone()
+        Session(adapted, 1, 1).call(chain, ids, some)
+        torch.testing.assert_close(hidden.rows, rows[some])
+
+
+def test_kept_hidden_of_a_callable_model():
+    class Callable(nn.Module):
         def __init__(self):
             super().__init__()
             self.embedding, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
@@ -237,14 +258,14 @@ def test_kept_hidden_of_a_model_that_computes_all_rows():
         def get_output_embeddings(self):
             return self.head
 
-        def forward(self, rows, logits_to_keep=None):
-            return self.head(rows)
+        def forward(self, rows, positions, attend, wanted):
+            return self.head(rows if wanted is None else rows[wanted])
 
     from pass_ext.decoding.models.hidden_rows import kept_hidden
 
-    model, rows = AllRows(), torch.randn(5, 8)
+    model, rows = Callable(), torch.randn(5, 8)
     with kept_hidden(Adapted(model)) as hidden:
-        model(rows[None], logits_to_keep=torch.tensor([3, 0]))
+        model(rows, None, None, torch.tensor([3, 0]))
         assert torch.equal(hidden.rows, rows[[3, 0]])
 
 

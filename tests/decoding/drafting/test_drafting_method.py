@@ -14,7 +14,8 @@ from support.generation import Monotone, distribution_of_texts
 from support.small_models import ragged_prompts, small_model, whole_prompts
 
 import pass_ext
-from pass_ext import Candidates, Plain, Proposal, Tree, generate
+from pass_ext import Plain, Tree, generate
+from pass_ext.drafting import Candidates, Proposal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -324,6 +325,9 @@ def test_refusals():
     refused(Dictionary(RIGHT, max_depth=2), deep)
     short = "DictionaryDrafter.propose: candidates must be one or None for each of the 1 requests, got 2"
     refused(Dictionary(RIGHT, propose=lambda batch: Proposal([None, None])), short)
-    refused(Dictionary(RIGHT, propose=lambda batch: [None]), "propose: result must be a pass_ext.Proposal, got list")
+    refused(
+        Dictionary(RIGHT, propose=lambda batch: [None]),
+        "propose: result must be a pass_ext.drafting.Proposal, got list",
+    )
     with pytest.raises(ValueError, match="Candidates: tokens must be 3, one for each node below the root, got 2"):
         Candidates(Tree.chain(3), [1, 2])

@@ -13,22 +13,12 @@ from support.grammars import Automaton, distribution_of_texts, plain_text, rando
 from support.small_models import VOCABULARY, ragged_prompts, small_model
 
 import pass_ext
-from pass_ext import (
-    EarlyExitDraft,
-    Grammar,
-    MultiCandidate,
-    NGram,
-    PaSS,
-    Plain,
-    Speculative,
-    Tree,
-    allow_tokens,
-    generate,
-)
+from pass_ext import EarlyExitDraft, Grammar, MultiCandidate, NGram, PaSS, Plain, Speculative, Tree, generate
 from pass_ext.decoding.drafting import drafting as drafting_module
 from pass_ext.decoding.requests.grammar.guide import Guide
 from pass_ext.decoding.requests.grammar.guides import Guides
 from pass_ext.decoding.session.session import Session
+from pass_ext.integrations.grammar import allow_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -212,8 +202,8 @@ class OutsideDrafter(pass_ext.Drafter):
         candidates, logits = [None] * len(batch.texts), self.table[[batch.texts[b][-1] for b in requests]]
         tokens, _ = self.context.draw(logits, 2, requests)
         for row, b in enumerate(requests):
-            candidates[b] = pass_ext.Candidates(Tree.from_branching((2,)), tokens[row].tolist(), [row, -1, -1])
-        return pass_ext.Proposal(candidates, logits)
+            candidates[b] = pass_ext.drafting.Candidates(Tree.from_branching((2,)), tokens[row].tolist(), [row, -1, -1])
+        return pass_ext.drafting.Proposal(candidates, logits)
 
 
 LAWS = [
@@ -322,8 +312,8 @@ class ForkDrafter(pass_ext.Drafter):
     name, max_depth = "forks", 1
 
     def propose(self, batch):
-        fork = pass_ext.Candidates(Tree.from_branching((3,)), [10, 11, 12])
-        return pass_ext.Proposal([fork if levels else None for levels in batch.levels])
+        fork = pass_ext.drafting.Candidates(Tree.from_branching((3,)), [10, 11, 12])
+        return pass_ext.drafting.Proposal([fork if levels else None for levels in batch.levels])
 
 
 class Watched(Mixer):

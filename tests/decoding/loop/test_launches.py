@@ -15,7 +15,7 @@ from support.small_models import ragged_prompts, small_model
 from pass_ext import PaSS, Tree, generate, testing
 from pass_ext.decoding.loop.chosen_step import ChosenStep
 from pass_ext.decoding.loop.fixed_step import FixedStep
-from pass_ext.decoding.models.patching import layer_stack
+from pass_ext.decoding.models.patching import model_plan
 from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
 from pass_ext.modules.slot_adapters import SlotAdapters
 
@@ -51,7 +51,7 @@ def steps(monkeypatch):
             modes.append(mode.ops)
 
         monkeypatch.setattr(kind, "_run", run)
-    monkeypatch.setattr(layer_stack, "_plan_of", lambda *_: None)
+    monkeypatch.setattr(model_plan, "_stack_of", lambda *_: None)
     return modes
 
 

@@ -14,10 +14,11 @@ pytest.importorskip("transformers")
 from support.generation import methods_for
 from support.small_models import ragged_prompts, small_model
 
-from pass_ext import Corpus, NGram, Plain, SamplingParams, Speculative, generate
+from pass_ext import NGram, Plain, Speculative, generate
 from pass_ext.decoding.session import reading
 from pass_ext.decoding.session.reading import Beginning, shared_beginnings
 from pass_ext.decoding.session.session import Session
+from pass_ext.drafting import Corpus
 
 OPTIONS = dict(max_new_tokens=8, eos_token_id=[], temperature=1.0)
 
@@ -56,8 +57,8 @@ def test_each_sample_is_the_text_of_its_seed(llama, method):
 def test_arguments_of_each_prompt_are_those_of_its_samples(llama):
     ids, mask = ragged_prompts(2, longest=6)
     shared = dict(max_new_tokens=8, eos_token_id=[], attention_mask=mask, num_return_sequences=2)
-    sampling = SamplingParams(temperature=[0.0, 2.0], top_k=[0, 5], seeds=torch.tensor([2**63 - 1, 5]))
-    got = generate(llama, ids, sampling=sampling, **shared).sequences
+    sampling = dict(temperature=[0.0, 2.0], top_k=[0, 5], seeds=torch.tensor([2**63 - 1, 5]))
+    got = generate(llama, ids, **sampling, **shared).sequences
     assert torch.equal(got[0], got[1]), "the first prompt is greedy"
     hot = dict(temperature=2.0, top_k=5, max_new_tokens=8, eos_token_id=[], attention_mask=mask[1:])
     for k in range(2):

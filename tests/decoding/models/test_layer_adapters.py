@@ -2,8 +2,6 @@
 sessions, the fused layers beside them, and models that take none.
 """
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import nn
@@ -16,7 +14,7 @@ from support.small_models import ARCHITECTURES, MASKS_KNOW_WINDOWS, prompts, sma
 import pass_ext
 from pass_ext import PaSS, Plain, Tree, generate
 from pass_ext.decoding.models.adapt import packed_model
-from pass_ext.decoding.models.patching import attachment, layer_adapters, layer_calls, layer_stack
+from pass_ext.decoding.models.patching import layer_adapters, model_plan, own_forward
 from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters, PlacedSlots
 from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
@@ -58,7 +56,7 @@ def added(monkeypatch):
             places.extend(f"{layer}.{names[name]}" for i, name in enumerate(ADAPTED) if half.adapted >> i & 1)
         return found
 
-    monkeypatch.setattr(layer_stack, "halves_of", halves_of)
+    monkeypatch.setattr(own_forward, "halves_of", halves_of)
     monkeypatch.setattr(CallSlots, "adapt_", lambda self, place, *rest: places.append(place) or add(self, place, *rest))
     return places
 
@@ -169,8 +167,8 @@ def test_ranks_per_kind(llama, kinds, added):
 @pytest.fixture
 def fused(monkeypatch):
     """Whether each call of the op in front of attention has adapters."""
-    calls, before = [], layer_calls._before
-    monkeypatch.setattr(layer_calls, "_before", lambda *a: calls.append(bool(a[-2])) or before(*a))
+    calls, before = [], own_forward._before
+    monkeypatch.setattr(own_forward, "_before", lambda *a: calls.append(bool(a[-2])) or before(*a))
     return calls
 
 
@@ -178,7 +176,7 @@ def test_fused_layers_take_adapters_in_calls_with_slots(llama, fused, monkeypatc
     """Calls without slots, of the same attached model too, give them none."""
     hooked, add = [], CallSlots.adapt_
     monkeypatch.setattr(CallSlots, "adapt_", lambda self, place, *rest: hooked.append(place) or add(self, place, *rest))
-    monkeypatch.setattr(layer_stack, "_plan_of", lambda *_: None)  # as on a GPU
+    monkeypatch.setattr(model_plan, "_stack_of", lambda *_: None)  # as on a GPU
     plain = generate(llama, IDS, Plain(), **OPTIONS)
     assert fused and not any(fused)
     fused.clear()
@@ -201,10 +199,10 @@ def test_fused_layers_give_the_bits_of_modules(architecture, each, monkeypatch):
     """Layer by layer, with the adapters in both ops, logits are those of the modules with hooks."""
     model = small_model(architecture)
     lookahead = adapted_slots(model, ranks=dict(q=3, v=2, gate=4, down=5, o=1), each=each)
-    monkeypatch.setattr(layer_stack, "_plan_of", lambda *_: None)
+    monkeypatch.setattr(model_plan, "_stack_of", lambda *_: None)
     ids = [5, -1, -3, 6, -2, -1]
     ours = logits_of(model, lookahead, ids, monkeypatch)
-    monkeypatch.setattr(layer_stack, "halves_of", lambda *_: None)
+    monkeypatch.setattr(own_forward, "halves_of", lambda *_: None)
     assert_same_bits(ours, logits_of(model, lookahead, ids, monkeypatch))
     bare = slots_for(model, 3)
     bare.weight.data.copy_(lookahead.weight)
@@ -234,13 +232,12 @@ def test_layers_whose_ops_cannot_take_their_adapters(change):
 def test_one_call_for_all_layers_with_adapters(added, monkeypatch):
     """The first call with slots goes layer by layer, the others are one; drafts are those of layers never fused."""
     model = small_model("llama", head_dim=64)
-    stacked, op = [], layer_stack._stack
-    monkeypatch.setattr(layer_stack, "_stack", lambda *a: stacked.append(len(added)) or op(*a))
+    stacked, op = [], own_forward._stack
+    monkeypatch.setattr(own_forward, "_stack", lambda *a: stacked.append(len(added)) or op(*a))
     lookahead = adapted_slots(model, deep_layers=2)
     got = generate(model, IDS, method_of(lookahead), **OPTIONS)
     assert len(stacked) >= got.stats.model_calls - 3 and added and set(stacked) == {len(added)}
-    monkeypatch.setattr(attachment, "layer_calls", lambda model: nullcontext(layer_stack.LayerStack()))
-    monkeypatch.setattr(attachment, "KEPT", "_of_this_test")
+    model.register_forward_hook(lambda *_: None)  # it runs as it is then
     apart = generate(model, IDS, method_of(lookahead), **OPTIONS)
     assert torch.equal(got.sequences, apart.sequences)
     assert got.stats.num_accepted_tokens == apart.stats.num_accepted_tokens
@@ -362,11 +359,12 @@ def test_shared_copies_stay_until_something_changes():
     assert down.dtype is torch.float32
 
 
-def test_the_first_slot_asks_for_what_slots_have():
-    weight, deep = torch.ones(1, 4), torch.ones(2, 1, 4)
-    for slots in (PlacedSlots(weight, deep), PlacedSlots(weight, None, PlacedAdapters(1.0, {}))):
-        assert slots.of_call(torch.tensor([3, 0, -1])) is not None
-        assert slots.of_call(torch.tensor([3, 0, 1])) is None
+def test_the_first_slot_alone_asks_for_adapters():
+    weight, deep, adapters = torch.ones(1, 4), torch.ones(2, 1, 4), PlacedAdapters(1.0, {})
+    with_both, without_slot = PlacedSlots(weight, deep, adapters), torch.tensor([3, 0, 1])
+    assert PlacedSlots(weight, None, adapters).of_call(torch.tensor([3, 0, -1])).adapters is adapters
+    assert PlacedSlots(weight, None, adapters).of_call(without_slot) is None
+    assert with_both.of_call(without_slot).adapters is None and with_both.of_call(without_slot).deep is deep
     assert PlacedSlots(weight).of_call(torch.tensor([-1])) is None
 
 

@@ -55,9 +55,9 @@ def test_the_approximate_rule_has_candidates_always(models):
 def test_the_face_returns_the_plan_that_generate_follows(models):
     target, draft = models
     method = MultiCandidate(draft, "auto", hit_rates=[[0.9, 0.05], [0.8, 0.1]])
-    made = pass_ext.plan(target, method)
+    made = pass_ext.drafting.plan(target, method)
     assert made.tree == Tree.from_branching((2, 2)) and "2 calls" in str(made)
-    assert len(pass_ext.plan(target, method, requests=16).tree) < 7, "64 rows for 16 requests"
+    assert len(pass_ext.drafting.plan(target, method, requests=16).tree) < 7, "64 rows for 16 requests"
 
 
 def test_methods_without_a_plan_are_refused(models):
@@ -65,8 +65,8 @@ def test_methods_without_a_plan_are_refused(models):
     with pytest.raises(
         TypeError, match=r"method must be PaSS\(...\), Speculative\(...\) or MultiCandidate\(...\), got NGram"
     ):
-        pass_ext.plan(target, NGram())
+        pass_ext.drafting.plan(target, NGram())
     with pytest.raises(ValueError, match="got a Speculative with a tree of its own"):
-        pass_ext.plan(target, Speculative(draft, 3))
+        pass_ext.drafting.plan(target, Speculative(draft, 3))
     with pytest.raises(ValueError, match="requests must be a whole number, 1 or more, got 0"):
-        pass_ext.plan(target, Speculative(draft, "auto"), requests=0)
+        pass_ext.drafting.plan(target, Speculative(draft, "auto"), requests=0)

@@ -22,7 +22,7 @@ RULES = tuple(pass_ext.RULES)
 
 def with_logprobs(backend, step, top=TOP):
     result = pass_ext.accept_tree(**to(step, backend.device), return_logprobs=True, top_logprobs=top)
-    return [part.cpu() for part in result], pass_ext.TokenLogprobs(*(part.cpu() for part in result.logprobs))
+    return [part.cpu() for part in result], pass_ext.ops.accept.TokenLogprobs(*(part.cpu() for part in result.logprobs))
 
 
 def expected_of(step, result, top=TOP):
@@ -93,7 +93,7 @@ def test_numbers_are_the_references(backend, rule):
         expected = expected_of(step, result)
         assert clear.sum() >= 8
         assert_same_numbers(
-            pass_ext.TokenLogprobs(*(part[clear] for part in ours)),
+            pass_ext.ops.accept.TokenLogprobs(*(part[clear] for part in ours)),
             type(expected)(*(part[clear] for part in expected)),
             plain_error(step),
         )
@@ -198,7 +198,7 @@ def test_bad_rows_and_padding(backend):
     step["target_logits"] = logits.nan_to_num(0.0)  # in rows that gave nothing; and row 6 is left out
     expected = expected_of(step, result)
     assert_same_numbers(
-        pass_ext.TokenLogprobs(*(part[:4] for part in ours)),
+        pass_ext.ops.accept.TokenLogprobs(*(part[:4] for part in ours)),
         type(expected)(*(part[:4] for part in expected)),
         1e-5,
     )

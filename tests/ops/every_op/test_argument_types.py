@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 from ops.every_op.test_hostile_arguments import PUBLIC, keywords_of, samples_of
+from support.faces import function_of
 
 import pass_ext
 
@@ -13,7 +14,7 @@ WRONG = ["3", 1.5, True, [1.5], None, {}, int, 2**64, object(), torch.tensor(1.5
 
 @pytest.mark.parametrize("op", PUBLIC)
 def test_a_wrong_type_is_refused_in_words(op):
-    function = getattr(pass_ext, op)
+    function = function_of(op)
     keywords = keywords_of(op, next(samples_of(op)))
     strange = []
     for argument in inspect.signature(function).parameters:

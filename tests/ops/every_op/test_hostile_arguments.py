@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from support.faces import function_of
 from support.samples import SAMPLES
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -20,7 +21,7 @@ from pass_ext.ops.step import ACTIVATIONS, NORM_FORMS
 OPS = _library.op_names()
 # The weights of the samples' layers, in the order of the op's list.
 STACKED = ("input_norm", "q_weight", "k_weight", "v_weight", "o_weight", "gate_weight", "up_weight", "down_weight")
-PUBLIC = [name for name in OPS if name in pass_ext.__all__]
+PUBLIC = [name for name in OPS if function_of(name) is not None]
 
 
 def arguments_of(op):
@@ -82,7 +83,7 @@ def keywords_of(op, sample):
         weights, each = keywords.pop("weights"), len(STACKED)
         assert keywords.pop("parts") == sum(1 << layer._ORDER.index(name) for name in STACKED)
         keywords["layers"] = [
-            pass_ext.LayerWeights(**dict(zip(STACKED, weights[i : i + each], strict=True)))
+            pass_ext.layers.LayerWeights(**dict(zip(STACKED, weights[i : i + each], strict=True)))
             for i in range(0, len(weights), each)
         ]
     if "adapted" in keywords:
@@ -102,7 +103,7 @@ def keywords_of(op, sample):
 
 
 def call(op, sample):
-    return getattr(pass_ext, op)(**keywords_of(op, sample))
+    return function_of(op)(**keywords_of(op, sample))
 
 
 def detached(sample):
@@ -187,9 +188,9 @@ def test_no_tangent_is_no_derivative():
     """Inside a level, tensors without a tangent are computed as usual."""
     x, weight = torch.randn(2, 8), torch.randn(3, 8)
     with forward_ad.dual_level():
-        inside = pass_ext.linear_rows(x, weight)
-        undone = pass_ext.linear_rows(forward_ad.unpack_dual(forward_ad.make_dual(x, x)).primal, weight)
-    assert torch.equal(inside, pass_ext.linear_rows(x, weight)) and torch.equal(undone, inside)
+        inside = pass_ext.layers.linear_rows(x, weight)
+        undone = pass_ext.layers.linear_rows(forward_ad.unpack_dual(forward_ad.make_dual(x, x)).primal, weight)
+    assert torch.equal(inside, pass_ext.layers.linear_rows(x, weight)) and torch.equal(undone, inside)
 
 
 @pytest.fixture
@@ -310,7 +311,7 @@ def test_a_strided_tensor_without_storage_is_not_copied():
     x = torch.randn(6, 4).t()
     x.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="linear_rows: x must have its elements in memory"):
-        pass_ext.linear_rows(x, torch.randn(3, 6))
+        pass_ext.layers.linear_rows(x, torch.randn(3, 6))
 
 
 def a_commit(**changed):
@@ -356,7 +357,9 @@ def test_zero_tensors_are_zeros_or_refused():
         a_commit(new=[zero])
     with pytest.raises(RuntimeError, match="ZeroTensors are immutable"):
         a_commit(caches=[torch._efficientzerotensor((1, 9, 2, 8))])
-    assert torch.equal(pass_ext.linear_rows(torch._efficientzerotensor((2, 4)), torch.randn(3, 4)), torch.zeros(2, 3))
+    assert torch.equal(
+        pass_ext.layers.linear_rows(torch._efficientzerotensor((2, 4)), torch.randn(3, 4)), torch.zeros(2, 3)
+    )
 
 
 # ---- sizes ----
@@ -437,7 +440,7 @@ def test_too_many_pages_or_slots_to_commit():
     ("call", "message"),
     [
         (
-            lambda: pass_ext.linear_rows(torch.zeros(1, 1).expand(2**38, 1), torch.zeros(4096, 1)),
+            lambda: pass_ext.layers.linear_rows(torch.zeros(1, 1).expand(2**38, 1), torch.zeros(4096, 1)),
             r"linear_rows: out of memory: the result float32\[274877906944, 4096\] needs 4503599627370496 bytes",
         ),
         (
@@ -623,7 +626,7 @@ def test_shards_need_positions_with_seeds_where_something_is_drawn(name):
     if name == "shard_best":
         keywords |= {"mode": "without"}
     with pytest.raises(ValueError, match=f"pass_ext::{name}: positions must be given with seeds"):
-        getattr(pass_ext, name)(**keywords)
+        function_of(name)(**keywords)
 
 
 def test_seeds_at_the_ends_of_int64():

@@ -47,7 +47,7 @@ def adapters_for(case, ranks, count, ids, *, scale=0.7, id_dtype=torch.int64):
 
 def with_adapter(name, out, x, ids, adapters, scale):
     if adapters and name in adapters:
-        pass_ext.adapter_rows_(out, x, ids, *adapters[name], scale)
+        pass_ext.layers.adapter_rows_(out, x, ids, *adapters[name], scale)
     return out
 
 
@@ -55,16 +55,16 @@ def before_by_ops(x, q_weight, k_weight, v_weight, *, head_dim, q_bias=None, k_b
                   q_norm=None, k_norm=None, cos=None, sin=None, ids=None, adapters=None, adapter_scale=1.0,
                   **norm):  # fmt: skip
     if input_norm is not None:
-        x = pass_ext.step_rms_norm(x, input_norm, **norm)[0]
+        x = pass_ext.layers.step_rms_norm(x, input_norm, **norm)[0]
     products = []
     parts = ((q_weight, q_bias, q_norm), (k_weight, k_bias, k_norm), (v_weight, v_bias, None))
     for name, (weight, bias, scale) in zip("qkv", parts, strict=True):
-        rows = with_adapter(name, pass_ext.linear_rows(x, weight, bias), x, ids, adapters, adapter_scale)
+        rows = with_adapter(name, pass_ext.layers.linear_rows(x, weight, bias), x, ids, adapters, adapter_scale)
         if scale is not None:
-            rows = pass_ext.step_rms_norm(rows.unflatten(1, (-1, len(scale))), scale, **norm)[0].flatten(1)
+            rows = pass_ext.layers.step_rms_norm(rows.unflatten(1, (-1, len(scale))), scale, **norm)[0].flatten(1)
         products.append(rows.unflatten(1, (-1, head_dim)))
     if cos is not None:
-        products[:2] = pass_ext.step_rotary(*products[:2], cos, sin)
+        products[:2] = pass_ext.layers.step_rotary(*products[:2], cos, sin)
     return products
 
 
@@ -72,17 +72,17 @@ def after_by_ops(attended, residual, o_weight, gate_weight, up_weight, down_weig
                  up_bias=None, down_bias=None, attention_norm=None, mlp_norm=None, output_norm=None, activation="silu",
                  scale=1.0, ids=None, adapters=None, adapter_scale=1.0, **norm):  # fmt: skip
     def product(name, rows, weight, bias):
-        return with_adapter(name, pass_ext.linear_rows(rows, weight, bias), rows, ids, adapters, adapter_scale)
+        return with_adapter(name, pass_ext.layers.linear_rows(rows, weight, bias), rows, ids, adapters, adapter_scale)
 
     def added(before, product, weight):
         if weight is not None:
-            product = pass_ext.step_rms_norm(product, weight, **norm)[0]
+            product = pass_ext.layers.step_rms_norm(product, weight, **norm)[0]
         return before + product * scale
 
     middle = added(residual, product("o", attended, o_weight, o_bias), attention_norm)
-    x = middle if mlp_norm is None else pass_ext.step_rms_norm(middle, mlp_norm, **norm)[0]
+    x = middle if mlp_norm is None else pass_ext.layers.step_rms_norm(middle, mlp_norm, **norm)[0]
     gate, up = product("gate", x, gate_weight, gate_bias), product("up", x, up_weight, up_bias)
-    hidden = pass_ext.step_gate(gate, up, activation=activation)
+    hidden = pass_ext.layers.step_gate(gate, up, activation=activation)
     return added(middle, product("down", hidden, down_weight, down_bias), output_norm)
 
 

@@ -22,14 +22,14 @@ def ids_of(rows):
 
 
 def assert_before(case):
-    got = pass_ext.layer_before_attention(**case)
+    got = pass_ext.layers.layer_before_attention(**case)
     for ours, theirs in zip(got, before_by_ops(**case), strict=True):
         assert_same_bits(ours, theirs.contiguous())
     return got
 
 
 def assert_after(case):
-    got = pass_ext.layer_after_attention(**case)
+    got = pass_ext.layers.layer_after_attention(**case)
     assert_same_bits(got, after_by_ops(**case))
     return got
 
@@ -58,7 +58,7 @@ def test_before_has_the_bits_of_adapter_rows(backend, dtype, rows, options):
     for ranks, count in zip(BEFORE_RANKS, (3, 1, 5, 1), strict=True):
         case |= adapters_for(case, ranks, count, ids_of(rows))
         got = assert_before(case)
-        bare = pass_ext.layer_before_attention(**plain(case))
+        bare = pass_ext.layers.layer_before_attention(**plain(case))
         tokens = case["ids"] >= 0
         for name, ours, theirs in zip("qkv", got, bare, strict=True):
             assert_same_bits(ours[tokens], theirs[tokens])
@@ -78,7 +78,7 @@ def test_after_has_the_bits_of_adapter_rows(backend, dtype, rows, options):
     for ranks, count in zip(AFTER_RANKS, (3, 1, 5, 1), strict=True):
         case |= adapters_for(case, ranks, count, ids_of(rows))
         got = assert_after(case | dict(activation="gelu_tanh"))
-        bare = pass_ext.layer_after_attention(**plain(case), activation="gelu_tanh")
+        bare = pass_ext.layers.layer_after_attention(**plain(case), activation="gelu_tanh")
         tokens = case["ids"] >= 0
         assert_same_bits(got[tokens], bare[tokens])
         assert not torch.equal(got[~tokens], bare[~tokens])
@@ -115,7 +115,7 @@ def test_adapters_at_odd_addresses(backend, name):
         torch.full((side.numel() + 1,), float("nan"), dtype=side.dtype)[1:].view(side.shape).copy_(side)
         for side in given["adapters"][name]
     ]
-    expected = pass_ext.layer_before_attention(**case, **given)
+    expected = pass_ext.layers.layer_before_attention(**case, **given)
     given["adapters"][name] = tuple(odd)
     for ours, theirs in zip(assert_before(case | given), expected, strict=True):
         assert_same_bits(ours, theirs)
@@ -134,7 +134,7 @@ def test_every_row_has_an_adapter_of_its_own(backend):
 def test_ids_of_every_integer_type(backend, id_dtype):
     case = after_case(9, torch.bfloat16)
     case |= adapters_for(case, dict(o=3, up=4), 3, ids_of(9))
-    got = pass_ext.layer_after_attention(**case | dict(ids=case["ids"].to(id_dtype)))
+    got = pass_ext.layers.layer_after_attention(**case | dict(ids=case["ids"].to(id_dtype)))
     assert_same_bits(got, assert_after(case))
 
 
@@ -154,10 +154,10 @@ def test_slots_beyond_the_adapters(backend):
     case |= adapters_for(case, dict(o=3, gate=2), 2, [-3, -1, 0, -2, -9])
     if backend.name.startswith("cpu"):
         with pytest.raises(RuntimeError, match=r"layer_after_attention: ids must be at least -2 .2 adapters., got -3"):
-            pass_ext.layer_after_attention(**case)
+            pass_ext.layers.layer_after_attention(**case)
         return
     got = assert_after(case)
-    bare = pass_ext.layer_after_attention(**plain(case))
+    bare = pass_ext.layers.layer_after_attention(**plain(case))
     assert_same_bits(got[[0, 4]], bare[[0, 4]])
 
 
@@ -167,7 +167,7 @@ def test_debug_mode_refuses_slots_beyond_the_adapters(backend):
     pass_ext.set_debug(True)
     try:
         with pytest.raises(IndexError, match=r"ids must be at least -2 .2 adapters., got -3 at index 1"):
-            pass_ext.layer_before_attention(**case)
+            pass_ext.layers.layer_before_attention(**case)
     finally:
         pass_ext.set_debug(False)
 
@@ -175,8 +175,8 @@ def test_debug_mode_refuses_slots_beyond_the_adapters(backend):
 def test_adapters_are_not_read_without_slots(backend):
     """NaN in them changes no bit; nor do those of other slots."""
     for make, run, ranks in (
-        (before_case, pass_ext.layer_before_attention, dict(q=3, k=2, v=1)),
-        (after_case, pass_ext.layer_after_attention, dict(o=2, gate=3, up=1, down=4)),
+        (before_case, pass_ext.layers.layer_before_attention, dict(q=3, k=2, v=1)),
+        (after_case, pass_ext.layers.layer_after_attention, dict(o=2, gate=3, up=1, down=4)),
     ):
         case = make(20, torch.bfloat16) | (dict(head_dim=16) if make is before_case else {})
         bare = run(**case)
@@ -197,7 +197,7 @@ def test_blocks_of_tokens_read_ids_alone(backend):
     case = before_case(rows, torch.bfloat16, plain=True) | dict(head_dim=16, cos=None, sin=None)
 
     def accesses(**more):
-        pass_ext.layer_before_attention(**case, **more)
+        pass_ext.layers.layer_before_attention(**case, **more)
         return emulator.load().count_accesses()  # of the last launch
 
     without = accesses()
@@ -216,12 +216,12 @@ def test_numbers_of_other_rows_and_slots_do_not_matter(backend):
     clean = assert_after(case)
     spoilt = {name: value.clone() if torch.is_tensor(value) else value for name, value in case.items()}
     spoilt["attended"][[0, 3]] = float("inf")
-    got = pass_ext.layer_after_attention(**spoilt)
+    got = pass_ext.layers.layer_after_attention(**spoilt)
     assert_same_bits(got[[1, 2, 4, 5]], clean[[1, 2, 4, 5]])
     for pair in case["adapters"].values():
         for side in pair:
             side[1] = float("nan")
-    got = pass_ext.layer_after_attention(**case)
+    got = pass_ext.layers.layer_after_attention(**case)
     assert_same_bits(got[[0, 1, 3, 4, 5]], clean[[0, 1, 3, 4, 5]])
     assert got[2].isnan().all()
 
@@ -230,16 +230,16 @@ def test_numbers_of_other_rows_and_slots_do_not_matter(backend):
 def test_a_row_has_the_same_bits_among_others(backend, dtype):
     case = before_case(40, dtype) | dict(head_dim=16)
     case |= adapters_for(case, dict(q=3, k=9, v=2), 3, ids_of(40))
-    whole = pass_ext.layer_before_attention(**case)
+    whole = pass_ext.layers.layer_before_attention(**case)
     after = after_case(40, dtype)
     after |= adapters_for(after, dict(o=3, gate=9, up=2, down=4), 3, ids_of(40))
-    out = pass_ext.layer_after_attention(**after)
+    out = pass_ext.layers.layer_after_attention(**after)
     for rows in (slice(1, 2), slice(7, 12), slice(20, 40)):
         cut = case | {name: case[name][rows] for name in ("x", "cos", "sin", "ids")}
-        for ours, theirs in zip(pass_ext.layer_before_attention(**cut), whole, strict=True):
+        for ours, theirs in zip(pass_ext.layers.layer_before_attention(**cut), whole, strict=True):
             assert_same_bits(ours, theirs[rows])
         cut = after | {name: after[name][rows] for name in ("attended", "residual", "ids")}
-        assert_same_bits(pass_ext.layer_after_attention(**cut), out[rows])
+        assert_same_bits(pass_ext.layers.layer_after_attention(**cut), out[rows])
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -248,21 +248,21 @@ def test_close_to_float64_as_the_reference_is(backend, dtype):
     case |= adapters_for(case, dict(q=3, k=9, v=2), 3, MIXED)
     exact = reference.layer_before_attention(**doubled(case))
     for ours, near, truth in zip(
-        pass_ext.layer_before_attention(**case), reference.layer_before_attention(**case), exact, strict=True
+        pass_ext.layers.layer_before_attention(**case), reference.layer_before_attention(**case), exact, strict=True
     ):
         assert_error_within(ours, near, truth)
     case = after_case(9, dtype)
     case |= adapters_for(case, dict(o=3, gate=9, up=2, down=4), 3, MIXED)
     truth = reference.layer_after_attention(**doubled(case))
-    assert_error_within(pass_ext.layer_after_attention(**case), reference.layer_after_attention(**case), truth)
+    assert_error_within(pass_ext.layers.layer_after_attention(**case), reference.layer_after_attention(**case), truth)
 
 
 def test_no_rows(backend):
     case = before_case(0, torch.float32) | dict(head_dim=16)
-    q, k, v = pass_ext.layer_before_attention(**case, **adapters_for(case, dict(q=3), 2, []))
+    q, k, v = pass_ext.layers.layer_before_attention(**case, **adapters_for(case, dict(q=3), 2, []))
     assert q.shape == (0, 3, 16) and k.shape == v.shape == (0, 2, 16)
     case = after_case(0, torch.float32)
-    assert pass_ext.layer_after_attention(**case, **adapters_for(case, dict(o=3), 2, [])).shape == (0, 72)
+    assert pass_ext.layers.layer_after_attention(**case, **adapters_for(case, dict(o=3), 2, [])).shape == (0, 72)
 
 
 # ---- what is refused ----
@@ -294,14 +294,14 @@ def test_wrong_arguments(changes, message):
     case = before_case(6, torch.float32) | dict(head_dim=16)
     case |= adapters_for(case, dict(q=3), 2, [0, -1, -2, 0, 1, -1])
     with pytest.raises(RuntimeError, match=message):
-        pass_ext.layer_before_attention(**case | changes)
+        pass_ext.layers.layer_before_attention(**case | changes)
 
 
 def test_linear_layers_of_the_other_half():
     case = after_case(2, torch.float32)
     given = adapters_for(case, dict(o=3), 1, [0, -1])
     with pytest.raises(ValueError, match="layer_after_attention: adapters must be of o, gate, up, down, got q"):
-        pass_ext.layer_after_attention(**case, **given | dict(adapters=dict(q=given["adapters"]["o"])))
+        pass_ext.layers.layer_after_attention(**case, **given | dict(adapters=dict(q=given["adapters"]["o"])))
     tensors = list(given["adapters"]["o"])
     attended, residual, o, gate, up, down = (
         case[name] for name in ("attended", "residual", "o_weight", "gate_weight", "up_weight", "down_weight")
@@ -318,4 +318,4 @@ def test_gradients_are_refused():
     given = adapters_for(case, dict(q=3), 1, [0, -1])
     given["adapters"]["q"][0].requires_grad_(True)
     with pytest.raises(RuntimeError, match="layer_before_attention: no gradient is implemented"):
-        pass_ext.layer_before_attention(**case, **given)
+        pass_ext.layers.layer_before_attention(**case, **given)

@@ -27,17 +27,19 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 def test_before_has_the_bits_of_the_single_ops(backend, dtype, rows, options):
     case = before_case(rows, dtype, **options) | dict(head_dim=options.get("head_dim", 16))
     for form in ("llama", "olmo2", "gemma"):
-        got = pass_ext.layer_before_attention(**case, eps=1e-3, form=form)
+        got = pass_ext.layers.layer_before_attention(**case, eps=1e-3, form=form)
         for ours, theirs in zip(got, before_by_ops(**case, eps=1e-3, form=form), strict=True):
             assert ours.is_contiguous()
             assert_same_bits(ours, theirs.contiguous())
     for name in {"q_norm", "k_norm"} & set(case):
         for ours, theirs in zip(
-            pass_ext.layer_before_attention(**case | {name: None}), before_by_ops(**case | {name: None}), strict=True
+            pass_ext.layers.layer_before_attention(**case | {name: None}),
+            before_by_ops(**case | {name: None}),
+            strict=True,
         ):
             assert_same_bits(ours, theirs.contiguous())
     case |= dict(cos=None, sin=None)
-    for ours, theirs in zip(pass_ext.layer_before_attention(**case), before_by_ops(**case), strict=True):
+    for ours, theirs in zip(pass_ext.layers.layer_before_attention(**case), before_by_ops(**case), strict=True):
         assert_same_bits(ours, theirs.contiguous())
 
 
@@ -52,10 +54,10 @@ def test_after_has_the_bits_of_the_single_ops(backend, dtype, rows, norms):
     for biases in (True, False):
         case = after_case(rows, dtype, norms=norms, biases=biases)
         for options in (dict(form="olmo2"), dict(activation="gelu_tanh", form="gemma", eps=0.5)):
-            assert_same_bits(pass_ext.layer_after_attention(**case, **options), after_by_ops(**case, **options))
+            assert_same_bits(pass_ext.layers.layer_after_attention(**case, **options), after_by_ops(**case, **options))
         if norms in ((), ("mlp_norm",)):
             for scale in (0.25, 0.22):  # a power of two rounds nothing
-                got = pass_ext.layer_after_attention(**case, scale=scale)
+                got = pass_ext.layers.layer_after_attention(**case, scale=scale)
                 assert_same_bits(got, after_by_ops(**case, scale=scale))
 
 
@@ -63,10 +65,10 @@ def test_after_has_the_bits_of_the_single_ops(backend, dtype, rows, norms):
 def test_rows_that_a_block_of_a_gpu_cannot_hold(backend, dtype):
     """Their norm has a launch of its own."""
     case = before_case(16, dtype, width=2120, heads=2, key_heads=1) | dict(head_dim=16)
-    for ours, theirs in zip(pass_ext.layer_before_attention(**case), before_by_ops(**case), strict=True):
+    for ours, theirs in zip(pass_ext.layers.layer_before_attention(**case), before_by_ops(**case), strict=True):
         assert_same_bits(ours, theirs.contiguous())
     case = after_case(16, dtype, width=2120, attended=16, inner=24)
-    assert_same_bits(pass_ext.layer_after_attention(**case), after_by_ops(**case))
+    assert_same_bits(pass_ext.layers.layer_after_attention(**case), after_by_ops(**case))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -74,40 +76,42 @@ def test_close_to_float64_as_the_reference_is(backend, dtype):
     before = before_case(9, dtype) | dict(head_dim=16)
     exact = reference.layer_before_attention(**doubled(before))
     for ours, near, truth in zip(
-        pass_ext.layer_before_attention(**before), reference.layer_before_attention(**before), exact, strict=True
+        pass_ext.layers.layer_before_attention(**before), reference.layer_before_attention(**before), exact, strict=True
     ):
         assert_error_within(ours, near, truth)
     after = after_case(9, dtype)
     truth = reference.layer_after_attention(**doubled(after))
-    assert_error_within(pass_ext.layer_after_attention(**after), reference.layer_after_attention(**after), truth)
+    assert_error_within(pass_ext.layers.layer_after_attention(**after), reference.layer_after_attention(**after), truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_row_has_the_same_bits_among_others(backend, dtype):
     before, after = before_case(40, dtype) | dict(head_dim=16), after_case(40, dtype)
-    q, k, v = pass_ext.layer_before_attention(**before)
-    out = pass_ext.layer_after_attention(**after)
+    q, k, v = pass_ext.layers.layer_before_attention(**before)
+    out = pass_ext.layers.layer_after_attention(**after)
     for rows in (slice(0, 1), slice(7, 12), slice(20, 40)):
         cut = before | {name: before[name][rows] for name in ("x", "cos", "sin")}
-        for part, whole in zip(pass_ext.layer_before_attention(**cut), (q, k, v), strict=True):
+        for part, whole in zip(pass_ext.layers.layer_before_attention(**cut), (q, k, v), strict=True):
             assert_same_bits(part, whole[rows])
         cut = after | {name: after[name][rows] for name in ("attended", "residual")}
-        assert_same_bits(pass_ext.layer_after_attention(**cut), out[rows])
+        assert_same_bits(pass_ext.layers.layer_after_attention(**cut), out[rows])
 
 
 def test_parts_of_a_joined_weight(backend):
     """Rows with gaps between them hold NaN, which must not be read."""
     case = before_case(6, torch.float32, plain=True) | dict(head_dim=16)
-    expected = pass_ext.layer_before_attention(**case)
+    expected = pass_ext.layers.layer_before_attention(**case)
     sizes = [len(case[f"{name}_weight"]) for name in "qkv"]
     joined = torch.full((sum(sizes), 80), float("nan"))
     joined[:, :72] = torch.cat([case[f"{name}_weight"] for name in "qkv"])
     parts = dict(zip(("q_weight", "k_weight", "v_weight"), joined[:, :72].split(sizes), strict=True))
-    for ours, theirs in zip(pass_ext.layer_before_attention(**case | parts), expected, strict=True):
+    for ours, theirs in zip(pass_ext.layers.layer_before_attention(**case | parts), expected, strict=True):
         assert_same_bits(ours, theirs)
     apart = torch.full((6, 90), float("nan"))
     apart[:, :72] = case["x"]
-    for ours, theirs in zip(pass_ext.layer_before_attention(**case | dict(x=apart[:, :72])), expected, strict=True):
+    for ours, theirs in zip(
+        pass_ext.layers.layer_before_attention(**case | dict(x=apart[:, :72])), expected, strict=True
+    ):
         assert_same_bits(ours, theirs)
 
 
@@ -128,7 +132,7 @@ def test_parts_of_a_joined_weight(backend):
 def test_wrong_arguments_before(changes, message):
     case = before_case(6, torch.float32) | dict(head_dim=16)
     with pytest.raises(RuntimeError, match=message):
-        pass_ext.layer_before_attention(**case | changes)
+        pass_ext.layers.layer_before_attention(**case | changes)
 
 
 @pytest.mark.parametrize(
@@ -144,10 +148,10 @@ def test_wrong_arguments_before(changes, message):
 def test_wrong_arguments_after(changes, message):
     case = after_case(6, torch.float32, biases=False)
     with pytest.raises(RuntimeError, match=message):
-        pass_ext.layer_after_attention(**case | changes)
+        pass_ext.layers.layer_after_attention(**case | changes)
 
 
 def test_gradients_are_refused():
     case = after_case(2, torch.float32) | dict(o_weight=nn.Parameter(torch.ones(72, 96)))
     with pytest.raises(RuntimeError, match="layer_after_attention: no gradient is implemented"):
-        pass_ext.layer_after_attention(**case)
+        pass_ext.layers.layer_after_attention(**case)

@@ -20,7 +20,7 @@ _stack = torch.ops.pass_ext.layer_stack.default
 
 
 def packed(case):
-    return case | dict(layers=pass_ext.layer_pack(case["layers"], head_dim=DIM))
+    return case | dict(layers=pass_ext.layers.layer_pack(case["layers"], head_dim=DIM))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -40,7 +40,7 @@ def test_the_bits_of_the_listed_layers(cpu, dtype, options):
     case = case_of(dtype, **options)
     once = packed(case)
     for changes in ({}, dict(x=case["x"].flip(0))):
-        assert_same(pass_ext.layer_stack(**once | changes), pass_ext.layer_stack(**case | changes))
+        assert_same(pass_ext.layers.layer_stack(**once | changes), pass_ext.layers.layer_stack(**case | changes))
 
 
 def test_rows_of_a_joined_weight(cpu):
@@ -49,18 +49,18 @@ def test_rows_of_a_joined_weight(cpu):
     layer = case["layers"][1]
     wide = torch.cat([torch.full_like(layer.up_weight, float("nan")), layer.up_weight], dim=1)
     case["layers"][1] = layer._replace(up_weight=wide[:, WIDTH:])
-    assert_same(pass_ext.layer_stack(**packed(case)), pass_ext.layer_stack(**case))
+    assert_same(pass_ext.layers.layer_stack(**packed(case)), pass_ext.layers.layer_stack(**case))
 
 
 def test_numbers_that_change_inside_a_weight_are_seen(cpu):
     case = case_of(torch.float32)
     once = packed(case)
-    former = pass_ext.layer_stack(**once)
+    former = pass_ext.layers.layer_stack(**once)
     case["layers"][1].down_weight.mul_(2)
     case["layers"][2].mlp_norm.add_(1)
-    now = pass_ext.layer_stack(**once)
+    now = pass_ext.layers.layer_stack(**once)
     assert not torch.equal(now[0], former[0])
-    assert_same(now, pass_ext.layer_stack(**case))
+    assert_same(now, pass_ext.layers.layer_stack(**case))
 
 
 REPLACED = {
@@ -84,9 +84,9 @@ def test_replaced_data_is_refused(cpu, change, part):
         weight.data = REPLACED[change](former)
     message = rf"layer_stack: layer 2: {part} must be as layer_pack found it, got .* .its data was replaced."
     with pytest.raises(RuntimeError, match=message):
-        pass_ext.layer_stack(**once)
+        pass_ext.layers.layer_stack(**once)
     weight.data = former
-    assert_same(pass_ext.layer_stack(**once), pass_ext.layer_stack(**case))
+    assert_same(pass_ext.layers.layer_stack(**once), pass_ext.layers.layer_stack(**case))
 
 
 @pytest.mark.parametrize("left", [0, 2])
@@ -98,19 +98,19 @@ def test_freed_memory_is_refused(cpu, left):
     numbers, storage = weight.clone(), weight.untyped_storage()
     storage.resize_(left)
     with pytest.raises(RuntimeError, match="layer_stack: layer 1: gate_weight must have its elements in memory"):
-        pass_ext.layer_stack(**once)
+        pass_ext.layers.layer_stack(**once)
     storage.resize_(numbers.numel() * 2)
     weight.copy_(numbers)
     once = packed(case)
-    assert_same(pass_ext.layer_stack(**once), pass_ext.layer_stack(**case))
+    assert_same(pass_ext.layers.layer_stack(**once), pass_ext.layers.layer_stack(**case))
 
 
 def test_weights_live_as_long_as_their_pack():
     case = case_of(torch.float32)
-    expected, once = pass_ext.layer_stack(**case), packed(case)
+    expected, once = pass_ext.layers.layer_stack(**case), packed(case)
     weights = [weakref.ref(tensor) for layer in case.pop("layers") for tensor in layer if tensor is not None]
     gc.collect()
-    assert_same(pass_ext.layer_stack(**once), expected)
+    assert_same(pass_ext.layers.layer_stack(**once), expected)
     del once["layers"]
     gc.collect()
     assert [weight() for weight in weights] == [None] * len(weights)
@@ -127,7 +127,7 @@ def key_arguments(case):
             return function(*arguments, **keywords or {})
 
     with Recorded():
-        pass_ext.layer_stack(**case)
+        pass_ext.layers.layer_stack(**case)
     assert seen[0][1][0] is pack.key
     return list(seen[0])
 
@@ -155,9 +155,9 @@ def test_a_packed_weight_that_requires_a_gradient_is_refused():
     once = packed(case_of(torch.float32))
     once["layers"].weights[3].requires_grad_()
     with pytest.raises(RuntimeError, match="layer_stack: no gradient is implemented"):
-        pass_ext.layer_stack(**once)
+        pass_ext.layers.layer_stack(**once)
     with torch.no_grad():
-        pass_ext.layer_stack(**once)
+        pass_ext.layers.layer_stack(**once)
 
 
 def test_a_released_key_is_refused():
@@ -167,14 +167,14 @@ def test_a_released_key_is_refused():
     gc.collect()
     with pytest.raises(RuntimeError, match=r"and that was not released, got int64\[3, 20\] on cpu"):
         _stack(*arguments)
-    pass_ext.layer_stack(**other)
+    pass_ext.layers.layer_stack(**other)
 
 
 def test_a_key_whose_memory_moved_is_refused():
     once = packed(case_of(torch.float32))
     once["layers"].key.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match=r"weights\[0\] must have its elements in memory"):
-        pass_ext.layer_stack(**once)
+        pass_ext.layers.layer_stack(**once)
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda way: way.__name__)
@@ -182,24 +182,24 @@ def test_packs_are_neither_copied_nor_pickled(way):
     once = packed(case_of(torch.float32))
     with pytest.raises(TypeError, match="PackedLayers cannot be copied or pickled: pack the copied weights"):
         way(once["layers"])
-    pass_ext.layer_stack(**once)
+    pass_ext.layers.layer_stack(**once)
 
 
 def test_threads_call_while_others_pack_and_release():
     """Each call has the result of its own pack."""
     cases = [case_of(torch.bfloat16, seed=seed) for seed in range(3)]
-    expected, errors = [pass_ext.layer_stack(**case) for case in cases], []
+    expected, errors = [pass_ext.layers.layer_stack(**case) for case in cases], []
     ends = threading.Event()
 
     def pack_and_release():
         while not ends.is_set():
             for case in cases:
-                pass_ext.layer_pack(case["layers"], head_dim=DIM)
+                pass_ext.layers.layer_pack(case["layers"], head_dim=DIM)
 
     def run(index):
         try:
             for _ in range(60):
-                assert_same(pass_ext.layer_stack(**packed(cases[index])), expected[index])
+                assert_same(pass_ext.layers.layer_stack(**packed(cases[index])), expected[index])
         except BaseException as error:
             errors.append(error)
 
@@ -217,24 +217,24 @@ def test_threads_call_while_others_pack_and_release():
 def test_a_forked_process_has_the_packs():
     """It releases its own, and not its parent's."""
     case = case_of(torch.bfloat16)
-    once, expected = packed(case), pass_ext.layer_stack(**case)
+    once, expected = packed(case), pass_ext.layers.layer_stack(**case)
     child = os.fork()
     if child == 0:
         try:
-            same = torch.equal(pass_ext.layer_stack(**once)[0], expected[0])
+            same = torch.equal(pass_ext.layers.layer_stack(**once)[0], expected[0])
             del once["layers"]
             os._exit(0 if same else 1)
         except BaseException:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert_same(pass_ext.layer_stack(**once), expected)
+    assert_same(pass_ext.layers.layer_stack(**once), expected)
 
 
 def test_in_a_compiled_function():
     case = packed(case_of(torch.float32))
     x = case.pop("x")
-    compiled = torch.compile(lambda x: pass_ext.layer_stack(x + 1, **case)[0] * 2, backend="aot_eager")
-    assert torch.equal(compiled(x), pass_ext.layer_stack(x + 1, **case)[0] * 2)
+    compiled = torch.compile(lambda x: pass_ext.layers.layer_stack(x + 1, **case)[0] * 2, backend="aot_eager")
+    assert torch.equal(compiled(x), pass_ext.layers.layer_stack(x + 1, **case)[0] * 2)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_calls_that_do_not_fit_the_pack(cpu, changes, message):
     changes = dict(changes)
     once = packed(case_of(torch.float32, norms=changes.pop("norms", ("input_norm",))))
     with pytest.raises(RuntimeError, match=message):
-        pass_ext.layer_stack(**once | changes)
+        pass_ext.layers.layer_stack(**once | changes)
 
 
 def test_other_parts_than_packed_are_refused():
@@ -282,13 +282,13 @@ def test_layers_that_cannot_be_packed(changes, head_dim, message):
     layers = list(case_of(torch.float32)["layers"])
     layers[1] = layers[1]._replace(**changes)
     with pytest.raises((RuntimeError, ValueError), match=message):
-        pass_ext.layer_pack(layers, head_dim=head_dim)
+        pass_ext.layers.layer_pack(layers, head_dim=head_dim)
 
 
 def test_no_layers_and_a_first_weight_of_no_shape():
     with pytest.raises(ValueError, match="layer_pack: layers must be 1 or more, got none"):
-        pass_ext.layer_pack([], head_dim=DIM)
+        pass_ext.layers.layer_pack([], head_dim=DIM)
     layers = list(case_of(torch.float32)["layers"])
     layers[0] = layers[0]._replace(q_weight=torch.tensor(1.0))
     with pytest.raises(RuntimeError, match=r"layer_pack: q_weight must have shape \[out, in\]"):
-        pass_ext.layer_pack(layers, head_dim=DIM)
+        pass_ext.layers.layer_pack(layers, head_dim=DIM)

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 import pass_ext
-from pass_ext import LayerWeights, Tree, reference
+from pass_ext import Tree, reference
+from pass_ext.layers import LayerWeights
 from pass_ext.testing import assert_error_within, assert_same_bits
 from pass_ext.tree import pack_trees
 
@@ -77,26 +78,26 @@ def with_adapters(layer, adapters, ids, adapter_scale, x, attended=None, *, resi
     """One half of a layer by linear_rows, adapter_rows_ and the step ops: before attention, or, with ``residual``, behind."""
 
     def product(name, rows):
-        out = pass_ext.linear_rows(rows, getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_bias"))
+        out = pass_ext.layers.linear_rows(rows, getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_bias"))
         if name in adapters:
-            pass_ext.adapter_rows_(out, rows, ids, *adapters[name], adapter_scale)
+            pass_ext.layers.adapter_rows_(out, rows, ids, *adapters[name], adapter_scale)
         return out
 
     def normed(rows, weight):
         if weight is None:
             return rows
         groups = rows.unflatten(1, (-1, len(weight))).contiguous()
-        return pass_ext.step_rms_norm(groups, weight, **norm)[0].flatten(1)
+        return pass_ext.layers.step_rms_norm(groups, weight, **norm)[0].flatten(1)
 
     if residual is not None:
         middle = residual + normed(product("o", x), layer.attention_norm)
         rows = normed(middle, layer.mlp_norm)
-        hidden = pass_ext.step_gate(product("gate", rows), product("up", rows), activation=activation)
+        hidden = pass_ext.layers.step_gate(product("gate", rows), product("up", rows), activation=activation)
         return middle + normed(product("down", hidden), layer.output_norm)
     x = normed(x, layer.input_norm)
     q, k, v = (product(name, x) for name in "qkv")
     q, k, v = (rows.unflatten(1, (-1, head_dim)) for rows in (normed(q, layer.q_norm), normed(k, layer.k_norm), v))
-    return (q, k, v) if cos is None else (*pass_ext.step_rotary(q, k, cos, sin), v)
+    return (q, k, v) if cos is None else (*pass_ext.layers.step_rotary(q, k, cos, sin), v)
 
 
 def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head_dim, depths=None, cos=None, sin=None,
@@ -119,7 +120,7 @@ def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head
         before = {name: named[name] for name in ("q_bias", "k_bias", "v_bias", "input_norm", "q_norm", "k_norm")}
         of_layer = {name: (down[index], up[index]) for name, (down, up) in (adapters or {}).items()}
         added = (layer, of_layer, ids, adapter_scale) if adapters else None
-        q, k, v = with_adapters(*added, x, **turns, **norm) if added else pass_ext.layer_before_attention(
+        q, k, v = with_adapters(*added, x, **turns, **norm) if added else pass_ext.layers.layer_before_attention(
             x, layer.q_weight, layer.k_weight, layer.v_weight, head_dim=head_dim, **turns, **before, **norm,
         )  # fmt: skip
         new += k, v
@@ -131,12 +132,12 @@ def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head
         if added:
             x = with_adapters(*added, attended.flatten(1), residual=x, activation=activation, **norm)
         else:
-            x = pass_ext.layer_after_attention(
+            x = pass_ext.layers.layer_after_attention(
                 attended.flatten(1), x, **after, activation=activation, scale=scale, **norm
             )
     x = x if wanted is None else x[wanted]
-    x = x if final_norm is None else pass_ext.step_rms_norm(x, final_norm, **norm)[0]
-    return x if head is None else pass_ext.linear_rows(x, head), torch.stack(new)
+    x = x if final_norm is None else pass_ext.layers.step_rms_norm(x, final_norm, **norm)[0]
+    return x if head is None else pass_ext.layers.linear_rows(x, head), torch.stack(new)
 
 
 def assert_same(got, expected):
@@ -159,7 +160,7 @@ def assert_same(got, expected):
 )
 def test_the_bits_of_the_single_ops(cpu, dtype, options):
     case = case_of(dtype, **options)
-    assert_same(pass_ext.layer_stack(**case), by_ops(**case))
+    assert_same(pass_ext.layers.layer_stack(**case), by_ops(**case))
 
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
@@ -179,7 +180,7 @@ ALL = ("q", "k", "v", "o", "gate", "up", "down")
 )
 def test_adapters_have_the_bits_of_adapter_rows(cpu, dtype, options):
     case = case_of(dtype, **options)
-    got, without = pass_ext.layer_stack(**case), pass_ext.layer_stack(**case | dict(adapters=None))
+    got, without = pass_ext.layers.layer_stack(**case), pass_ext.layers.layer_stack(**case | dict(adapters=None))
     assert_same(got, by_ops(**case))
     assert not torch.equal(got[1], without[1])
 
@@ -195,9 +196,9 @@ def test_adapters_of_runs_of_slots(cpu, count):
             slot += 1
         row += length + 1
     case |= dict(ids=ids)
-    got = pass_ext.layer_stack(**case)
+    got = pass_ext.layers.layer_stack(**case)
     assert_same(got, by_ops(**case))
-    assert not torch.equal(got[1], pass_ext.layer_stack(**case | dict(adapters=None))[1])
+    assert not torch.equal(got[1], pass_ext.layers.layer_stack(**case | dict(adapters=None))[1])
 
 
 def test_adapters_of_more_rows_than_stay_arranged(cpu, monkeypatch):
@@ -209,7 +210,7 @@ def test_adapters_of_more_rows_than_stay_arranged(cpu, monkeypatch):
     case = case_of(torch.bfloat16, adapted=ALL, drafts=20)
     case["ids"][[24, 26, 28]] = torch.tensor([-2, -1, -2])
     case["wanted"] = None
-    got, without = pass_ext.layer_stack(**case), pass_ext.layer_stack(**case | dict(adapters=None))
+    got, without = pass_ext.layers.layer_stack(**case), pass_ext.layers.layer_stack(**case | dict(adapters=None))
     assert_same(got, by_ops(**case))
     assert not torch.equal(got[1][:, 26], without[1][:, 26])
 
@@ -221,7 +222,7 @@ def test_rows_of_tokens_keep_their_bits_beside_adapters(cpu):
     bounds = case["cu_nodes"].tolist()
     ids[bounds[1] - 1], ids[bounds[2] - 1] = -1, -2  # the last row of a tree and of a chain
     case |= dict(ids=ids)
-    got, without = pass_ext.layer_stack(**case), pass_ext.layer_stack(**case | dict(adapters=None))
+    got, without = pass_ext.layers.layer_stack(**case), pass_ext.layers.layer_stack(**case | dict(adapters=None))
     tokens = ids >= 0
     assert_same([part[..., tokens, :] if part.dim() == 2 else part[:, tokens] for part in got],
                 [part[..., tokens, :] if part.dim() == 2 else part[:, tokens] for part in without])  # fmt: skip
@@ -231,10 +232,12 @@ def test_rows_of_tokens_keep_their_bits_beside_adapters(cpu):
 def test_no_row_of_a_slot_means_no_adapter(cpu):
     case = case_of(torch.bfloat16, adapted=ALL) | dict(deep=None)
     tokens = case | dict(ids=case["ids"].abs())
-    assert_same(pass_ext.layer_stack(**tokens), pass_ext.layer_stack(**tokens | dict(adapters=None, ids=None)))
+    assert_same(
+        pass_ext.layers.layer_stack(**tokens), pass_ext.layers.layer_stack(**tokens | dict(adapters=None, ids=None))
+    )
     empty = {name: (down[:, :, :0], up[:, :, :0]) for name, (down, up) in case["adapters"].items()}
     bare = case | dict(adapters=None, ids=None)
-    assert_same(pass_ext.layer_stack(**case | dict(adapters=empty)), pass_ext.layer_stack(**bare))
+    assert_same(pass_ext.layers.layer_stack(**case | dict(adapters=empty)), pass_ext.layers.layer_stack(**bare))
 
 
 @pytest.mark.parametrize("end", ["final_norm", "head", "wanted", "deep", "positions"])
@@ -242,9 +245,9 @@ def test_every_end_alone(cpu, end):
     case = case_of(torch.float32)
     absent = {"deep": ("deep", "ids"), "positions": ("positions", "cos", "sin")}.get(end, (end,))
     without = {name: value for name, value in case.items() if name not in absent}
-    assert_same(pass_ext.layer_stack(**without), by_ops(**without))
+    assert_same(pass_ext.layers.layer_stack(**without), by_ops(**without))
     alone = case_of(torch.float32, plain=True) | {name: case[name] for name in absent if name in case}
-    assert_same(pass_ext.layer_stack(**alone), by_ops(**alone))
+    assert_same(pass_ext.layers.layer_stack(**alone), by_ops(**alone))
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
@@ -254,33 +257,33 @@ def test_every_number_of_layers(cpu, layers):
         case |= {
             name: case[name][:layers] for name in ("layers", "caches", "rotates", "windows", "deep") if name in case
         }
-        assert_same(pass_ext.layer_stack(**case), by_ops(**case))
+        assert_same(pass_ext.layers.layer_stack(**case), by_ops(**case))
 
 
 def test_scale_and_float32_rotation(cpu):
     case = case_of(torch.bfloat16)
     case |= dict(scale=0.22, cos=case["cos"].float(), sin=case["sin"].float())
-    assert_same(pass_ext.layer_stack(**case), by_ops(**case))
+    assert_same(pass_ext.layers.layer_stack(**case), by_ops(**case))
 
 
 def test_caches_in_one_tensor(cpu):
     case = case_of(torch.bfloat16)
-    expected = pass_ext.layer_stack(**case)
+    expected = pass_ext.layers.layer_stack(**case)
     stacked = torch.stack([cache for pair in case["caches"] for cache in pair])
-    assert_same(pass_ext.layer_stack(**case | dict(caches=stacked)), expected)
+    assert_same(pass_ext.layers.layer_stack(**case | dict(caches=stacked)), expected)
     apart = torch.full((2 * LAYERS, 3, 80, KEY_HEADS, DIM + 8), float("nan"), dtype=torch.bfloat16)[..., :DIM]
-    assert_same(pass_ext.layer_stack(**case | dict(caches=apart.copy_(stacked))), expected)
+    assert_same(pass_ext.layers.layer_stack(**case | dict(caches=apart.copy_(stacked))), expected)
 
 
 @pytest.mark.parametrize("threads", [2, 5])
 def test_threads_change_no_bit(cpu, threads):
     """Jobs of a call are shared by threads that stand by, or run in the pool."""
     case = case_of(torch.bfloat16)
-    expected, former = pass_ext.layer_stack(**case), torch.get_num_threads()
+    expected, former = pass_ext.layers.layer_stack(**case), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for _ in range(20):
-            assert_same(pass_ext.layer_stack(**case), expected)
+            assert_same(pass_ext.layers.layer_stack(**case), expected)
     finally:
         torch.set_num_threads(former)
 
@@ -313,7 +316,9 @@ def test_close_to_float64_as_the_reference_is(cpu, dtype, adapted, several):
         return type(value)(map(doubled, value)) if isinstance(value, list | tuple) else value
 
     exact = reference.layer_stack(**{name: doubled(value) for name, value in case.items()})
-    for ours, near, truth in zip(pass_ext.layer_stack(**case), reference.layer_stack(**case), exact, strict=True):
+    for ours, near, truth in zip(
+        pass_ext.layers.layer_stack(**case), reference.layer_stack(**case), exact, strict=True
+    ):
         assert_error_within(ours, near, truth)
 
 
@@ -324,15 +329,15 @@ def test_layers_with_rotary_embeddings_of_their_own(cpu, dtype, wide, placed):
     case = two_rotations(case_of(dtype), torch.float32 if wide else dtype)
     if not placed:
         case |= {name: case[name][:, case["positions"]] for name in ("cos", "sin")} | dict(positions=None)
-    got = pass_ext.layer_stack(**case)
+    got = pass_ext.layers.layer_stack(**case)
     assert_same(got, by_ops(**case))
     for rotates in ((1, 1, 0), (2, 2, 0), (2, 1, 1)):
-        assert not torch.equal(pass_ext.layer_stack(**case | dict(rotates=rotates))[0], got[0])
+        assert not torch.equal(pass_ext.layers.layer_stack(**case | dict(rotates=rotates))[0], got[0])
 
 
 def test_a_request_has_the_same_bits_alone(cpu):
     case = case_of(torch.bfloat16) | dict(wanted=None)
-    out, new = pass_ext.layer_stack(**case)
+    out, new = pass_ext.layers.layer_stack(**case)
     bounds = case["cu_nodes"].tolist()
     for request, (first, last) in enumerate(pairwise(bounds)):
         rows = slice(first, last)
@@ -342,13 +347,13 @@ def test_a_request_has_the_same_bits_alone(cpu):
             prefix_lens=case["prefix_lens"][request : request + 1],
             caches=[tuple(cache[request : request + 1] for cache in pair) for pair in case["caches"]],
         )
-        assert_same(pass_ext.layer_stack(**alone), (out[rows], new[:, rows]))
+        assert_same(pass_ext.layers.layer_stack(**alone), (out[rows], new[:, rows]))
 
 
 def test_the_caches_stay(cpu):
     case = case_of(torch.float32)
     former = [cache.clone() for pair in case["caches"] for cache in pair]
-    pass_ext.layer_stack(**case)
+    pass_ext.layers.layer_stack(**case)
     assert all(map(torch.equal, former, [cache for pair in case["caches"] for cache in pair]))
 
 
@@ -414,7 +419,7 @@ def test_wrong_arguments(cpu, changes, message):
     if "cos" in changes and "head_dim" not in changes:
         case["sin"] = None
     with pytest.raises((RuntimeError, ValueError), match=message) if message else nullcontext():
-        pass_ext.layer_stack(**case | changes)
+        pass_ext.layers.layer_stack(**case | changes)
 
 
 def test_errors_name_the_layer(cpu):
@@ -422,21 +427,21 @@ def test_errors_name_the_layer(cpu):
     layers = list(case["layers"])
     layers[1] = layers[1]._replace(up_weight=torch.ones(99, WIDTH))
     with pytest.raises(RuntimeError, match=r"layer_stack: layer 1: up_weight must have 100 .the rows of gate_weight."):
-        pass_ext.layer_stack(**case | dict(layers=layers))
+        pass_ext.layers.layer_stack(**case | dict(layers=layers))
     caches = list(case["caches"])
     caches[2] = (caches[2][0], torch.ones(3, 79, KEY_HEADS, DIM))
     with pytest.raises(RuntimeError, match=r"caches\[5\] must have the shape of caches\[0\]"):
-        pass_ext.layer_stack(**case | dict(caches=caches))
+        pass_ext.layers.layer_stack(**case | dict(caches=caches))
 
 
 def test_layers_must_be_alike(cpu):
     case = case_of(torch.float32)
     layers = [*case["layers"][:2], case["layers"][2]._replace(mlp_norm=None)]
     with pytest.raises(ValueError, match="layers must all have the same optional parts"):
-        pass_ext.layer_stack(**case | dict(layers=layers))
+        pass_ext.layers.layer_stack(**case | dict(layers=layers))
 
 
 def test_gradients_are_refused(cpu):
     case = case_of(torch.float32)
     with pytest.raises(RuntimeError, match="layer_stack: no gradient is implemented"):
-        pass_ext.layer_stack(**case | dict(head=nn.Parameter(torch.ones(VOCABULARY, WIDTH))))
+        pass_ext.layers.layer_stack(**case | dict(head=nn.Parameter(torch.ones(VOCABULARY, WIDTH))))

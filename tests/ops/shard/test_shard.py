@@ -365,21 +365,21 @@ def test_refusals():
     tree, target, draft, _, seeds = shard_case("cpu")
     local = dict(rule="rejection", vocab_start=0, slices=2, round="peaks", draft_logits=draft, seeds=seeds)
     with pytest.raises(RuntimeError, match=r"shard_local: vocab_start must be a multiple of 8192 .*got 5"):
-        pass_ext.shard_local(target, *tree, **(local | {"vocab_start": 5}))
+        pass_ext.distributed.shard_local(target, *tree, **(local | {"vocab_start": 5}))
     with pytest.raises(RuntimeError, match="shard_local: rule must be one that is verified from shards, got 'typical'"):
-        pass_ext.shard_local(target, *tree, **(local | {"rule": "typical"}))
+        pass_ext.distributed.shard_local(target, *tree, **(local | {"rule": "typical"}))
     with pytest.raises(RuntimeError, match="shard_local: state must be given after the first round"):
-        pass_ext.shard_local(target, *tree, **(local | {"round": "masses"}))
+        pass_ext.distributed.shard_local(target, *tree, **(local | {"round": "masses"}))
     with pytest.raises(ValueError, match=r"shard_local: round must be one of peaks, .*got 'sums'"):
-        pass_ext.shard_local(target, *tree, **(local | {"round": "sums"}))
-    answers = pass_ext.shard_local(target, *tree, **local)[None]
+        pass_ext.distributed.shard_local(target, *tree, **(local | {"round": "sums"}))
+    answers = pass_ext.distributed.shard_local(target, *tree, **local)[None]
     combine = dict(rule="rejection", vocab_size=8200, round="peaks", next="masses", draft_logits=draft)
     with pytest.raises(RuntimeError, match="shard_combine: vocab_size must be at least"):
-        pass_ext.shard_combine(target, *tree, 1, answers, **(combine | {"vocab_size": 100}))
+        pass_ext.distributed.shard_combine(target, *tree, 1, answers, **(combine | {"vocab_size": 100}))
     with pytest.raises(RuntimeError, match=r"shard_combine: answers must have 10 .*in dimension 1"):
-        pass_ext.shard_combine(target, *tree, 1, answers[:, :3].contiguous(), **combine)
+        pass_ext.distributed.shard_combine(target, *tree, 1, answers[:, :3].contiguous(), **combine)
     with pytest.raises(RuntimeError, match=r"shard_combine: answers must be those of at least one rank"):
-        pass_ext.shard_combine(target, *tree, 1, answers[:0], **combine)
-    state, _ = pass_ext.shard_combine(target, *tree, 1, answers, **combine)
+        pass_ext.distributed.shard_combine(target, *tree, 1, answers[:0], **combine)
+    state, _ = pass_ext.distributed.shard_combine(target, *tree, 1, answers, **combine)
     with pytest.raises(RuntimeError, match="shard_best: state must have"):
-        pass_ext.shard_best(target[:2], state, 1, mode="top", vocab_start=0)
+        pass_ext.distributed.shard_best(target[:2], state, 1, mode="top", vocab_start=0)

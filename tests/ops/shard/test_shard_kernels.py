@@ -223,13 +223,13 @@ def test_nothing_to_accept_and_nothing_to_draft(backend):
         torch.zeros(1, dtype=torch.int32, device=device),
     )
     logits = torch.zeros(0, 70, device=device)
-    answers = pass_ext.shard_local(logits, *tree, rule="rejection", vocab_start=0, slices=1, round="peaks")
+    answers = pass_ext.distributed.shard_local(logits, *tree, rule="rejection", vocab_start=0, slices=1, round="peaks")
     assert answers.shape == (0, 3)
-    state, result = pass_ext.shard_combine(
+    state, result = pass_ext.distributed.shard_combine(
         logits, *tree, 2, answers[None], rule="rejection", vocab_size=70, round="peaks", next="masses"
     )
     assert state.shape == (0,) and result.emitted.shape == (0, 3)
-    assert pass_ext.shard_best(logits, state, 2, mode="top", vocab_start=0).shape == (0, 2, 3)
+    assert pass_ext.distributed.shard_best(logits, state, 2, mode="top", vocab_start=0).shape == (0, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -256,11 +256,13 @@ def test_a_walk_that_ends_where_no_race_was_run_has_a_status(backend, rule, aske
     def steps_of(last_depth, is_silent=False):
         state, result = None, None
         for this, following in pairwise(rounds):
-            answers = pass_ext.shard_local(logits, *tree, rule=rule, vocab_start=0, slices=1, round=this, state=state)
+            answers = pass_ext.distributed.shard_local(
+                logits, *tree, rule=rule, vocab_start=0, slices=1, round=this, state=state
+            )
             depth = last_depth if following == "finish" else asked
             if is_silent and this == "races":
                 answers = torch.full_like(answers, -1)  # NaN and no token
-            state, result = pass_ext.shard_combine(
+            state, result = pass_ext.distributed.shard_combine(
                 logits, *tree, depth, answers[None], rule=rule, vocab_size=70, round=this, next=following, state=state,
                 temperature=temperature,
             )  # fmt: skip
@@ -283,11 +285,13 @@ def test_a_path_over_a_token_that_no_race_gave_keeps_the_status(backend):
     tree = (torch.tensor([0, -1, 3]), torch.tensor([-1, 0, 1], dtype=torch.int32), torch.tensor([0, 3]).int())
     logits, *tree, temperature = moved([logits, *tree, torch.ones(1)], backend.device)
     step = dict(rule="coupled", vocab_size=70, temperature=temperature)
-    answers = pass_ext.shard_local(logits, *tree, rule="coupled", vocab_start=0, slices=1, round="peaks")
-    state, _ = pass_ext.shard_combine(logits, *tree, 2, answers[None], round="peaks", next="races", **step)
-    races = pass_ext.shard_local(logits, *tree, rule="coupled", vocab_start=0, slices=1, round="races", state=state)
+    answers = pass_ext.distributed.shard_local(logits, *tree, rule="coupled", vocab_start=0, slices=1, round="peaks")
+    state, _ = pass_ext.distributed.shard_combine(logits, *tree, 2, answers[None], round="peaks", next="races", **step)
+    races = pass_ext.distributed.shard_local(
+        logits, *tree, rule="coupled", vocab_start=0, slices=1, round="races", state=state
+    )
     races[0] = -1  # the root's
-    _, result = pass_ext.shard_combine(
+    _, result = pass_ext.distributed.shard_combine(
         logits, *tree, 2, races[None], round="races", next="finish", state=state, **step
     )  # fmt: skip
     assert result.emitted.cpu().tolist() == [[-1, 3, 3]] and result.status.cpu().tolist() == [2]

@@ -13,8 +13,9 @@ import torch
 from support.paths import ROOT
 from support.small_models import small_model
 
-from pass_ext import DecisionModel, ExitAdapter, LookaheadEmbedding
+from pass_ext import LookaheadEmbedding
 from pass_ext.__main__ import main
+from pass_ext.drafting import DecisionModel, ExitAdapter
 from pass_ext.training.common.options import PACKAGES
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,8 @@ from support.small_models import small_model
 from torch import nn
 
 import pass_ext
-from pass_ext import EarlyExitDraft, ExitAdapter, LookaheadEmbedding
+from pass_ext import EarlyExitDraft, LookaheadEmbedding
+from pass_ext.drafting import ExitAdapter
 from pass_ext.modules.files import PRETRAINED
 from pass_ext.modules.fingerprint import fingerprint_of
 

@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from pass_ext import DecisionModel, ExitAdapter, LookaheadEmbedding
+from pass_ext import LookaheadEmbedding
+from pass_ext.drafting import DecisionModel, ExitAdapter
 
 
 def lookahead():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.early_exit.draft import EarlyExitDraft, exit_parts
-from pass_ext.decoding.models.packed import Attend
+from pass_ext.decoding.models.packed import StepAttend
 from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.decoding.models.slots import CallSlots
 from pass_ext.decoding.models.transformers import TransformersModel
@@ -55,7 +55,7 @@ class EarlyExitModel(TransformersModel):
         self,
         rows: Tensor,
         positions: Tensor,
-        attend: Attend,
+        attend: StepAttend,
         wanted: Tensor | None,
         slots: CallSlots | None = None,
     ) -> Tensor:

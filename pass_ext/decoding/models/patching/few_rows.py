@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pass_ext.decoding.models.packed import Attend
 from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.ops import linear  # noqa: F401, which registers the op
 
@@ -37,10 +36,10 @@ def most_few_rows(dtype: torch.dtype, is_cpu: bool) -> int:
     return sys.maxsize  # PyTorch converts the weights in each call
 
 
-def are_few(rows: int, most: int, attend: Attend | None = None) -> bool:
-    """True for at most so many rows. Those of look-ahead slots are not counted where the call's ``attend`` says how many there
-    are: so a prompt has the same bits with slots behind it as without."""
-    return rows <= most or rows - getattr(attend, "slot_rows", 0) <= most
+def are_few(rows: int, most: int, slot_rows: int = 0) -> bool:
+    """True for at most so many rows, look-ahead slots' not counted: so a prompt has the same bits with slots behind it as
+    without."""
+    return rows - slot_rows <= most
 
 
 MOST_BYTES_ON_CUDA = 8 << 20

@@ -1,21 +1,20 @@
-"""Adds the adapters of look-ahead slots to the outputs of a model's linear layers, by hooks, in calls that have such rows.
+"""Adapters of look-ahead slots at a model's linear layers: as arguments of the layer ops, and as hooks of a shadow's layers.
 
-Decoder layers that ``layer_calls`` replaces never call their linear layers: their ops take the adapters, as ``halves_of`` gives
-them. A layer with adapters that these ops do not know, of joined linear layers, runs as its class has it.
+The ops do not know adapters of joined linear layers; a call with such runs the model as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.patching.layer_offsets import decoder_layers
+from pass_ext.decoding.models.patching.model_plan import ModelPlan
 from pass_ext.decoding.models.patching.shadow import own_hooks
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
 from pass_ext.modules.slot_adapters import AdapterSize
@@ -51,47 +50,34 @@ def adapting(slots: CallSlots | None) -> Iterator[None]:
         _current.reset(token)
 
 
-class LayerAdapters:
-    """The hooks of one model's linear layers, registered at first use and removed by ``close``."""
+def check_places(model: Any, adapters: PlacedAdapters) -> None:
+    """Refuses adapters of linear layers that the model does not have, or has in other sizes."""
+    layers = decoder_layers(model)
+    for place, (down, up) in adapters.pairs.items():
+        sizes, module = (down.shape[2], up.shape[2]), linear_at(layers, place)
+        there = None if module is None else sizes_of(module)
+        if there != sizes:
+            found = "no such layer" if module is None else f"{there}"
+            raise ValueError(f"these adapters have one for {place} with (in, out) = {sizes}, the model has {found}")
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._linears: dict[str, tuple[nn.Module | None, tuple[int, int] | None]] = {}
-        self._hooks: dict[str, Any] = {}
 
-    def prepare(self, adapters: PlacedAdapters) -> None:
-        """Registers hooks where these adapters need some; refuses places that the model does not have, and other sizes."""
-        for place, (down, up) in adapters.pairs.items():
-            if place in self._hooks:
-                continue
-            sizes = down.shape[2], up.shape[2]
-            module, there = self._linear(place)
-            if module is None or there != sizes:
-                found = "no such layer" if module is None else f"{there}"
-                raise ValueError(f"these adapters have one for {place} with (in, out) = {sizes}, the model has {found}")
+def add_adapters(shadow: Any, places: Iterable[str]) -> None:
+    """Registers hooks of a shadow's own that add ``adapting``'s adapters to the outputs of linear layers."""
+    layers = decoder_layers(shadow)
+    for place in places:
+        module = linear_at(layers, place)
+        if module is not None:
             own_hooks(module)
-            self._hooks[place] = module.register_forward_hook(_added(place))
+            module.register_forward_hook(_added(place))
 
-    @cached_property
-    def _layers(self) -> nn.ModuleList:
-        return decoder_layers(self._model)
 
-    def _linear(self, place: str) -> tuple[nn.Module | None, tuple[int, int] | None]:
-        """The module at a place and its (in, out); None: there is none, or it has none."""
-        if place not in self._linears:
-            number, _, name = place.partition(".")
-            try:
-                module = self._layers[int(number)].get_submodule(name)
-            except (AttributeError, IndexError):
-                module = None
-            self._linears[place] = module, None if module is None else sizes_of(module)
-        return self._linears[place]
-
-    def close(self) -> None:
-        """Removes the hooks."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks = {}
+def linear_at(layers: nn.ModuleList, place: str) -> nn.Module | None:
+    """The module at a place such as "3.self_attn.q_proj"; None: there is none."""
+    number, _, name = place.partition(".")
+    try:
+        return layers[int(number)].get_submodule(name)
+    except (AttributeError, IndexError):
+        return None
 
 
 class HalfAdapters(NamedTuple):
@@ -126,6 +112,29 @@ def halves_of(placed: PlacedAdapters, layer: int, dtype: torch.dtype) -> tuple[H
         return HalfAdapters(tensors, adapted, placed.scale)
 
     return half("layer_before_attention", ADAPTED_BEFORE), half("layer_after_attention", ADAPTED_AFTER)
+
+
+class AdapterArguments(NamedTuple):
+    """Adapters as ``layer_stack`` takes them."""
+
+    tensors: Sequence[Tensor] = []
+    adapted: int = 0
+    scale: float = 1.0
+
+
+def stacked_adapters(placed: PlacedAdapters, plan: ModelPlan) -> AdapterArguments | None:
+    """The adapters of all layers; None if these have not all the same, or joined ones."""
+    assert plan.stack is not None
+    layers, named = len(plan.layers), dict[str, tuple[Tensor, Tensor]]()
+    for place, (down, up) in placed.stacks.items():
+        if len(down) < layers or place not in PLACES or down.dtype is not plan.layers[0].dtype:
+            return None
+        named[PLACES[place]] = down[:layers], up[:layers]
+    *_, scale, _, _ = plan.stack.numbers
+    if not named or (scale != 1.0 and {"o", "down"} & set(named)):
+        return None
+    adapted, tensors = adapter_list("layer_stack", named)
+    return AdapterArguments(tensors, adapted, placed.scale)
 
 
 def _added(place: str) -> Callable[..., None]:

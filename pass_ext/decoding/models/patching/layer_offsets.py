@@ -1,7 +1,7 @@
 """Adds learned offsets to the input of every decoder layer, per row: h_l <- h_l + offsets[l].
 
 Look-ahead embeddings may have such vectors for their slots (``LookaheadEmbedding.deep``); rows of tokens get zeros, which
-change nothing. In a generation's calls a layer whose forward ``layer_calls`` replaced adds them itself.
+change nothing.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from contextlib import contextmanager
 from threading import local
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.patching.row_attention import current_call
 from pass_ext.decoding.models.slots import SlotOffsets
 
 
@@ -54,33 +52,22 @@ class LayerOffsets:
     def _added(self, index: int) -> Any:
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
             offsets = self.offsets
-            if offsets is None or (adds_its_offsets(module) and _is_plain_call()):
+            if offsets is None:
                 return None
             if inputs:
                 return (inputs[0] + offsets[index], *inputs[1:]), named
             return inputs, {**named, "hidden_states": named["hidden_states"] + offsets[index]}
 
-        hook.adds_offsets = True  # type: ignore[attr-defined]
         return hook
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
     """The layers of a transformers decoder."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in model.modules():
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    for module in (decoder or model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ValueError(
         f"{type(model).__name__} has no list of {count} layers that look-ahead slots could shift the input of"
     )
-
-
-def _is_plain_call() -> bool:
-    """True inside a generation's call of a model that is not compiled, in the same thread."""
-    call = current_call()
-    return call is not None and not call.is_compiled
-
-
-def adds_its_offsets(layer: nn.Module) -> bool:
-    """True for a layer with a forward that adds a call's offsets itself."""
-    return not torch.compiler.is_compiling() and hasattr(vars(layer).get("forward"), "layer_call")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.patching.few_rows import is_plain_linear
-from pass_ext.decoding.models.patching.step_modules import gate_of, norm_of
+from pass_ext.decoding.models.patching.known_parts import gate_of, norm_of
 
 # Which norm is where, by the names of a layer's norms: in front of attention, behind it, in front of the MLP, behind it.
 _NORMS: dict[frozenset[str], tuple[str, str, str, str]] = {
@@ -32,14 +32,8 @@ class LayerParts(NamedTuple):
     """Arguments of layer_before_attention behind x, without cos and sin: (norm … k_norm), (head_dim, eps, form)."""
     after: tuple[Any, ...]
     """Arguments of layer_after_attention behind residual."""
-    sources: tuple[tuple[dict[str, Any], str, Any], ...]
-    """(a module's parameters, a name, the tensor when the layer was taken apart)"""
     layer: int
     dtype: torch.dtype
-
-    def are_current(self) -> bool:
-        """True if no weight was replaced."""
-        return all(parameters.get(name) is tensor for parameters, name, tensor in self.sources)
 
 
 def parts_of(layer: nn.Module) -> LayerParts | None:
@@ -81,16 +75,9 @@ def parts_of(layer: nn.Module) -> LayerParts | None:
     if scale != 1.0 and (attention_norm is not None or output_norm is not None):
         return None
     after = (*o, attention_norm, mlp_norm, *gate, *up, *down, output_norm, eps, form, gated.activation, scale)
-    modules = list(layer.modules())
-    sources = tuple(
-        (part._parameters, name, tensor)
-        for part in modules
-        for name, tensor in part._parameters.items()
-        if tensor is not None
-    )
-    if len({tensor.device for _, _, tensor in sources}) != 1:
+    if len({tensor.device for tensor in layer.parameters()}) != 1:
         return None
-    return LayerParts(before, after, sources, index, o[0].dtype)
+    return LayerParts(before, after, index, o[0].dtype)
 
 
 def _is_untouched(part: nn.Module) -> bool:

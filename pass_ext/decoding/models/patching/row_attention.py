@@ -19,7 +19,6 @@ from pass_ext.decoding.models.packed import Attend
 from pass_ext.decoding.models.patching.attention_arguments import unsupported
 from pass_ext.decoding.models.patching.few_rows import are_few
 from pass_ext.decoding.models.patching.mask_patterns import window_conflict, window_of, window_text
-from pass_ext.decoding.models.slots import CallSlots
 
 KEY = "pass_ext_rows"  # without "flash" in it, which models search for
 
@@ -35,13 +34,8 @@ class OurCall(NamedTuple):
     seen: Tensor
     """``[1, N]``, all True: the model's attention_mask. Without it transformers would take rows whose positions do not rise by
     1 for several packed texts, and mask them from each other."""
-    layers: int | None = None
-    """How many layers attend; None: unknown."""
-    slots: CallSlots | None = None
-    """What rows of slots have beside their embeddings."""
-    is_compiled: bool = False
-    """The model is torch.compile's: layers compute as their classes have it, and hooks add all that slots add. Some parts of
-    such a call may run uncompiled, behind torch's limit of graphs, so who adds must not depend on that."""
+    slot_rows: int = 0
+    """How many of many rows are look-ahead slots', if the host knows it."""
 
 
 _our_call: ContextVar[OurCall | None] = ContextVar("our_call", default=None)
@@ -96,30 +90,10 @@ def our_call(call: OurCall) -> Iterator[None]:
         _our_call.reset(token)
 
 
-def in_our_call() -> bool:
-    """True inside ``our_call``, in the same thread."""
-    return _our_call.get() is not None
-
-
 def are_few_of_our_call(rows: int, most: int) -> bool:
     """``are_few`` inside ``our_call``; else False."""
     call = _our_call.get()
-    return call is not None and are_few(rows, most, call.attend)
-
-
-def current_call() -> OurCall | None:
-    """The call that this thread is in, or None."""
-    return _our_call.get()
-
-
-@contextmanager
-def attending(call: OurCall, attend: Attend) -> Iterator[None]:
-    """Inside, the call attends by another function, and has no slots."""
-    token = _our_call.set(call._replace(attend=attend, slots=None))
-    try:
-        yield
-    finally:
-        _our_call.reset(token)
+    return call is not None and are_few(rows, most, call.slot_rows)
 
 
 def attend_by_rows(shadow: Any) -> None:

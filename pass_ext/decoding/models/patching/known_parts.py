@@ -1,61 +1,47 @@
-"""``step_modules``: inside a context a model's norms, rotary embeddings and gated MLPs compute by the step ops.
+"""Recognises norms and gated MLPs, and gives a shadow's their ops.
 
 A part is recognised by what it computes: its class's code runs on random numbers, with a stand-in in place of the module, and
 must give the op's numbers. Whatever is not recognised stays as it is.
 """
 
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
-from types import CellType, FunctionType, MethodType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.models.patching.few_rows import is_autocast_enabled
 from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.ops.step import ACTIVATIONS, NORM_FORMS
 
 _norm = torch.ops.pass_ext.step_rms_norm.default
-_rotary = torch.ops.pass_ext.step_rotary.default
 _gate = torch.ops.pass_ext.step_gate.default
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_ROTARY = "apply_rotary_pos_emb"
 _EPS = ("variance_epsilon", "eps")
 _SEPARATE = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _JOINED = {"gate_up_proj", "chunk", "down_proj", "activation_fn"}
 
-When = Callable[[], bool]
 
+def computes_by_ops(module: nn.Module) -> None:
+    """Gives every norm and gated MLP of a model's shadow that is recognised a forward that computes by its op.
 
-@contextmanager
-def step_modules(module: nn.Module, when: When) -> Iterator[None]:
-    """Replaces the forward of every recognised part of the module and restores it at the end, also after an error.
-
-    Calls that record gradients or are compiled, that have tensors of another dtype, and calls for which ``when()`` is False
-    compute as before. Modules whose ``forward`` somebody replaced stay as they are; hooks run as before.
+    Calls that are compiled, that record gradients or that have tensors of another dtype compute as before. Modules whose
+    ``forward`` somebody replaced stay as they are; hooks run as before. Under autocast nothing changes.
     """
-    changed: list[nn.Module] = []
-    try:
-        if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
-            for part in module.modules():
-                if "forward" in vars(part) or type(type(part).forward) is not FunctionType:
-                    continue
-                forward = _norm_forward(part, when) or _gate_forward(part, when) or _attention_forward(part, when)
-                if forward is not None:
-                    part.forward = forward
-                    changed.append(part)
-        yield
-    finally:
-        for part in changed:
-            del part.forward
+    if is_autocast_enabled():
+        return
+    for part in module.modules():
+        if "forward" not in vars(part) and type(type(part).forward) is FunctionType:
+            forward = _norm_forward(part) or _gate_forward(part)
+            if forward is not None:
+                part.forward = forward
 
 
-def _may_replace(when: When) -> bool:
-    # A compiled graph would never call `when` again.
-    return not torch.compiler.is_compiling() and not torch.is_grad_enabled() and when()
+def _may_replace() -> bool:
+    return not torch.compiler.is_compiling() and not torch.is_grad_enabled()
 
 
 def _is_close(actual: Tensor, expected: Any) -> bool:
@@ -99,7 +85,7 @@ def norm_of(part: nn.Module) -> Norm | None:
     return Norm(weight, vars(part)[name], form)
 
 
-def _norm_forward(part: nn.Module, when: When) -> Callable[[Tensor], Tensor] | None:
+def _norm_forward(part: nn.Module) -> Callable[[Tensor], Tensor] | None:
     norm = norm_of(part)
     if norm is None:
         return None
@@ -108,7 +94,7 @@ def _norm_forward(part: nn.Module, when: When) -> Callable[[Tensor], Tensor] | N
     dtype, parameters, original = weight.dtype, part._parameters, kind.forward
 
     def forward(input: Tensor) -> Tensor:
-        if input.dtype is dtype and parameters.get("weight") is weight and _may_replace(when):
+        if input.dtype is dtype and parameters.get("weight") is weight and _may_replace():
             return _norm(input, weight, None, eps, form)[0]
         return original(part, input)
 
@@ -164,7 +150,7 @@ def gate_of(part: nn.Module) -> Gate | None:
     return None if index is None else Gate(index, activation, joined)
 
 
-def _gate_forward(part: nn.Module, when: When) -> Callable[[Tensor], Tensor] | None:
+def _gate_forward(part: nn.Module) -> Callable[[Tensor], Tensor] | None:
     gated = gate_of(part)
     if gated is None:
         return None
@@ -173,7 +159,7 @@ def _gate_forward(part: nn.Module, when: When) -> Callable[[Tensor], Tensor] | N
     modules: dict[str, Any] = part._modules
 
     def separate(input: Tensor) -> Tensor:
-        if not _may_replace(when):
+        if not _may_replace():
             return original(part, input)
         gate, up = modules["gate_proj"](input), modules["up_proj"](input)
         if gate.dtype is up.dtype and gate.dtype in _FLOATS:
@@ -181,7 +167,7 @@ def _gate_forward(part: nn.Module, when: When) -> Callable[[Tensor], Tensor] | N
         return modules["down_proj"](activation(gate) * up)
 
     def joined(input: Tensor) -> Tensor:
-        if not _may_replace(when) or input.dtype not in _FLOATS:
+        if not _may_replace() or input.dtype not in _FLOATS:
             return original(part, input)
         return modules["down_proj"](_gate(modules["gate_up_proj"](input), None, index))
 
@@ -213,93 +199,3 @@ def _activation(mlp: Callable[..., Tensor], activation: nn.Module, *, joined: bo
 def _numbers_for_gate() -> tuple[Tensor, Tensor, Tensor]:
     gate, up = _random(2, 5, 64) * 3
     return gate, up, torch.cat([gate, up], dim=-1)
-
-
-# ---- rotary embedding ----
-
-
-def _attention_forward(part: nn.Module, when: When) -> Callable[..., Any] | None:
-    """The class's own forward, in which ``apply_rotary_pos_emb`` is the op."""
-    outer = type(part).forward
-    forward = inspect.unwrap(outer)
-    if not isinstance(forward, FunctionType):
-        return None
-    rotate = forward.__globals__.get(_ROTARY)
-    if _ROTARY not in forward.__code__.co_names or not isinstance(rotate, FunctionType) or not _rotates_halves(rotate):
-        return None
-    copy = _with_our_rotation(forward, rotate, when)
-    copy.__globals__.update({**forward.__globals__, _ROTARY: copy.__globals__[_ROTARY]})  # what users replaced since
-    decorated = _decorated(outer, forward, copy)
-    return None if decorated is None else MethodType(decorated, part)
-
-
-@cache
-def _decorated(outer: Any, forward: FunctionType, copy: FunctionType) -> FunctionType | None:
-    """The decorators of ``forward`` around its copy: calls by arguments' old names mean what they did. None: one of them does
-    not hold the function in its closure."""
-    if outer is forward:
-        return copy
-    inner, cells = outer.__wrapped__, outer.__closure__ or ()
-    within = _decorated(inner, forward, copy)
-    if within is None or not any(cell.cell_contents is inner for cell in cells):
-        return None
-    closure = tuple(CellType(within) if cell.cell_contents is inner else cell for cell in cells)
-    again = FunctionType(outer.__code__, outer.__globals__, outer.__name__, outer.__defaults__, closure)
-    again.__kwdefaults__ = outer.__kwdefaults__
-    return again
-
-
-@cache
-def _with_our_rotation(forward: FunctionType, rotate: FunctionType, when: When) -> FunctionType:
-    """A copy of ``forward``, one for all layers and generations: torch.compile keeps its graphs by code object, and their names
-    in the globals of the function that it met the code in."""
-    globals_ = {**forward.__globals__, _ROTARY: _rotation(rotate, when)}
-    copy = FunctionType(
-        forward.__code__.replace(), globals_, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return copy
-
-
-def _rotation(original: Callable[..., Any], when: When) -> Callable[..., Any]:
-    def apply_rotary_pos_emb(*tensors: Any, **options: Any) -> Any:
-        if len(tensors) == 4 and not options and _may_replace(when) and _fits(*tensors):
-            return _rotate(*tensors)
-        return original(*tensors, **options)
-
-    return apply_rotary_pos_emb
-
-
-def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """One batch, heads before rows, all of one dtype."""
-    shape = (1, q.shape[2], q.shape[3]) if q.dim() == 4 else None
-    return (
-        cos.shape == sin.shape == shape
-        and q.shape[0] == 1
-        and q.dtype is k.dtype is cos.dtype is sin.dtype
-        and q.dtype in _FLOATS
-        and k.dim() == 4
-        and k.shape[0] == 1
-        and k.shape[2:] == q.shape[2:]
-    )
-
-
-def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    q, k = _rotary(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
-    return q.transpose(0, 1)[None], k.transpose(0, 1)[None]
-
-
-@cache
-def _rotates_halves(rotate: Callable[..., Any]) -> bool:
-    """True if the function gives the op's bits in every dtype."""
-    for dtype in _FLOATS:
-        q, k = (_random(1, heads, 5, 16).to(dtype) for heads in (3, 2))
-        cos, sin = (_random(2, 1, 5, 16)).to(dtype)
-        try:
-            q_rotated, k_rotated = rotate(q, k, cos, sin)
-            is_same = all(map(torch.equal, (q_rotated, k_rotated), _rotate(q, k, cos, sin)))
-        except Exception:  # it takes other arguments, or gives another result
-            return False
-        if not is_same:
-            return False
-    return True

@@ -191,8 +191,7 @@ def test_a_longer_text_with_other_slots_meanwhile(places):
 
 def of_pass_ext(model):
     """What a model has of pass_ext's in its parts."""
-    attributes = [entry for part in model.modules() for entry in vars(part).items()]
-    found = {name for name, value in attributes if value is not None and (name == "forward" or "pass_ext" in name)}
+    found = {name for part in model.modules() for name in vars(part) if name == "forward" or "pass_ext" in name}
     hooks = [
         hook for part in model.modules() for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
     ]

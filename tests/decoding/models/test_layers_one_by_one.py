@@ -1,5 +1,5 @@
-"""layer_calls: the architectures whose layers compute by the two layer ops in a generation, with the bits that they had, and
-layers that must stay as they are.
+"""The architectures that an own forward computes, layer by layer, with the bits that they have as they are; and models that
+must run as they are.
 """
 
 import copy
@@ -7,7 +7,7 @@ import gc
 import pickle
 import weakref
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from support.small_models import ARCHITECTURES, prompts, small_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pass_ext import PaSS, Tree, generate
-from pass_ext.decoding.models.patching import attachment, layer_calls, layer_stack
+from pass_ext.decoding.models.patching import own_forward
 from pass_ext.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,44 +55,43 @@ def calls(monkeypatch):
     """Counts the calls of both ops."""
     counts = Counter()
     for name in ("_before", "_after"):
-        op = getattr(layer_calls, name)
-        monkeypatch.setattr(layer_calls, name, lambda *a, op=op, name=name: counts.update([name]) or op(*a))
+        op = getattr(own_forward, name)
+        monkeypatch.setattr(own_forward, name, lambda *a, op=op, name=name: counts.update([name]) or op(*a))
     return counts
 
 
 @contextmanager
-def without_layer_calls(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(attachment, "layer_calls", lambda model: nullcontext(layer_stack.LayerStack()))
-        patch.setattr(attachment, "KEPT", "_of_this_test")
+def as_it_is(model):
+    """A hook, even one that does nothing, has the model run as it is."""
+    hook = model.register_forward_hook(lambda *_: None)
+    try:
         yield
+    finally:
+        hook.remove()
 
 
-def known_layers(model):
-    """What calls have shown of the layers; None: a layer is called as it is."""
-    layers = vars(model)[attachment.KEPT].shadow.get_decoder().layers
-    return [getattr(vars(layer).get("forward"), "layer_call", None) for layer in layers]
+def way(model, ids=None):
+    return generate(model, prompts(1, 7)[0] if ids is None else ids, **OPTIONS).stats.way
+
+
+def logits_of(result):
+    (rows, _), *_ = result.logits
+    return rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", WHOLE)
-def test_whole_layers_give_the_logits_that_they_gave(architecture, dtype, calls, monkeypatch):
+def test_whole_layers_give_the_logits_that_they_gave(architecture, dtype, calls):
     """Both halves of every layer run from the second call on, and nothing changes by a bit."""
     model, ids = model_of(architecture, dtype), prompts(1, 7)[0]
     method = PaSS(slots_for(model), tree=Tree.from_branching((2, 2)), rows=12, slots=2)
-    logits = []
-    tap = model.get_output_embeddings().register_forward_hook(lambda _, inputs, out: logits.append(out.clone()))
-    with without_layer_calls(monkeypatch):
-        before = generate(model, ids, method, **OPTIONS)
-    expected, logits = logits, []
-    after = generate(model, ids, method, **OPTIONS)
-    tap.remove()
+    with as_it_is(model):
+        before = generate(model, ids, method, keep_logits=True, **OPTIONS)
+    assert before.stats.way.startswith("as it is: hooks") and not calls
+    after = generate(model, ids, method, keep_logits=True, **OPTIONS)
     assert torch.equal(after.sequences, before.sequences)
-    assert len(logits) == len(expected)
-    for ours, theirs in zip(logits, expected, strict=True):
-        assert_same_bits(ours, theirs)
-    assert [known.is_right for known in known_layers(model)] == [True] * 2
-    assert calls["_before"] >= 2 * (after.stats.model_calls - 1)
+    assert_same_bits(logits_of(after), logits_of(before))
+    assert after.stats.way == "own forward" and calls["_before"] >= 2 * (after.stats.model_calls - 1)
     assert not any("forward" in vars(layer) for layer in model.get_decoder().layers)
 
 
@@ -101,15 +100,12 @@ def test_a_rotary_embedding_of_a_part_of_each_head(length):
     model, ids = model_of("phi3", partial_rotary_factor=0.5), prompts(1, length)[0]
     ours = generate(model, ids, **OPTIONS)
     assert ours.sequences.tolist() == model.generate(ids, **GREEDY).tolist()
-    assert [known.is_right for known in known_layers(model)] == [True] * 2
+    assert ours.stats.way == "own forward"
 
 
-@pytest.mark.parametrize("any_rows", [False, True], ids=["", "as on a GPU"])
 @pytest.mark.parametrize("length", [7, 12, 70])
-def test_layers_that_compute_with_positions_stay(length, any_rows, monkeypatch):
+def test_layers_that_compute_with_positions_stay(length):
     """Queries of ministral3 are scaled by their position, which the ops do not know; at the first positions by 1."""
-    if any_rows:
-        monkeypatch.setattr(layer_calls, "_may_compare", lambda rows, most: True)
     rotary = dict(
         rope_type="yarn", rope_theta=1e4, factor=2.0, original_max_position_embeddings=8, llama_4_scaling_beta=3.0,
         beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
@@ -117,62 +113,52 @@ def test_layers_that_compute_with_positions_stay(length, any_rows, monkeypatch):
     model, ids = model_of("ministral3", rope_parameters=rotary), prompts(1, length)[0]
     ours = generate(model, ids, **OPTIONS)
     assert ours.sequences.tolist() == model.generate(ids, **GREEDY).tolist()
-    assert True not in [known.is_right for known in known_layers(model)]
+    assert ours.stats.way.startswith("as it is: our ops give other")
 
 
-@pytest.mark.parametrize(
-    ("refuses", "is_right"),
-    [(lambda rows, named: rows.shape[1] == 8, True), (lambda rows, named: named["position_ids"].max() > 1000, False)],
-    ids=["some of a prompt's rows", "other positions"],
-)
-def test_a_layer_that_cannot_be_called_to_be_compared(refuses, is_right, monkeypatch):
-    """Where it does not take some rows of a prompt, a step shows what it computes; else it stays."""
-    monkeypatch.setattr(layer_calls, "_may_compare", lambda rows, most: True)
+def test_a_layer_that_cannot_be_called_to_be_compared(monkeypatch):
     model, ids = model_of("llama"), prompts(1, 70)[0]
     layer = type(model.get_decoder().layers[0])
     forward = layer.forward
 
     def refusing(self, hidden_states, **named):
-        if refuses(hidden_states, named):
+        if named["position_ids"].max() > 1000:
             raise ValueError("not such rows")
         return forward(self, hidden_states, **named)
 
     monkeypatch.setattr(layer, "forward", refusing)
     ours = generate(model, ids, **OPTIONS)
     assert ours.sequences.tolist() == model.generate(ids, **GREEDY).tolist()
-    assert [known.is_right for known in known_layers(model)] == [is_right] * 2
+    assert ours.stats.way == "as it is: it cannot be called to be compared: ValueError: not such rows"
 
 
 @pytest.mark.parametrize("architecture", WHOLE)
-def test_some_rows_of_a_prompt_show_what_layers_compute(architecture, monkeypatch):
-    """As on a GPU, where prompts of any length are looked at so that no step compares."""
-    compare, compared = layer_calls._compare, []
-    monkeypatch.setattr(layer_calls, "_may_compare", lambda rows, most: True)
-
-    def counting(original, known, call, rows, named):
-        compared.append(rows.shape[1])
-        compare(original, known, call, rows, named)
-
-    monkeypatch.setattr(layer_calls, "_compare", counting)
+def test_some_rows_of_a_prompt_show_what_layers_compute(architecture):
+    """So that no step compares."""
     model, ids = model_of(architecture), prompts(1, 70)[0]
-    ours = generate(model, ids, **OPTIONS)
-    assert ours.sequences.tolist() == model.generate(ids, **GREEDY).tolist()
-    assert compared == [70, 70] and [known.is_right for known in known_layers(model)] == [True] * 2
+    ours = generate(model, ids, max_new_tokens=1)
+    assert ours.sequences.tolist() == model.generate(ids, **GREEDY | dict(max_new_tokens=1)).tolist()
+    assert ours.stats.way == "own forward"
 
 
 @pytest.mark.parametrize("architecture", NOT)
 def test_other_layers_stay(architecture, calls):
     model, ids = small_model(architecture), prompts(1, 7)[0]
-    text = generate(model, ids, **OPTIONS).sequences
-    assert not calls
-    assert torch.equal(text, model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0))
+    got = generate(model, ids, **OPTIONS)
+    assert not calls and got.stats.way.startswith(
+        "as it is: it has no" if "_moe" not in architecture else "as it is: layer 0"
+    )
+    assert torch.equal(
+        got.sequences, model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    )
 
 
 def test_layers_without_rotary_embedding(calls):
     """smollm3 rotates in some of its layers only."""
     model, ids = model_of("smollm3", no_rope_layers=[1, 0]), prompts(1, 7)[0]
-    generate(model, ids, **OPTIONS)
-    assert [(known.is_right, known.rotates) for known in known_layers(model)] == [(True, True), (True, False)]
+    got = generate(model, ids, **OPTIONS)
+    assert got.stats.way == "own forward"
+    assert torch.equal(got.sequences, model.generate(ids, **GREEDY))
 
 
 def test_a_layer_is_believed_by_its_numbers_only(calls):
@@ -187,7 +173,7 @@ def test_a_layer_is_believed_by_its_numbers_only(calls):
     model.model.layers[1].__class__ = Strange
     expected = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert torch.equal(generate(model, ids, **OPTIONS).sequences, expected)
-    assert [known.is_right for known in known_layers(model)] == [True, False]
+    assert way(model).startswith("as it is: our ops give other logits, at position ")
 
 
 def test_replaced_weights_are_used():
@@ -225,7 +211,6 @@ def test_replaced_weights_are_used():
 
 @pytest.mark.parametrize("place", ["layer.mlp", "layer.self_attn.o_proj", "layer.input_layernorm", "layer.mlp.act_fn"])
 def test_hooks_on_parts_are_called(place, calls):
-    """A layer whose parts have hooks stays as it is; hooks on the layer itself are called anyway."""
     model, ids = model_of("llama"), prompts(1, 7)[0]
     seen = []
     part = eval(place, {"layer": model.model.layers[0]})
@@ -233,7 +218,7 @@ def test_hooks_on_parts_are_called(place, calls):
     model.model.layers[1].register_forward_hook(lambda *_: seen.append(2))
     stats = generate(model, ids, **OPTIONS).stats
     assert seen.count(1) == seen.count(2) == stats.model_calls
-    assert known_layers(model)[0] is None and known_layers(model)[1].is_right
+    assert stats.way == "as it is: hooks or autocast reach into its modules"
 
 
 def test_adapted_layers_stay(calls):
@@ -247,7 +232,7 @@ def test_adapted_layers_stay(calls):
     projection.__class__ = Adapted
     expected = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert torch.equal(generate(model, ids, **OPTIONS).sequences, expected)
-    assert known_layers(model)[0] is None and known_layers(model)[1].is_right
+    assert way(model) == "as it is: layer 0 (LlamaDecoderLayer) has other parts than the layer ops"
 
 
 def test_deep_vectors_reach_whole_layers(calls):
@@ -264,7 +249,6 @@ def test_a_weight_that_died_is_not_remembered():
     model, ids = model_of("llama"), prompts(1, 7)[0]
     generate(model, ids, **OPTIONS)
     layers = [model, *model.model.layers]
-    assert attachment.KEPT in vars(model)
     alive = [weakref.ref(layer) for layer in layers]
     del model, layers
     gc.collect()
@@ -303,7 +287,7 @@ def test_a_copied_model_finds_its_own_parts(copied):
     text = generate(model, ids, **OPTIONS).sequences
     other = copied(model)
     assert torch.equal(generate(other, ids, **OPTIONS).sequences, text)
-    assert vars(other)[attachment.KEPT].owner() is other and vars(model)[attachment.KEPT].owner() is model
+    assert way(other) == way(model) == "own forward"
 
 
 @pytest.mark.parametrize("setting", ["eps", "scaling", "residual"])

@@ -1,7 +1,7 @@
-"""step_modules: the parts of each architecture that compute by the step ops, their results, and parts that must stay."""
+"""computes_by_ops: the parts of each architecture that compute by the step ops, their results, and parts that must stay."""
 
 from collections import Counter
-from functools import wraps
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,8 +13,7 @@ from support.small_models import ARCHITECTURES, prompts, small_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import pass_ext
-from pass_ext.decoding.models.patching import step_modules as patching
-from pass_ext.decoding.models.patching.step_modules import step_modules
+from pass_ext.decoding.models.patching import known_parts as patching
 from pass_ext.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MORE = dict.fromkeys(("granite", "olmo2", "smollm3", "glm", "cohere"), ARCHITECTURES["llama"]) | {
     "gemma3_text": ARCHITECTURES["gemma"]
 }
-LLAMA = dict(RMSNorm=5, MLP=2, Attention=2)
-# glm and cohere rotate neighbouring pairs, and cohere's norm subtracts the mean.
+LLAMA = dict(RMSNorm=5, MLP=2)
+# cohere's norm subtracts the mean.
 RECOGNISED = dict.fromkeys(("llama", "qwen2", "mistral", "gemma", "phi3", "granite", "smollm3", "qwen2_moe"), LLAMA) | {
     "qwen3": LLAMA | dict(RMSNorm=9),
     "gemma2": LLAMA | dict(RMSNorm=9),
@@ -31,8 +30,8 @@ RECOGNISED = dict.fromkeys(("llama", "qwen2", "mistral", "gemma", "phi3", "grani
     "gemma3_text": LLAMA | dict(RMSNorm=13),
     "glm": dict(RMSNorm=5, MLP=2),
     "cohere": dict(MLP=2),
-    "phi": dict(Attention=2),
-    "gpt_neox": dict(Attention=2),
+    "phi": {},
+    "gpt_neox": {},
     "opt": {},
 }
 
@@ -45,6 +44,18 @@ def model_of(architecture, dtype=torch.float32):
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().to(dtype).requires_grad_(False)
 
 
+@contextmanager
+def by_ops(model):
+    """Inside, the parts compute by their ops, as those of a model's shadow do."""
+    free = [part for part in model.modules() if "forward" not in vars(part)]
+    patching.computes_by_ops(model)
+    try:
+        yield
+    finally:
+        for part in free:
+            vars(part).pop("forward", None)
+
+
 def replaced(model):
     """Kind of part -> how many have a forward of their own."""
     kinds = [type(part).__name__ for part in model.modules() if "forward" in vars(part)]
@@ -55,13 +66,9 @@ def changed_by(model, x, **options):
     """The results before, inside and after, and which parts were replaced."""
     with torch.no_grad():
         before = model(x)
-        with step_modules(model, lambda: True):
+        with by_ops(model):
             parts, inside = replaced(model), model(x)
         return before, inside, model(x), parts
-
-
-def always():
-    return True
 
 
 # ---- whole models ----
@@ -78,44 +85,34 @@ def test_each_architecture_gives_its_results(architecture):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         with torch.no_grad():
             before = model(ids).logits
-            with step_modules(model, always):
+            with by_ops(model):
                 assert replaced(model) == RECOGNISED[architecture]
                 torch.testing.assert_close(model(ids).logits, before, **near)
             assert not replaced(model)
             assert_same_bits(model(ids).logits, before)
 
 
-def test_every_part_runs_by_its_op(monkeypatch):
+def test_every_part_of_a_call_as_it_is_runs_by_its_op(monkeypatch):
     calls = Counter()
 
     def counting(name):
         op = getattr(patching, name)
-
-        def count(*arguments):
-            calls[name] += 1
-            return op(*arguments)
-
-        return count
+        return lambda *arguments: calls.update([name]) or op(*arguments)
 
     model, ids = small_model("llama"), prompts(1, 6)[0]
-    model(ids)
-    with torch.no_grad(), step_modules(model, always):
-        for name in ("_norm", "_rotary", "_gate"):
-            monkeypatch.setattr(patching, name, counting(name))
-        model(ids)
-        assert calls == dict(_norm=5, _rotary=2, _gate=2)
-        model(prompts(3, 6)[0])  # rows of three texts: rotated as before
-        assert calls == dict(_norm=10, _rotary=2, _gate=4)
-    calls.clear()
-    text = pass_ext.generate(model, ids, max_new_tokens=4, eos_token_id=[]).sequences
-    assert calls["_rotary"] == 2  # the first call; later ones compute whole layers (layer_calls)
+    model.register_forward_hook(lambda *_: None)  # so it runs as it is
     expected = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert torch.equal(text, expected)
+    pass_ext.generate(model, ids, max_new_tokens=1)  # which parts are norms and gates is found out by the ops too
+    for name in ("_norm", "_gate"):
+        monkeypatch.setattr(patching, name, counting(name))
+    got = pass_ext.generate(model, ids, max_new_tokens=4, eos_token_id=[])
+    assert torch.equal(got.sequences, expected)
+    assert calls["_norm"] == 5 * got.stats.model_calls and calls["_gate"] >= 2 * got.stats.model_calls
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3"])
 def test_calls_that_are_not_ours_compute_as_before(architecture):
-    """when() is False, gradients are recorded, or the call is compiled."""
+    """Gradients are recorded, or the call is compiled."""
     model, ids = small_model(architecture), prompts(2, 7)[0]
 
     def results(grad):
@@ -123,47 +120,30 @@ def test_calls_that_are_not_ours_compute_as_before(architecture):
         logits = model(inputs_embeds=rows).logits
         return [logits.detach(), *(torch.autograd.grad(logits.logsumexp(-1).sum(), rows) if grad else ())]
 
-    with torch.no_grad():
-        plain = results(False)
     recorded = results(True)
-    with step_modules(model, always):
+    with by_ops(model):
         for value, expected in zip(results(True), recorded, strict=True):
             assert_same_bits(value, expected)
-    with step_modules(model, lambda: False), torch.no_grad():
-        assert_same_bits(results(False)[0], plain[0])
     norm = model.get_decoder().norm
     x = torch.randn(3, 64)
     with torch.no_grad():
         expected = torch.compile(norm.forward, backend="eager")(x)
-        with step_modules(model, always):
+        with by_ops(model):
             assert_same_bits(torch.compile(norm.forward, backend="eager", fullgraph=True)(x), expected)
-
-
-def test_restored_after_an_error_and_nested():
-    model = small_model("llama")
-    with pytest.raises(KeyError), step_modules(model, always):
-        raise KeyError
-    assert not replaced(model)
-    with step_modules(model, always):
-        inner = vars(model.model.norm)["forward"]
-        with step_modules(model, always):
-            assert vars(model.model.norm)["forward"] is inner
-        assert replaced(model) == LLAMA
-    assert not replaced(model)
 
 
 def test_autocast_changes_nothing():
     model = small_model("llama")
-    with torch.autocast("cpu", torch.bfloat16), step_modules(model, always):
+    with torch.autocast("cpu", torch.bfloat16), by_ops(model):
         assert not replaced(model)
 
 
 def test_the_callers_random_numbers_stay():
     model = small_model("llama")
-    for cached in (patching._norm_form, patching._numbers_for_gate, patching._rotates_halves):
+    for cached in (patching._norm_form, patching._numbers_for_gate):
         cached.cache_clear()
     torch.manual_seed(3)
-    with step_modules(model, always):
+    with by_ops(model):
         drawn = torch.rand(4)
     torch.manual_seed(3)
     assert torch.equal(drawn, torch.rand(4))
@@ -240,7 +220,7 @@ def test_norms_are_recognised_by_what_they_compute():
         module = kind()
         module.factor = 2.0
         before = module(x)
-        with torch.no_grad(), step_modules(module, always):
+        with torch.no_grad(), by_ops(module):
             assert ("forward" in vars(module)) == count, kind
             torch.testing.assert_close(module(x), before, rtol=1e-6, atol=1e-6)
 
@@ -271,14 +251,14 @@ def test_norms_that_are_not_plain_are_left_alone():
         module = Plain()
         change(module)
         before = vars(module).get("forward")
-        with step_modules(module, always):
+        with by_ops(module):
             assert vars(module).get("forward") is before, change
         assert vars(module).get("forward") is before
 
 
 def test_a_norm_whose_weight_is_replaced_meanwhile_uses_it():
     module, x, other = Plain(), torch.randn(3, 32), nn.Parameter(torch.randn(32), requires_grad=False)
-    with torch.no_grad(), step_modules(module, always):
+    with torch.no_grad(), by_ops(module):
         called = torch.func.functional_call(module, {"weight": other}, (x,))
         module.weight = other
         assert_same_bits(called, Plain.forward(module, x))
@@ -314,7 +294,7 @@ def test_mlps_with_another_activation_are_left_alone():
         mlp.act_fn = activation
         with torch.no_grad():
             before = mlp(x)
-            with step_modules(mlp, always):
+            with by_ops(mlp):
                 assert ("forward" in vars(mlp)) == count, activation
                 torch.testing.assert_close(mlp(x), before, rtol=1e-5, atol=1e-5)
 
@@ -339,60 +319,8 @@ class Twice(Swapped):
 def test_mlps_with_another_formula_are_left_alone():
     for kind in (Swapped, Twice):
         mlp = kind(mlp_of())
-        with step_modules(mlp, always):
+        with by_ops(mlp):
             assert "forward" not in vars(mlp), kind
-
-
-def test_rotations_with_other_results_are_left_alone():
-    """One tensor, three, neighbouring pairs, or none of a tensor."""
-    from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as neighbours
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as halves
-
-    assert patching._rotates_halves(halves)
-    others = neighbours, lambda q, k, cos, sin: q, lambda q, k, cos, sin: (*halves(q, k, cos, sin), q)
-    for rotate in (*others, lambda q, k, cos, sin: (1, 2), lambda q, k, angles: (q, k), lambda *tensors: None):
-        assert not patching._rotates_halves(rotate)
-
-
-def _renaming(name, seen):
-    """A decorator as that of transformers 5.24: what comes by an old name goes on by the new one."""
-
-    def around(function):
-        @wraps(function)
-        def renamed(self, *arguments, **named):
-            if f"old_{name}" in named:
-                seen.append(name)
-                named[name] = named.pop(f"old_{name}")
-            return function(self, *arguments, **named)
-
-        return renamed
-
-    return around
-
-
-@pytest.mark.parametrize("names", [["attention_mask"], ["attention_mask", "position_embeddings"]], ids=len)
-def test_attention_keeps_its_decorators(names, monkeypatch):
-    """Inside, a call by an old name does what it did; the rotation is the op's all the same."""
-    from transformers.models.llama import modeling_llama
-
-    model, seen, rotated = small_model("llama"), [], []
-    forward = modeling_llama.LlamaAttention.forward
-    for name in names:
-        forward = _renaming(name, seen)(forward)
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
-    attention, x = model.model.layers[0].self_attn, torch.randn(1, 5, 64)
-    cos_sin = model.model.rotary_emb(x, torch.arange(5)[None])
-    given = {"position_embeddings": cos_sin, "attention_mask": torch.zeros(1, 1, 5, 5)}
-    old = {f"old_{name}" if name in names else name: value for name, value in given.items()}
-    op = patching._rotary
-    monkeypatch.setattr(patching, "_rotary", lambda *tensors: rotated.append(1) or op(*tensors))
-    with torch.no_grad():
-        before = attention(x, **given)[0]
-        with step_modules(model, always):
-            rotated.clear()
-            assert_same_bits(attention(x, **old)[0], attention(x, **given)[0])
-            assert seen == names[::-1] and len(rotated) == 2
-            torch.testing.assert_close(attention(x, **old)[0], before, rtol=2e-5, atol=2e-6)
 
 
 def test_hooks_run_as_before():
@@ -404,7 +332,7 @@ def test_hooks_run_as_before():
         model(ids)
         before = list(seen)
         seen.clear()
-        with step_modules(model, always):
+        with by_ops(model):
             assert replaced(model) == LLAMA
             model(ids)
     assert seen == before == ["LlamaRMSNorm", "LlamaAttention", "Linear", "LlamaMLP"]
