@@ -37,7 +37,7 @@ from pass_ext.decoding.models.patching.way import ModelState, Way, keep_way, kno
 from pass_ext.decoding.models.peft_adapters import lost_adapter
 from pass_ext.decoding.models.placeholders import placeholder_ids, replaced_ids
 from pass_ext.decoding.models.plain_tensors import is_plain
-from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters, SlotOffsets
+from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
 from pass_ext.ops.lookahead import lookahead_embed
 
 _FULL = {"full_attention", "sliding_attention", "attention"}
@@ -245,8 +245,8 @@ class TransformersModel(Adapted):
         """Calls the model on packed rows, as ``Adapted``."""
         if not self._users:
             self._its_shadow()  # says that it is not attached
-        if slots is not None and slots.offsets is not None:
-            self._check_offsets(slots.offsets)
+        if slots is not None and slots.deep is not None:
+            self._check_deep(slots.deep)
         if self.known_positions is not None:  # drafts behind the last one are never accepted
             positions = positions.clamp(max=self.known_positions - 1)
         own = self._own
@@ -294,7 +294,7 @@ class TransformersModel(Adapted):
         shifted = None if offsets is None else self._layer_offsets()
         try:
             if shifted is not None and offsets is not None:
-                shifted.offsets = offsets.dense
+                shifted.offsets = offsets
             with our_call(OurCall(attend, self.name, self._kept, seen, slot_rows)), adapting(slots):
                 logits: Tensor = shadow(
                     inputs_embeds=rows[None],
@@ -354,10 +354,10 @@ class TransformersModel(Adapted):
             f"no ids and no cache), so pass_ext cannot decode it: {type(error).__name__}: {error}"
         )
 
-    def _check_offsets(self, offsets: SlotOffsets) -> None:
-        """Refuses offsets that do not fit the model's layers."""
+    def _check_deep(self, deep: Tensor) -> None:
+        """Refuses vectors of slots that do not fit the model's layers."""
         text = self.model.config.get_text_config(decoder=True)
-        layers, _, width = offsets.deep.shape
+        layers, _, width = deep.shape
         if layers != text.num_hidden_layers:
             raise ValueError(
                 f"these look-ahead slots are for {layers} layers, {self.name} has {text.num_hidden_layers}"
