@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class LayerOffsets:
-    """Inside ``attached`` layer l adds ``offsets[l]`` (``[N, d]``, for every text of a batch) to its input, unless it is None."""
+    """Inside ``attached`` layer l adds ``offsets[l]``, ``[N, d]`` for all texts, to its input; None: it does not."""
 
     def __init__(self, model: Any) -> None:
         self._layers = decoder_layers(model)
