@@ -17,7 +17,7 @@ from pass_ext.checkpoint import load_checkpoint
 from pass_ext.modules.files import trained_file
 from pass_ext.modules.fingerprint import fingerprint_of
 
-FORMATS = (*(f"pass_ext.lookahead.{number}" for number in range(1, 5)), "pass_ext.exit.1")
+FORMATS = "pass_ext.lookahead.1", "pass_ext.exit.1"
 
 
 def write_fingerprint(path: Path, table: Tensor) -> str:
@@ -25,7 +25,7 @@ def write_fingerprint(path: Path, table: Tensor) -> str:
 
     A safetensors file is its header's length, the header as JSON, and the tensors' bytes.
     """
-    with trained_file(path, "look-ahead embedding or exit adapter", FORMATS) as file:
+    with trained_file(path, "look-ahead embedding or exit adapter", *FORMATS) as file:
         sizes = [file.count("vocabulary"), file.count("hidden_size")]
     if sizes[0] not in (0, table.shape[0]) or sizes[1] != table.shape[1]:
         raise ValueError(f"{path} is for an embedding table of {sizes}, the model's is {list(table.shape)}")

@@ -105,24 +105,24 @@ def check_model(
 
 
 @contextmanager
-def trained_file(path: str | os.PathLike[str], kind: str, form: str) -> Iterator[TrainedFile]:
-    """Opens the file of a ``kind`` of module, of the format ``form``."""
+def trained_file(path: str | os.PathLike[str], kind: str, *formats: str) -> Iterator[TrainedFile]:
+    """Opens the file of a ``kind`` of module, of one of these formats."""
     from safetensors import SafetensorError, safe_open
 
-    where = os.fspath(path)
+    where, wanted = os.fspath(path), " or ".join(map(repr, formats))
     if Path(where).exists() and not Path(where).is_file():
         raise ValueError(f"{where} is no {kind} file: wanted a safetensors file, got a folder or a device")
     try:
         opened = safe_open(where, framework="pt")
     except SafetensorError as error:
         raise ValueError(
-            f"{where} is no {kind} file, or it was cut off: wanted a safetensors file of {form!r}, got "
+            f"{where} is no {kind} file, or it was cut off: wanted a safetensors file of {wanted}, got "
             f"{Path(where).stat().st_size} bytes that safetensors cannot read ({error})"
         ) from error
     with opened as file:
         metadata = file.metadata() or {}
-        if metadata.get("format") != form:
-            raise ValueError(f"{where} is no {kind} file: its format is {metadata.get('format')!r}, expected {form!r}")
+        if metadata.get("format") not in formats:
+            raise ValueError(f"{where} is no {kind} file: its format is {metadata.get('format')!r}, expected {wanted}")
         yield TrainedFile(where, file, metadata)
 
 

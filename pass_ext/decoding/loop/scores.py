@@ -117,6 +117,7 @@ def _processed(law: Tensor, tokens: Tensor, sampling: BatchSampling) -> Tensor:
         threshold=0.0,
         alpha=0.0,
         return_logprobs=True,
+        positions=0,  # of noise that no number depends on: the token is given
         **sampling.keywords(),
     )
     assert result.logprobs is not None

@@ -93,25 +93,6 @@ def _shapes(adapters: PlacedAdapters) -> dict[str, list[torch.Size]]:
     return {place: [tensor.shape for tensor in pair] for place, pair in adapters.pairs.items()}
 
 
-class SlotOffsets:
-    """The offsets of a call's rows, from the vectors ``deep [layers, L, d]`` of the slots.
-
-    ``offsets[l]`` is ``[N, d]``: ``deep[l, i]`` for a row with id -1 - i, zeros for tokens.
-    """
-
-    def __init__(self, ids: Tensor, deep: Tensor) -> None:
-        self.ids, self.deep = ids, deep
-
-    def __getitem__(self, layer: int) -> Tensor:
-        return self.dense[layer]
-
-    @cached_property
-    def dense(self) -> Tensor:
-        """``[layers, N, d]``."""
-        known = torch.cat([self.deep.new_zeros(len(self.deep), 1, self.deep.shape[2]), self.deep], dim=1)
-        return known.index_select(1, (-self.ids).clamp(min=0).long())
-
-
 class PlacedSlots:
     """Copies of the parameters of look-ahead slots.
 
@@ -171,7 +152,14 @@ class CallSlots:
 
     def __init__(self, ids: Tensor, deep: Tensor | None, adapters: PlacedAdapters | None) -> None:
         self.ids, self.deep, self.adapters = ids, deep, adapters
-        self.offsets = None if deep is None else SlotOffsets(ids, deep)
+
+    @cached_property
+    def offsets(self) -> Tensor | None:
+        """``[layers, N, d]``: in layer l ``deep[l, i]`` for a row with id -1 - i, zeros for tokens; None: there are none."""
+        if self.deep is None:
+            return None
+        known = torch.cat([self.deep.new_zeros(len(self.deep), 1, self.deep.shape[2]), self.deep], dim=1)
+        return known.index_select(1, (-self.ids).clamp(min=0).long())
 
     def adapt_(self, place: str, out: Tensor, x: Tensor) -> Tensor:
         """Adds the products of the rows of slots to ``out [..., out]``, in place; a place without an adapter adds nothing."""

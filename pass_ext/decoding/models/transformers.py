@@ -22,7 +22,7 @@ from pass_ext.decoding.models.patching.comparison import MACHINE, believed_plan
 from pass_ext.decoding.models.patching.few_rows import are_few, few_rows_linear, most_few_rows
 from pass_ext.decoding.models.patching.known_parts import computes_by_ops
 from pass_ext.decoding.models.patching.layer_adapters import adapting, add_adapters, check_places
-from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets, decoder_layers
+from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets, decoder_layers, decoder_of
 from pass_ext.decoding.models.patching.model_plan import Unlike
 from pass_ext.decoding.models.patching.own_forward import OwnForward, is_hooked
 from pass_ext.decoding.models.patching.row_attention import (
@@ -37,7 +37,7 @@ from pass_ext.decoding.models.patching.way import ModelState, Way, keep_way, kno
 from pass_ext.decoding.models.peft_adapters import lost_adapter
 from pass_ext.decoding.models.placeholders import placeholder_ids, replaced_ids
 from pass_ext.decoding.models.plain_tensors import is_plain
-from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters, SlotOffsets
+from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
 from pass_ext.ops.lookahead import lookahead_embed
 
 _FULL = {"full_attention", "sliding_attention", "attention"}
@@ -245,8 +245,8 @@ class TransformersModel(Adapted):
         """Calls the model on packed rows, as ``Adapted``."""
         if not self._users:
             self._its_shadow()  # says that it is not attached
-        if slots is not None and slots.offsets is not None:
-            self._check_offsets(slots.offsets)
+        if slots is not None and slots.deep is not None:
+            self._check_deep(slots.deep)
         if self.known_positions is not None:  # drafts behind the last one are never accepted
             positions = positions.clamp(max=self.known_positions - 1)
         own = self._own
@@ -294,7 +294,7 @@ class TransformersModel(Adapted):
         shifted = None if offsets is None else self._layer_offsets()
         try:
             if shifted is not None and offsets is not None:
-                shifted.offsets = offsets.dense
+                shifted.offsets = offsets
             with our_call(OurCall(attend, self.name, self._kept, seen, slot_rows)), adapting(slots):
                 logits: Tensor = shadow(
                     inputs_embeds=rows[None],
@@ -316,7 +316,7 @@ class TransformersModel(Adapted):
         shadow = self._its_shadow()
         seen = torch.ones(1, hidden.shape[1], dtype=torch.bool, device=hidden.device)
         with our_call(OurCall(_nothing, self.name, (), seen)):  # few rows, as they are in such a call
-            logits: Tensor = shadow.get_output_embeddings()(shadow.get_decoder().norm(hidden))
+            logits: Tensor = shadow.get_output_embeddings()(decoder_of(shadow).norm(hidden))
         return logits
 
     def _compare(self, rows: Tensor, positions: Tensor, attend: StepAttend) -> None:
@@ -354,10 +354,10 @@ class TransformersModel(Adapted):
             f"no ids and no cache), so pass_ext cannot decode it: {type(error).__name__}: {error}"
         )
 
-    def _check_offsets(self, offsets: SlotOffsets) -> None:
-        """Refuses offsets that do not fit the model's layers."""
+    def _check_deep(self, deep: Tensor) -> None:
+        """Refuses vectors of slots that do not fit the model's layers."""
         text = self.model.config.get_text_config(decoder=True)
-        layers, _, width = offsets.deep.shape
+        layers, _, width = deep.shape
         if layers != text.num_hidden_layers:
             raise ValueError(
                 f"these look-ahead slots are for {layers} layers, {self.name} has {text.num_hidden_layers}"

@@ -164,7 +164,12 @@ def test_logprobs_of_rows_are_those_of_the_accept_step():
         seeds=[1, 2, 3, 4, 5],
     ).for_batch(5, torch.device("cpu"))
     result = pass_ext.accept_chain(
-        logits[:, None], torch.zeros(5, 0).long(), return_logprobs=True, top_logprobs=30, **sampling.keywords()
+        logits[:, None],
+        torch.zeros(5, 0).long(),
+        return_logprobs=True,
+        top_logprobs=30,
+        positions=9,
+        **sampling.keywords(),
     )
     ours = logprobs_of(logits, logits, result.emitted[:, 0], 30, sampling)
     for left, right in zip(ours, result.logprobs, strict=True):

@@ -20,6 +20,7 @@ from support.small_models import ARCHITECTURES, prompts, small_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pass_ext import PaSS, Tree, generate
+from pass_ext.__main__ import main
 from pass_ext.decoding.models.patching import own_forward
 from pass_ext.testing import assert_same_bits
 
@@ -316,3 +317,16 @@ def test_hooks_for_every_module_are_called(calls):
     finally:
         hook.remove()
     assert not calls and seen["LlamaMLP"] == 2 * stats.model_calls
+
+
+def test_info_says_how_a_model_is_run(tmp_path, capsys):
+    for architecture, words in (
+        ("llama", "own forward"),
+        ("gpt_neox", "as it is: it has no rotary embedding and final norm"),
+    ):
+        folder = tmp_path / architecture
+        small_model(architecture).save_pretrained(folder)
+        assert main(["info", str(folder)]) == 0
+        assert capsys.readouterr().out.splitlines()[-1].startswith(f"{architecture}: {words}")
+    with pytest.raises(SystemExit, match="pass_ext info: "):
+        main(["info", str(tmp_path / "none")])

@@ -1,5 +1,6 @@
 """Hit rates of a draft model, against counts from following every path step by step."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -120,27 +121,26 @@ def test_a_draft_in_bfloat16(target, texts):
     assert sum(rates[0]) > 0.3
 
 
-class Padded:
-    """A packed model with a vocabulary cut or padded to so many tokens; the new tokens are the likeliest of all."""
-
-    def __init__(self, model, vocabulary):
-        self._model, more = packed_model(model), vocabulary - VOCABULARY
-        table = self._model.table
-        self.embedding = torch.cat([table, torch.zeros(more, table.shape[1])]) if more > 0 else table[:vocabulary]
-        self._more, self._vocabulary = more, vocabulary
-
-    def __call__(self, rows, positions, attend, wanted):
-        with self._model.attached():
-            logits = self._model(rows, positions, attend, wanted)
-        return torch.nn.functional.pad(logits, (0, max(self._more, 0)), value=1e4)[:, : self._vocabulary]
+def padded(model, vocabulary):
+    """The model with its vocabulary cut or padded to so many tokens; the new tokens are the likeliest of all."""
+    model = copy.deepcopy(model)
+    table, weight = model.get_input_embeddings().weight.data, model.get_output_embeddings().weight.data
+    new = torch.zeros(max(0, vocabulary - VOCABULARY), table.shape[1])
+    head = torch.nn.Linear(table.shape[1], vocabulary)
+    head.weight.data = torch.cat([weight, new])[:vocabulary]
+    head.bias.data = torch.full((vocabulary,), 1e4).masked_fill(torch.arange(vocabulary) < VOCABULARY, 0.0)
+    model.set_input_embeddings(torch.nn.Embedding.from_pretrained(torch.cat([table, new])[:vocabulary]))
+    model.set_output_embeddings(head)
+    model.config.vocab_size = vocabulary
+    return model
 
 
 def test_vocabularies_that_differ_by_padding(target, texts):
     draft = with_noise(target, 0.25)
     found = calibrate(target, draft, texts, ranks=4, levels=3)
-    assert calibrate(target, Padded(draft, VOCABULARY + 31), texts, ranks=4, levels=3) == found
+    assert calibrate(target, padded(draft, VOCABULARY + 31), texts, ranks=4, levels=3) == found
     shorter = max(map(max, texts)) + 1  # a token of the target beyond it would be a miss
-    cut = calibrate(target, Padded(draft, shorter), texts, ranks=4, levels=3)
+    cut = calibrate(target, padded(draft, shorter), texts, ranks=4, levels=3)
     assert len(cut) == 3 and sum(cut[0]) > 0.3
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.slots import SlotOffsets
-
 
 class LayerOffsets:
     """Inside ``attached`` layer l adds ``offsets[l]`` ([N, d], broadcast over the batch) to its input; None: nothing is added.
@@ -27,12 +25,12 @@ class LayerOffsets:
         self._of_thread = local()
 
     @property
-    def offsets(self) -> Tensor | Sequence[Tensor] | SlotOffsets | None:
+    def offsets(self) -> Tensor | Sequence[Tensor] | None:
         """``[N, d]`` by layer."""
         return getattr(self._of_thread, "offsets", None)
 
     @offsets.setter
-    def offsets(self, offsets: Tensor | Sequence[Tensor] | SlotOffsets | None) -> None:
+    def offsets(self, offsets: Tensor | Sequence[Tensor] | None) -> None:
         self._of_thread.offsets = offsets
 
     @contextmanager
@@ -64,10 +62,16 @@ class LayerOffsets:
 def decoder_layers(model: Any) -> nn.ModuleList:
     """The layers of a transformers decoder."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    for module in (decoder or model).modules():
+    for module in decoder_of(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ValueError(
         f"{type(model).__name__} has no list of {count} layers that look-ahead slots could shift the input of"
     )
+
+
+def decoder_of(model: Any) -> Any:
+    """The module of a transformers model that has the layers and what is around them, without the output layer."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    inner = model._modules.get("model")
+    return inner if decoder is model and inner is not None else decoder

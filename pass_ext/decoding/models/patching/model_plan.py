@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.patching.few_rows import is_plain_linear
 from pass_ext.decoding.models.patching.known_parts import Norm, norm_of
-from pass_ext.decoding.models.patching.layer_offsets import decoder_layers
+from pass_ext.decoding.models.patching.layer_offsets import decoder_layers, decoder_of
 from pass_ext.decoding.models.patching.layer_parts import LayerParts, parts_of
 
 
@@ -54,7 +54,7 @@ class ModelPlan(NamedTuple):
 
 def plan_of(model: Any, attention: Sequence[dict[str, Any]]) -> ModelPlan:
     """The plan of a model whose layers attend with these options. Raises ``Unlike``."""
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     layers, kinds, rotates = layers_of(model), *_kinds(decoder, model)
     config = model.config.get_text_config(decoder=True)
     stack = _stack_of(layers, attention)
@@ -75,9 +75,7 @@ def plan_of(model: Any, attention: Sequence[dict[str, Any]]) -> ModelPlan:
 
 def layers_of(model: Any) -> list[LayerParts]:
     """The layers taken apart. Raises ``Unlike``, before anything was computed."""
-    if not all(hasattr(model, name) for name in ("get_decoder", "get_output_embeddings")):
-        raise Unlike("it has no decoder and output layer by transformers' names")
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     if not isinstance(getattr(decoder, "rotary_emb", None), nn.Module) or not isinstance(
         getattr(decoder, "norm", None), nn.Module
     ):

@@ -25,6 +25,7 @@ from pass_ext.decoding.models.patching.layer_adapters import (
     halves_of,
     stacked_adapters,
 )
+from pass_ext.decoding.models.patching.layer_offsets import decoder_of
 from pass_ext.decoding.models.patching.model_plan import ModelPlan
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
 from pass_ext.ops import layer as registration  # noqa: F401
@@ -37,6 +38,9 @@ _after = torch.ops.pass_ext.layer_after_attention.default
 
 _FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
 """Rotary embeddings whose frequencies do not depend on the text's length."""
+
+_LONGEST_TABLE = 1 << 20
+"""Positions. Behind it, where hardly a text is, rotary embeddings are computed for each call."""
 
 
 def is_hooked(modules: Iterable[nn.Module]) -> bool:
@@ -57,7 +61,9 @@ class OwnForward:
 
     def __init__(self, plan: ModelPlan, model: Any, tail: Callable[[Tensor], Tensor]) -> None:
         self.plan, self._tail = plan, tail
-        self._rotary: Any = model.get_decoder().rotary_emb
+        self._rotary: Any = decoder_of(model).rotary_emb
+        types = getattr(self._rotary, "rope_type", None)
+        self._is_fixed = set(types.values() if isinstance(types, dict) else [types]) <= _FIXED_ROPES
         self._table: tuple[Tensor, Tensor] | None = None  # cosines and sines by position
         self._packed: PackedLayers | None = None
         self._adapters: tuple[PlacedAdapters, AdapterArguments | None] | None = None
@@ -175,11 +181,8 @@ class OwnForward:
 
     def _rotations(self, rows: Tensor, positions: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
         """Cosines and sines of these positions; or of all, and the positions, where these do not depend on each other."""
-        types = getattr(self._rotary, "rope_type", None)
-        if not set(types.values() if isinstance(types, dict) else [types]) <= _FIXED_ROPES:
-            return self._rotated(rows, positions), None
         table, length = self._table, int(positions.max()) + 1
-        if length > _LONGEST_TABLE:
+        if not self._is_fixed or length > _LONGEST_TABLE:
             return self._rotated(rows, positions), None
         if table is None or table[0].shape[-2] < length:
             longer = torch.arange(max(2 * length, MAX_TREE_NODES), device=rows.device)
@@ -206,7 +209,3 @@ class OwnForward:
             known = [halves for halves in found if halves is not None]
             self._halves = placed, known if len(known) == len(found) else None
         return self._halves[1]
-
-
-_LONGEST_TABLE = 1 << 20
-"""Positions. Behind it, where hardly a text is, rotary embeddings are computed for each call."""
