@@ -13,7 +13,7 @@ from pass_ext import _library
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
-from pass_ext.ops.common.parameters import Parameter, check_positions, is_greedy, parameter_tensor, seeds_for
+from pass_ext.ops.common.parameters import Parameter, check_positions, index_of, is_greedy, parameter_tensor, seeds_for
 from pass_ext.ops.common.rules import ACCEPT_RULES, RULES
 from pass_ext.ops.common.typed import typed
 
@@ -146,7 +146,7 @@ def accept_tree(
     op, batch = "accept_tree", (cu_nodes.shape[0] - 1, target_logits.device)
     return _call(
         _tree_op, target_logits, _dense(op, "tokens", tokens, torch.int64), _dense(op, "parents", parents),
-        _dense(op, "cu_nodes", cu_nodes), max_depth, _rule_index(op, rule), draft_logits,
+        _dense(op, "cu_nodes", cu_nodes), max_depth, index_of(op, "rule", rule, _RULE_NAMES), draft_logits,
         _dense(op, "draft_rows", draft_rows),
         *_sampling(op, batch, (temperature, top_k, top_p, min_p),
                    (draft_temperature, draft_top_k, draft_top_p, draft_min_p)),
@@ -194,19 +194,13 @@ def accept_chain(
     """
     op, batch = "accept_chain", (target_logits.shape[0], target_logits.device)
     return _call(
-        _chain_op, target_logits, _dense(op, "draft_tokens", draft_tokens, torch.int64), _rule_index(op, rule),
-        draft_logits,
+        _chain_op, target_logits, _dense(op, "draft_tokens", draft_tokens, torch.int64),
+        index_of(op, "rule", rule, _RULE_NAMES), draft_logits,
         *_sampling(op, batch, (temperature, top_k, top_p, min_p),
                    (draft_temperature, draft_top_k, draft_top_p, draft_min_p)),
         allowed, draft_allowed, *_noise(op, batch, temperature, seeds, positions, generator),
         *bounds_of(rule, threshold, alpha), _alternatives(op, return_logprobs, top_logprobs),
     )  # fmt: skip
-
-
-def _rule_index(op: str, rule: str) -> int:
-    if rule not in RULES:
-        raise ValueError(f"pass_ext::{op}: rule must be one of {', '.join(RULES)}, got {rule!r}")
-    return _RULE_NAMES.index(rule)
 
 
 def bounds_of(rule: str, threshold: float | None, alpha: float | None) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from pass_ext import _library
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.integers import integers
-from pass_ext.ops.common.nondifferentiable import call
+from pass_ext.ops.common.nondifferentiable import call, refuse_gradients
 from pass_ext.ops.common.typed import typed
 
 MAX_RANK = 128  # kMaxAdapterRank of csrc/core/adapter.h
@@ -45,11 +45,7 @@ def adapter_rows_(out: Tensor, x: Tensor, ids: Tensor, down: Tensor, up: Tensor,
     synchronisation: such a row stays as it is. ``pass_ext.set_debug(True)`` or ``PASS_EXT_DEBUG=1`` checks them there too.
     No gradients, reverse or forward: the op raises if an input requires one. ``pass_ext.layers.adapter_rows`` has them.
     """
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (out, x, down, up)):
-        raise RuntimeError(
-            "pass_ext::adapter_rows_: no gradient is implemented, but an input requires one; call it under torch.no_grad(), "
-            "or pass_ext.layers.adapter_rows, which has gradients"
-        )
+    refuse_gradients("adapter_rows_", out, x, down, up, instead="pass_ext.layers.adapter_rows")
     if ids.dtype not in _ID_DTYPES:
         ids = integers("adapter_rows_", "ids", ids, torch.int64)
     if _library.debug_enabled() and not torch.compiler.is_compiling():

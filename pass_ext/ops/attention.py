@@ -13,7 +13,7 @@ from torch import Tensor
 from pass_ext import _library
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.integers import integers
-from pass_ext.ops.common.nondifferentiable import call
+from pass_ext.ops.common.nondifferentiable import call, refuse_gradients
 from pass_ext.ops.common.typed import typed
 from pass_ext.ops.tree import check_bounds
 
@@ -76,11 +76,7 @@ def attention_tree(
     there too. Lengths, bounds, pages and depths may have any integer dtype; numbers outside int32 are out of range. No
     gradients, reverse or forward: the op raises if an input requires one.
     """
-    floats = (q, k_cache, v_cache, k_new, v_new)
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in floats):
-        raise RuntimeError(
-            "pass_ext::attention_tree: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
-        )
+    refuse_gradients("attention_tree", q, k_cache, v_cache, k_new, v_new)
     prefix_lens = integers("attention_tree", "prefix_lens", prefix_lens)
     cu_nodes = integers("attention_tree", "cu_nodes", cu_nodes)
     block_table = integers("attention_tree", "block_table", block_table)
@@ -156,10 +152,7 @@ def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 
     D is below 2^31. No gradients, reverse or forward: the op raises if an input requires one.
     """
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (out_a, lse_a, out_b, lse_b)):
-        raise RuntimeError(
-            "pass_ext::attention_merge: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
-        )
+    refuse_gradients("attention_merge", out_a, lse_a, out_b, lse_b)
     out, lse = call(_merge_op, out_a, lse_a, out_b, lse_b)
     return out, lse
 

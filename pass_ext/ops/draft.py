@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.nondifferentiable import call
-from pass_ext.ops.common.parameters import Parameter, check_positions, is_greedy, parameter_tensor, seeds_for
+from pass_ext.ops.common.parameters import Parameter, check_positions, index_of, is_greedy, parameter_tensor, seeds_for
 from pass_ext.ops.common.typed import typed
 
 MODES = ("coupled", "without", "with", "top")
@@ -59,14 +59,12 @@ def draft_sample(
     Integer arguments may have any integer dtype. The CPU refuses numbers that do not fit the dtype named here; on CUDA they
     are clamped to its lowest or highest number. The op has no derivative and refuses forward-mode ones.
     """
-    if mode not in MODES:
-        raise ValueError(f"pass_ext::draft_sample: mode must be one of {', '.join(MODES)}, got {mode!r}")
     rows, device = logits.shape[0], logits.device
     draws_nothing = mode == "top" or (mode == "coupled" and temperature is None)
     arguments = (
         logits,
         k,
-        MODES.index(mode),
+        index_of("draft_sample", "mode", mode, MODES),
         parameter_tensor("draft_sample", "temperature", temperature, rows, torch.float32, device),
         parameter_tensor("draft_sample", "top_k", top_k, rows, torch.int32, device),
         parameter_tensor("draft_sample", "top_p", top_p, rows, torch.float32, device),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.ops.common.fakes import register_fake
-from pass_ext.ops.common.nondifferentiable import call
+from pass_ext.ops.common.nondifferentiable import call, refuse_gradients
 from pass_ext.ops.common.typed import typed
 
 _op = torch.ops.pass_ext.linear_rows.default
@@ -33,10 +33,7 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     more than 128 rows where the processor multiplies the dtype itself. No gradients, reverse or forward: the op raises if an
     input requires one.
     """
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)):
-        raise RuntimeError(
-            "pass_ext::linear_rows: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
-        )
+    refuse_gradients("linear_rows", x, weight, bias)
     out: Tensor = call(_op, x, weight, bias)
     return out
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.integers import integers
-from pass_ext.ops.common.nondifferentiable import call
+from pass_ext.ops.common.nondifferentiable import call, refuse_gradients
 from pass_ext.ops.common.parameters import Parameter, parameter_tensor
 from pass_ext.ops.common.typed import typed
 
@@ -85,7 +85,7 @@ def next_rows_(
     Integers that are only read may have any integer dtype. No gradients, reverse or forward: the op raises if a tensor
     requires one.
     """
-    _refuse_gradients("next_rows_", scores, left, right)
+    refuse_gradients("next_rows_", scores, left, right)
     requests, device = lengths.shape[0] if lengths.dim() else 0, rows.device
     call(
         _op,
@@ -179,7 +179,7 @@ def next_tree_(
     which a text has no room are left out. A token outside the vocabulary of left is no candidate. Integers that are only read
     may have any integer dtype. No gradients, reverse or forward: the op raises if a tensor requires one.
     """
-    _refuse_gradients("next_tree_", rates, price, scores, left, right)
+    refuse_gradients("next_tree_", rates, price, scores, left, right)
     requests, device = lengths.shape[0] if lengths.dim() else 0, rows.device
     call(
         _tree_op,
@@ -207,13 +207,6 @@ def next_tree_(
         parameter_tensor("next_tree_", "min_p", min_p, requests, torch.float32, device),
         parameter_tensor("next_tree_", "seeds", seeds, requests, torch.int64, device),
     )
-
-
-def _refuse_gradients(op: str, *tensors: Tensor | None) -> None:
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        raise RuntimeError(
-            f"pass_ext::{op}: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
-        )
 
 
 @register_fake("next_rows_")

@@ -12,7 +12,7 @@ from pass_ext.ops.accept import AcceptResult
 from pass_ext.ops.common.fakes import register_fake
 from pass_ext.ops.common.integers import integers
 from pass_ext.ops.common.nondifferentiable import call
-from pass_ext.ops.common.parameters import check_positions
+from pass_ext.ops.common.parameters import check_positions, index_of
 from pass_ext.ops.common.rules import RULES
 from pass_ext.ops.common.typed import typed
 from pass_ext.ops.draft import MODES, draws
@@ -77,9 +77,9 @@ def shard_local(
     op = "shard_local"
     answers: Tensor = call(
         _local_op, target_logits, integers(op, "tokens", tokens, torch.int64), integers(op, "parents", parents),
-        integers(op, "cu_nodes", cu_nodes), _index(op, "rule", rule, _RULE_NAMES), draft_logits,
+        integers(op, "cu_nodes", cu_nodes), index_of(op, "rule", rule, _RULE_NAMES), draft_logits,
         integers(op, "draft_rows", draft_rows), allowed, draft_allowed, integers(op, "seeds", seeds, torch.int64),
-        vocab_start, slices, _index(op, "round", round, ROUNDS), state,
+        vocab_start, slices, index_of(op, "round", round, ROUNDS), state,
     )  # fmt: skip
     return answers
 
@@ -131,11 +131,11 @@ def shard_combine(
     check_positions(f"pass_ext::{op}", seeds, positions, draws=temperature is not None)
     state, *result = call(
         _combine_op, target_logits, integers(op, "tokens", tokens, torch.int64), integers(op, "parents", parents),
-        integers(op, "cu_nodes", cu_nodes), max_depth, _index(op, "rule", rule, _RULE_NAMES), draft_logits,
+        integers(op, "cu_nodes", cu_nodes), max_depth, index_of(op, "rule", rule, _RULE_NAMES), draft_logits,
         integers(op, "draft_rows", draft_rows), temperature, integers(op, "top_k", top_k), top_p, min_p,
         draft_temperature, integers(op, "draft_top_k", draft_top_k), draft_top_p, draft_min_p,
         integers(op, "seeds", seeds, torch.int64), integers(op, "positions", positions, torch.int64),
-        vocab_size, _index(op, "round", round, ROUNDS), _index(op, "next", next, ROUNDS), answers, state,
+        vocab_size, index_of(op, "round", round, ROUNDS), index_of(op, "next", next, ROUNDS), answers, state,
     )  # fmt: skip
     return state, AcceptResult(*result)
 
@@ -170,7 +170,7 @@ def shard_best(
     op = "shard_best"
     check_positions(f"pass_ext::{op}", seeds, positions, draws=draws(mode, temperature))
     best: Tensor = call(
-        _best_op, logits, state, k, _index(op, "mode", mode, MODES), temperature, allowed,
+        _best_op, logits, state, k, index_of(op, "mode", mode, MODES), temperature, allowed,
         integers(op, "seeds", seeds, torch.int64), integers(op, "positions", positions, torch.int64),
         integers(op, "nodes", nodes), vocab_start,
     )  # fmt: skip
@@ -194,12 +194,6 @@ def answer_shape(
     if round == "residuals":
         return (nodes, 2 * slices), torch.int32
     return (rows, slices if round in ("top_p", "masses") else 3), torch.int32
-
-
-def _index(op: str, argument: str, name: str, names: tuple[str, ...]) -> int:
-    if name not in names:
-        raise ValueError(f"pass_ext::{op}: {argument} must be one of {', '.join(names)}, got {name!r}")
-    return names.index(name)
 
 
 @register_fake("shard_local")

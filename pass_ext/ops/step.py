@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from pass_ext.ops.common.fakes import register_fake
-from pass_ext.ops.common.nondifferentiable import call
+from pass_ext.ops.common.nondifferentiable import call, refuse_gradients
+from pass_ext.ops.common.parameters import index_of
 from pass_ext.ops.common.typed import typed
 
 NORM_FORMS = ("llama", "olmo2", "gemma")  # NormForm of csrc/core/step.h
@@ -88,21 +89,6 @@ def step_gate(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu
     refuse_gradients("step_gate", gate, up)
     out: Tensor = call(_gate_op, gate, up, index_of("step_gate", "activation", activation, ACTIVATIONS))
     return out
-
-
-def index_of(op: str, argument: str, name: str, names: tuple[str, ...]) -> int:
-    """The index of an option's name; refuses an unknown one."""
-    if name not in names:
-        raise ValueError(f"pass_ext::{op}: {argument} must be one of {', '.join(names)}, got {name!r}")
-    return names.index(name)
-
-
-def refuse_gradients(op: str, *tensors: Tensor | None) -> None:
-    """Refuses tensors that require a gradient while gradients are recorded."""
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        raise RuntimeError(
-            f"pass_ext::{op}: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
-        )
 
 
 @register_fake("step_rms_norm")

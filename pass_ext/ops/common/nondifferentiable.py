@@ -1,4 +1,4 @@
-"""``call``: runs the kernel of an op that has no derivative.
+"""``call``: runs the kernel of an op that has no derivative. ``refuse_gradients``: for those that would lose one.
 
 A kernel drops forward-mode derivatives (dual tensors, ``torch.func.jvp``, ``jacfwd``): the result would have tangents of zero
 and no error. So ``call`` refuses them.
@@ -7,6 +7,7 @@ and no error. So ``call`` refuses them.
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from pass_ext.ops.common.fakes import tensors_in
@@ -20,6 +21,15 @@ def call(op: Any, *arguments: Any) -> Any:
         return op(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*arguments)
+
+
+def refuse_gradients(op: str, *tensors: Tensor | None, instead: str = "") -> None:
+    """Refuses tensors that require a gradient while gradients are recorded. instead: the op that has them."""
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise RuntimeError(
+            f"pass_ext::{op}: no gradient is implemented, but an input requires one; call it under torch.no_grad()"
+            + (f", or {instead}, which has gradients" if instead else "")
+        )
 
 
 def refuse_tangents(op: Any, *arguments: Any) -> None:

@@ -1,4 +1,5 @@
-"""Converts per-request and per-row parameters of the sampling ops: a tensor, a list, one number for all, or None.
+"""Converts per-request and per-row parameters of the sampling ops (a tensor, a list, one number for all, or None), and names of
+options.
 
 Integer parameters are never rounded or wrapped: a float and a number outside the kernel's dtype are refused.
 """
@@ -92,3 +93,10 @@ def check_positions(function: str, seeds: Parameter, positions: Parameter, *, dr
             "noise wherever a text is, got None; pass the text position of the token that is drawn next, for each request the "
             "number of tokens that its text has so far"
         )
+
+
+def index_of(op: str, argument: str, name: str, names: tuple[str, ...]) -> int:
+    """The index of an option's name, as ops take it; refuses an unknown one."""
+    if name not in names:
+        raise ValueError(f"pass_ext::{op}: {argument} must be one of {', '.join(names)}, got {name!r}")
+    return names.index(name)

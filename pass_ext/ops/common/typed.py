@@ -5,6 +5,7 @@ It looks only after the op has failed, so a good call pays for one more Python f
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
 from typing import Any, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
@@ -17,6 +18,7 @@ from pass_ext.ops.common.parameters import Parameter
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_OWN_WORDS = re.compile(r"pass_ext(::|\.distributed\.)\w+: ")
 _FAILURES = (AttributeError, IndexError, NotImplementedError, OverflowError, RuntimeError, TypeError, ValueError)
 
 
@@ -30,8 +32,9 @@ def typed(prefix: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 return function(*values, **named)
             try:
                 return function(*values, **named)
-            except _FAILURES:
-                _refuse(f"{prefix}{function.__name__}", function, values, named)
+            except _FAILURES as error:
+                if not _OWN_WORDS.match(str(error)):
+                    _refuse(f"{prefix}{function.__name__}", function, values, named)
                 raise
 
         return checked
