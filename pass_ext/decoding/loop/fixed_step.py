@@ -63,7 +63,8 @@ class FixedStep(DeviceStep):
 
     def _run_needed(self, drafts: bool) -> None:
         drafts = drafts and max(self._texts.remaining) > 1  # the target adds the last token itself
-        if drafts and bool((self._row_tokens[:, 1 : self._nodes] >= 0).any()):
+        is_root_alone = len(self._parents) == 1
+        if is_root_alone or (drafts and bool((self._row_tokens[:, 1 : self._nodes] >= 0).any())):
             self._run()
         else:
             self._run_roots(self._prompt_slots if drafts else 0)

@@ -759,7 +759,7 @@ def test_the_inverse_follows_drafts_that_name_its_tokens(backend):
     """A chain of its own tokens is accepted whole, and the token behind it is the one of its position."""
     random = torch.Generator().manual_seed(18)
     logits = torch.randn(4, 500, generator=random)
-    law = dict(temperature=1.0, seeds=3, positions=0, rule="coupled_inverse")
+    law = dict(temperature=1.0, seeds=3, rule="coupled_inverse")
     alone = [
         int(greedy_step(backend, logits[i : i + 1], [0], [-1], positions=90 + i, **law).emitted[0, 0]) for i in range(4)
     ]
@@ -833,7 +833,7 @@ def test_a_bound_that_is_reached_exactly_is_not_passed(backend):
             threshold, alpha = (share * bound for bound in bounds)
             result = greedy_step(
                 backend, target, chain[0].tolist(), chain[1], rule=rule, threshold=threshold, alpha=alpha, seeds=1,
-                temperature=1.0, draft_logits=None if draft is None else torch.tensor(draft),
+                positions=0, temperature=1.0, draft_logits=None if draft is None else torch.tensor(draft),
             )  # fmt: skip
             assert result.num_accepted.item() == count, (rule, target, threshold, alpha)
 

@@ -79,6 +79,7 @@ def sampling_of(filters):
 def test_filters_leave_the_tokens_that_they_leave_on_the_cpu(gpu, kind):
     logits, allowed = rows_of(kind, len(FILTERS))
     tensors = {"logits": logits, **sampling_of(FILTERS), "seeds": torch.arange(len(FILTERS)) * 7}
+    tensors["positions"] = torch.zeros_like(tensors["seeds"])
     if allowed is not None:
         tensors["allowed"] = allowed
     for mode, k in MODES[: 2 if kind == "equal" else None]:
@@ -140,10 +141,11 @@ def test_later_draws_find_the_support_of_a_filtered_row(gpu, rule):
         {f"draft_{name}": value for name, value in sampling.items()} if ACCEPT_RULES[rule].needs_draft_logits else {}
     )
     for seed in range(2):
-        step = {"target_logits": target, "seeds": torch.full((requests,), seed), **sampling}
+        nowhere = torch.zeros(requests, dtype=torch.int64)
+        step = {"target_logits": target, "seeds": torch.full((requests,), seed), "positions": nowhere, **sampling}
         drawn = [
             on(CPU, pass_ext.draft_sample, {"logits": draft[:, i], "temperature": torch.full((requests,), 0.8),
-               "seeds": torch.full((requests,), seed + 100 * i)}, k=1, mode="without")[0]
+               "seeds": torch.full((requests,), seed + 100 * i), "positions": nowhere}, k=1, mode="without")[0]
             for i in range(drafts)
         ]  # fmt: skip
         step["draft_tokens"] = torch.cat(drawn, 1)
@@ -186,6 +188,7 @@ def test_the_winners_of_a_flat_row_are_found_span_by_span(gpu, spread):
     logits = torch.randn(4, 40_000, generator=random) * spread
     logits[1, 20_000:] = -torch.inf  # fewer groups than a first span
     tensors = {"logits": logits, "temperature": torch.full((4,), 0.8), "seeds": torch.arange(4)}
+    tensors["positions"] = torch.zeros(4, dtype=torch.int64)
     for mode, k in (("coupled", 1), ("coupled", 4), ("without", 40)):
         expected, actual = (on(backend, pass_ext.draft_sample, tensors, k=k, mode=mode) for backend in (CPU, gpu))
         assert torch.equal(actual[0], expected[0]), (mode, k)

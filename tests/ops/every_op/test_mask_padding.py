@@ -43,7 +43,9 @@ def test_drafts(backend, mode):
         rows = to({"logits": apart(torch.randn(4, vocabulary, generator=random))}, backend.device)["logits"]
         for filters in ({}, dict(temperature=0.8), dict(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01)):
             results = [
-                pass_ext.draft_sample(rows, 5, mode=mode, allowed=mask.to(backend.device), seeds=3, **filters)
+                pass_ext.draft_sample(
+                    rows, 5, mode=mode, allowed=mask.to(backend.device), seeds=3, positions=0, **filters
+                )
                 for mask in masks(4, vocabulary, torch.Generator().manual_seed(vocabulary))
             ]
             assert_same(*results)

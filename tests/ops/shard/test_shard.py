@@ -142,7 +142,8 @@ def test_a_cut_through_equal_logits_of_the_draft(rule):
         parents, bounds = torch.tensor([-1, 0, 0, 0], dtype=torch.int32), torch.tensor([0, 4], dtype=torch.int32)
         tokens = torch.cat([torch.zeros(1, dtype=torch.int64), drawn[0]])
         step = Step(
-            target, draft, (tokens, parents, bounds, 1), {"rule": rule, "seeds": torch.tensor([seed])},
+            target, draft, (tokens, parents, bounds, 1),
+            {"rule": rule, "seeds": torch.tensor([seed]), "positions": torch.tensor([0])},
             {"temperature": torch.ones(1), "top_k": None, "top_p": None, "min_p": None},
             {"top_k": torch.tensor([kept], dtype=torch.int32)}, None,
         )  # fmt: skip

@@ -31,7 +31,14 @@ def a_step(target, tokens, rule, seed=0, draft=None, **sampling):
         len(tokens) if rule == "block" else 1,
     )  # fmt: skip
     rows = [None if row is None else row.expand(count, -1).contiguous() for row in (target, draft)]
-    return Step(*rows, tree, {"rule": rule, "seeds": torch.tensor([seed])}, law(**sampling), {}, None)
+    return Step(
+        *rows,
+        tree,
+        {"rule": rule, "seeds": torch.tensor([seed]), "positions": torch.tensor([0])},
+        law(**sampling),
+        {},
+        None,
+    )
 
 
 def decided(step, backend):
