@@ -45,9 +45,16 @@ _LONGEST_TABLE = 1 << 20
 
 def is_hooked(modules: Iterable[nn.Module]) -> bool:
     """True if code of others runs in calls of the modules."""
-    if nn.modules.module._has_any_global_hook() or is_autocast_enabled():
-        return True
-    return any(part._forward_hooks or part._forward_pre_hooks for part in modules)
+    return _is_watched() or any(hooks_of(modules))
+
+
+def hooks_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """The modules' dictionaries of hooks, which are empty as long as nobody registers one."""
+    return [hooks for part in modules for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+
+
+def _is_watched() -> bool:
+    return nn.modules.module._has_any_global_hook() or is_autocast_enabled()
 
 
 class OwnForward:
@@ -68,14 +75,15 @@ class OwnForward:
         self._packed: PackedLayers | None = None
         self._adapters: tuple[PlacedAdapters, AdapterArguments | None] | None = None
         self._halves: tuple[PlacedAdapters, list[tuple[HalfAdapters, HalfAdapters]] | None] | None = None
-        self._modules = list(model.modules())
-        parameters = [(part._parameters, name) for part in self._modules for name in part._parameters]
+        modules = list(model.modules())
+        self._hooks = hooks_of(modules)
+        parameters = [(part._parameters, name) for part in modules for name in part._parameters]
         self._parameters, self._names = zip(*parameters, strict=True)
         self._values = [found[name] for found, name in parameters]
 
     def is_current(self) -> bool:
         """True if no hook and no other parameter has come to the model since."""
-        if is_hooked(self._modules):
+        if _is_watched() or any(self._hooks):
             return False
         return all(map(is_, map(dict.get, self._parameters, self._names), self._values))
 
