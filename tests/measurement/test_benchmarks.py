@@ -192,8 +192,8 @@ def test_half_split_measures_noise(harness):
     assert harness.half_split([1.0, 3.0] * 10) == 1
 
 
-def test_the_page_shows_the_committed_results():
-    assert run_module("benchmarks.pages", "--check").returncode == 0, "run: python -m benchmarks.pages"
+def test_the_page_shows_the_committed_results(render_pages):
+    assert render_pages("--check") == 0, "run: python -m benchmarks.pages"
 
 
 def test_the_page_changes_with_the_results(tmp_path, render_pages):

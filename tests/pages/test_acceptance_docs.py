@@ -5,8 +5,6 @@ and emits the target's distribution.
 import json
 import re
 import shutil
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -39,12 +37,6 @@ def means(result):
 
 
 # ---- the page ----
-
-
-def test_the_page_shows_the_committed_result():
-    command = [sys.executable, "-m", "benchmarks.pages.acceptance", "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_changed_page_picture_or_result_is_found(acceptance, tmp_path):
