@@ -3,8 +3,7 @@
 import ast
 import importlib
 import importlib.util
-import os
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -26,28 +25,32 @@ def tree_decoding():
     return module
 
 
-def run(script, device):
-    command = [sys.executable, "-m", f"examples.{script.stem}", "--device", device, "--new-tokens", "40"]
-    # One thread: with a model so small, more threads slow each other down.
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+@pytest.fixture
+def run(one_thread, monkeypatch, capsys):
+    """Runs an example in this process, as a module or as a script: the numbers of tokens per call that it prints."""
 
+    def run(name, device="cpu", new_tokens=40, is_script=False):
+        script = ROOT / "examples" / f"{name}.py"
+        monkeypatch.setattr(sys, "argv", [str(script), "--device", device, "--new-tokens", str(new_tokens)])
+        monkeypatch.syspath_prepend(script.parent if is_script else ROOT)
+        if is_script:
+            runpy.run_path(str(script), run_name="__main__")
+        else:
+            runpy.run_module(f"examples.{name}", run_name="__main__")
+        return [float(line.split(":")[1].split()[0]) for line in capsys.readouterr().out.splitlines()]
 
-def tokens_per_call(printed):
-    return [float(line.split(":")[1].split()[0]) for line in printed.splitlines()]
+    return run
 
 
 @needs_examples
-def test_tree_decoding_gives_the_texts_of_plain_decoding():
-    done = run(SCRIPT, "cpu")
-    assert done.returncode == 0, done.stderr
-    greedy, sampled = tokens_per_call(done.stdout)
+def test_tree_decoding_gives_the_texts_of_plain_decoding(run):
+    greedy, sampled = run("tree_decoding")
     assert greedy > 1.5 and sampled > 1.2, "trees are accepted, and a call gives more than one token"
 
 
 @needs_examples
-def test_tree_decoding_on_a_gpu(cuda):
-    done = run(SCRIPT, "cuda")
-    assert done.returncode == 0, done.stderr
+def test_tree_decoding_on_a_gpu(cuda, run):
+    run("tree_decoding", "cuda")
 
 
 def decode(module, temperature):
@@ -88,10 +91,8 @@ def test_a_fault_in_a_step_shows_in_the_texts(tree_decoding, one_thread, monkeyp
 
 
 @needs_examples
-def test_the_plain_decoder_writes_one_text_by_every_method():
-    done = run(ROOT / "examples" / "plain_decoder.py", "cpu")
-    assert done.returncode == 0, done.stderr
-    plain, ngrams, both, *sampled = tokens_per_call(done.stdout)
+def test_the_plain_decoder_writes_one_text_by_every_method(run):
+    plain, ngrams, both, *sampled = run("plain_decoder")
     assert plain == sampled[0] == 1.0
     assert min(ngrams, both) > 1.5 and min(sampled[1:]) > 1.2
 
@@ -102,25 +103,10 @@ DRAFTING = ["speculative", "multi_candidate"]
 
 
 @needs_examples
-@pytest.mark.parametrize(
-    "name,way",
-    [
-        ("speculative", "as a module"),
-        pytest.param("multi_candidate", "as a module", marks=pytest.mark.slow),
-        ("multi_candidate", "as a script"),
-    ],
-)
-def test_draft_models_give_the_texts_of_plain_decoding(name, way):
+@pytest.mark.parametrize(("name", "is_script"), [("speculative", False), ("multi_candidate", True)])
+def test_draft_models_give_the_texts_of_plain_decoding(name, is_script, run):
     pytest.importorskip("transformers")
-    script = ROOT / "examples" / f"{name}.py"
-    if way == "as a module":
-        done = run(script, "cpu")
-    else:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, str(script), "--new-tokens", "24"]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    own, transformers = tokens_per_call(done.stdout)
+    own, transformers = run(name, new_tokens=24, is_script=is_script)
     assert own > 1.5 and transformers > 1.1
 
 
