@@ -51,8 +51,9 @@ def test_counts_are_those_of_the_protocol(ranks, filters):
     assert isinstance(exchanges[0][0], Move) and 0 < moved < vocabulary * 4 * requests * 4
 
 
+# tests/decoding/test_tensor_parallel.py runs ranks that generate, under torchrun too.
 @needs_examples
-@pytest.mark.parametrize("name", ["data_parallel", "tensor_parallel"])
+@pytest.mark.parametrize("name", ["data_parallel", pytest.param("tensor_parallel", marks=pytest.mark.slow)])
 def test_examples_run_under_torchrun(name):
     pytest.importorskip("transformers.distributed", reason="tensor parallelism needs transformers 5")
     environment = os.environ | {

@@ -15,15 +15,28 @@ def test_every_op_has_samples():
     assert set(SAMPLES) == set(_library.op_names())
 
 
+def kind_of(value):
+    """What fake kernels and derivatives may see of an argument: the numbers in a tensor they may not."""
+    if isinstance(value, list):
+        return tuple(map(kind_of, value))
+    return (value.dtype, value.shape, value.stride(), value.requires_grad) if torch.is_tensor(value) else value
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", _library.op_names())
 def test_opcheck(op, device):
     if device == "cuda" and op in _library.CPU_ONLY:
         pytest.skip(_library.CPU_ONLY[op])
     overload = getattr(torch.ops.pass_ext, op).default
+    names, seen = [argument.name for argument in overload._schema.arguments], set()
     for arguments in SAMPLES[op](device):
-        result = torch.library.opcheck(overload, arguments)
-        assert set(result.values()) == {"SUCCESS"}
+        kind = tuple(
+            kind_of(value) for name, value in zip(names, arguments, strict=True) if name not in ("rule", "mode")
+        )
+        if kind not in seen:
+            seen.add(kind)
+            result = torch.library.opcheck(overload, arguments)
+            assert set(result.values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("op", _library.op_names())

@@ -29,7 +29,8 @@ def run_group(folder, ranks, jobs):
     return seen, [process.returncode for process in processes], errors
 
 
-@pytest.fixture(scope="module", params=sorted(JOBS), ids=lambda ranks: f"{ranks}-ranks")
+# test_shard.py shows four ranks in one process; a group of two shows the exchange between processes.
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda ranks: f"{ranks}-ranks")
 def group(request, tmp_path_factory):
     ranks = request.param
     seen, codes, errors = run_group(tmp_path_factory.mktemp("group"), ranks, JOBS[ranks])

@@ -26,7 +26,7 @@ from pass_ext.distributed.rounds import residual_rounds, residual_rounds_of_chai
 from pass_ext.distributed.shards import Shard
 from pass_ext.ops.shard import SELECT_ROUNDS, SLICE_COLUMNS
 
-CASES = 60  # of each rule and filter
+CASES = 30  # of each rule and filter
 MORE = 1000
 
 

@@ -100,9 +100,8 @@ def test_held_out_texts_that_are_too_short_are_passed_over(folder, tmp_path, nam
 
 def test_a_prompt_as_long_as_a_tree_is_passed_over(folder, tmp_path):
     """Its chains leave no room for what was written behind it."""
-    (tmp_path / "long.txt").write_text("say so\n" * 3 + "".join(f"line {n}\n" * 1200 for n in range(30)))
     prompts = tmp_path / "prompts"
-    prompts.write_text("\n".join(f"{n} " + "word " * 1000 for n in range(30)))
+    prompts.write_text("\n".join(f"{n} " + "word " * 120 for n in range(30)))
     more = ["--self-distill", str(prompts), "--levels", "16", "--evaluation-places", "32", "--continuations", "0"]
     main(line_of("train-decision", folder, tmp_path / "out", *more))
     assert result_of("train-decision", tmp_path / "out").training_record["evaluation"]["places"] > 0
@@ -130,7 +129,9 @@ def test_other_texts_may_be_held_out_when_a_command_is_repeated(folder, tmp_path
 STEPS = {"train": "--steps", "train-draft": "--steps", "train-decision": "--epochs"}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name", ["train", *(pytest.param(name, marks=pytest.mark.slow) for name in list(COMMANDS)[1:])]
+)
 def test_ctrl_c_ends_a_command_with_a_sentence_and_it_goes_on(folder, tmp_path, name, capsys):
     out, log = tmp_path / "out", tmp_path / "log"
     line = line_of(name, folder, out, STEPS[name], "1000000")
