@@ -1,27 +1,37 @@
 """The backends of the tests (`--device`, default: all here), and a poisoned torch.empty, so that unwritten output shows."""
 
+import logging
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import pass_ext
 from pass_ext import testing
+
+sys.path.append(str(Path(__file__).parents[1]))  # benchmarks, tools and examples; an installed pass_ext comes first
 
 KINDS = ("cpu", "best-cpu", "emulated", "cuda")  # best-cpu: at the best instruction set only
 BEST = testing.cpu_backends()[-1].name
 # The files that take longest, longest first. They start first: two processes share the files, and the last to end is short.
 LONG = (
     "test_accept.py",
+    "test_next_tree.py",
     "test_attention.py",
     "test_generate.py",
+    "test_layer.py",
+    "test_adapted_layer.py",
     "test_attention_masks.py",
+    "test_next_rows.py",
+    "test_training_commands.py",
     "test_accept_distribution.py",
-    "test_accept_exactness.py",
-    "test_draft.py",
-    "test_examples.py",
+    "test_linear.py",
     "test_import.py",
+    "test_draft.py",
     "test_speculative.py",
-    "test_tree.py",
+    "test_registration.py",
     "test_seed_stability.py",
     "test_benchmarks.py",
     "test_speculative_laws.py",
@@ -37,6 +47,13 @@ def pytest_configure(config):
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if processes > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // processes))
+
+
+def pytest_collection_finish():
+    """pytest hangs a handler on every logger that does not propagate, three times a test, and torch has fifty of them."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -94,6 +111,30 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def with_threads():
+    """Calls a function with several numbers of threads: all results."""
+    before = torch.get_num_threads()
+
+    def results(call, counts=(1, 2, 3)):
+        found = []
+        for count in counts:
+            torch.set_num_threads(count)
+            found.append(call())
+        return found
+
+    yield results
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def debug_mode():
+    """Ops check the values of their arguments and raise."""
+    former = pass_ext.set_debug(True)
+    yield
+    pass_ext.set_debug(former)
 
 
 @pytest.fixture(scope="module")

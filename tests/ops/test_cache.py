@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.each import each
 
 import pass_ext
 from pass_ext import reference
@@ -173,7 +174,7 @@ def test_every_layout(backend, layout, from_new):
 
 
 @pytest.mark.parametrize("from_new", [False, True], ids=["in place", "from new"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each("dtype", DTYPES)
 def test_every_type(backend, dtype, from_new):
     check_random(backend, "slots", [7, 0, 4], from_new=from_new, dtype=dtype)
     check_random(backend, 3, [12], from_new=from_new, dtype=dtype, dim=5, path=any_path)
@@ -181,7 +182,7 @@ def test_every_type(backend, dtype, from_new):
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("from_new", [False, True], ids=["in place", "from new"])
-@pytest.mark.parametrize("dim", [1, 2, 5, 8, 12, 31, 64, 160])
+@each("dim", [1, 2, 5, 8, 12, 31, 64, 160])
 def test_every_width_and_alignment(backend, dim, from_new):
     for offset, gap in [(0, 0), (1, 0), (4, 4), (8, 8), (0, 3)]:
         for layout in ("slots", "heads"):
@@ -513,6 +514,7 @@ REFUSALS = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick_on("best")
 @pytest.mark.parametrize(("change", "message"), REFUSALS, ids=[m[:40] for _, m in REFUSALS])
 def test_bad_input_is_refused_in_words(backend, change, message):
     if backend.name == "emulated":

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from support.each import each
 from support.pairwise import pairwise
 from support.steps import random_sampling, strided, to
 
@@ -108,7 +109,7 @@ def test_rows_may_begin_at_any_element(backend, dtype):
                 assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("slots", [2, 5, 32, 95])
+@pytest.mark.parametrize("slots", [5, 95, *(pytest.param(n, marks=pytest.mark.quick_on("cpu")) for n in (2, 32))])
 def test_scores_that_round_to_one_number_are_in_the_order_of_ids(backend, slots):
     """Far below the largest logit small differences vanish in a score, but not between logits."""
     logits = 1e-6 * torch.randn(2, 40_000, generator=torch.Generator().manual_seed(2))
@@ -118,8 +119,8 @@ def test_scores_that_round_to_one_number_are_in_the_order_of_ids(backend, slots)
 
 
 @pytest.mark.parametrize("mode", ["coupled", "without"])
-@pytest.mark.parametrize("spread", [0.0, 0.5, 8.0])
-@pytest.mark.parametrize("slots", [2, 3, 8, 17, 32, 33])
+@each("spread", [0.0, 0.5, 8.0])
+@each("slots", [2, 3, 8, 17, 32, 33])
 def test_several_winners_of_a_race_are_those_of_the_cpu(backend, mode, spread, slots):
     """A flat row, whose lists overflow, a usual one, and one whose winners share a group."""
     logits = spread * torch.randn(3, 9_011, generator=torch.Generator().manual_seed(slots))
@@ -344,6 +345,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.quick_on("best")
 @pytest.mark.parametrize(("change", "message"), REFUSALS, ids=[m[:24] for _, m in REFUSALS])
 def test_bad_input_is_refused_in_words(backend, change, message):
     if backend.name == "emulated":

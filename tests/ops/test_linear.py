@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from support.each import each
 from torch import nn
 from torch.nn import functional
 
@@ -17,14 +18,6 @@ from pass_ext.testing import assert_error_within, assert_same_bits, cpu_backends
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 BEST_CPU = cpu_backends()[-1].name
-
-
-@pytest.fixture
-def threads():
-    """Sets the number of threads; restored afterwards."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def make_case(rows, width, outputs, dtype=torch.bfloat16):
@@ -47,9 +40,9 @@ def assert_right(x, weight, bias=None):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("width", [1, 7, 63, 65, 768, 1000])
+@each("width", [1, 7, 63, 65, 768, 1000])
 @pytest.mark.parametrize(
-    "outputs", [1, 3, 17, 45, *(pytest.param(n, marks=pytest.mark.quick_on("cpu")) for n in (193, 601))]
+    "outputs", [1, 45, *(pytest.param(n, marks=pytest.mark.quick_on("cpu")) for n in (3, 17, 193, 601))]
 )
 def test_odd_sizes(backend, dtype, width, outputs):
     x, weight, bias = make_case(130, width, outputs, dtype)  # so many that a single unlucky sum decides nothing
@@ -138,14 +131,16 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(backend, dtype, width,
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_threads_change_no_bit(backend, threads, dtype):
+def test_threads_change_no_bit(backend, with_threads, dtype):
     x, weight, bias = make_case(9, 576, 95 if backend.name == "emulated" else 1023, dtype)
-    threads(1)
-    alone = pass_ext.layers.linear_rows(x, weight, bias)
-    for count in (2, 3, 5, 8):  # which take smaller and smaller groups of outputs
-        threads(count)
-        assert_same_bits(pass_ext.layers.linear_rows(x, weight, bias), alone)
-        assert_same_bits(pass_ext.layers.linear_rows(x[4:5], weight, bias), alone[4:5])
+    # More threads take smaller and smaller groups of outputs.
+    results = with_threads(
+        lambda: (pass_ext.layers.linear_rows(x, weight, bias), pass_ext.layers.linear_rows(x[4:5], weight, bias)),
+        (1, 2, 3, 5, 8),
+    )
+    for whole, row in results:
+        assert_same_bits(whole, results[0][0])
+        assert_same_bits(row, whole[4:5])
 
 
 def test_an_output_has_the_same_bits_among_any_others(backend):
@@ -160,7 +155,7 @@ def test_an_output_has_the_same_bits_among_any_others(backend):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@each("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_value_that_is_not_finite_spoils_its_row_or_output_only(backend, dtype, bad):
     for width in (64, 71, 900):
         x, weight, bias = make_case(11, width, 19, dtype)

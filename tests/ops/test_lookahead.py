@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.each import each
 
 import pass_ext
 from pass_ext import reference
@@ -30,7 +31,7 @@ def make_case(
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize(("dtype", "slot_dtype"), PAIRS, ids=str)
-@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=str)
+@each("id_dtype", [torch.int32, torch.int64])
 def test_every_type_gives_the_reference_bits(backend, dtype, slot_dtype, id_dtype):
     for shape, dim in [((7,), 64), ((3, 11), 33)]:
         case = make_case(backend, shape, dim, dtype=dtype, slot_dtype=slot_dtype, id_dtype=id_dtype)
@@ -38,13 +39,13 @@ def test_every_type_gives_the_reference_bits(backend, dtype, slot_dtype, id_dtyp
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("dim", [1, 2, 7, 8, 15, 17, 31, 64, 100, 127, 576, 577, 1032, 2048])
+@each("dim", [1, 2, 7, 8, 15, 17, 31, 64, 100, 127, 576, 577, 1032, 2048])
 def test_every_width(backend, dim):
     case = make_case(backend, (9,), dim)
     assert_same_bits(pass_ext.lookahead_embed(*case), reference.lookahead_embed(*case))
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (2, 3, 4), (4096,), (1, 1, 1, 1)], ids=str)
+@each("shape", [(), (0,), (1,), (3, 0, 2), (2, 3, 4), (4096,), (1, 1, 1, 1)])
 def test_every_leading_shape(backend, shape):
     case = make_case(backend, shape, 24)
     assert_same_bits(pass_ext.lookahead_embed(*case), reference.lookahead_embed(*case))
@@ -136,15 +137,11 @@ def test_ids_out_of_range(backend, bad):
     assert_same_bits(got_elsewhere, reference.lookahead_embed(ids, table, lookahead))
 
 
-def test_debug_mode_reports_ids_out_of_range_on_every_device(backend):
+def test_debug_mode_reports_ids_out_of_range_on_every_device(backend, debug_mode):
     ids, table, lookahead = make_case(backend, (2, 3), 16)
     ids[1, 2] = 53
-    former = pass_ext.set_debug(True)
-    try:
-        with pytest.raises(IndexError, match=r"ids must be in \[-5, 53\).*got 53 at flat index 5"):
-            pass_ext.lookahead_embed(ids, table, lookahead)
-    finally:
-        pass_ext.set_debug(former)
+    with pytest.raises(IndexError, match=r"ids must be in \[-5, 53\).*got 53 at flat index 5"):
+        pass_ext.lookahead_embed(ids, table, lookahead)
 
 
 # ---- gradient ----
@@ -212,17 +209,10 @@ def test_gradient_accepts_strided_input(backend):
 
 
 @pytest.mark.parametrize("slots", [True, False])
-def test_gradients_are_the_same_bits_in_every_run_and_with_any_thread_count(backend, slots):
+def test_gradients_are_the_same_bits_in_every_run_and_with_any_thread_count(backend, slots, with_threads):
     ids = torch.randint(0, 5, (700,), device=backend.device)
     ids, grad = (-1 - ids if slots else ids), torch.randn(700, 1100, device=backend.device).bfloat16()
-    threads = torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(embed_backward(grad, ids, 5, slots, torch.float32))
-    finally:
-        torch.set_num_threads(threads)
+    results = with_threads(lambda: embed_backward(grad, ids, 5, slots, torch.float32))
     for other in results[1:]:
         assert_same_bits(other, results[0])
 
@@ -302,6 +292,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.quick_on("best")
 @pytest.mark.parametrize(("change", "message"), REFUSALS, ids=[m[:24] for _, m in REFUSALS])
 def test_bad_input_is_refused_in_words(backend, change, message):
     if backend.name == "emulated":

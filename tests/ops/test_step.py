@@ -4,6 +4,7 @@ errors against float64 elsewhere, the same bits on every backend, and memory tha
 
 import pytest
 import torch
+from support.each import each
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -68,7 +69,7 @@ def check_norm(x, weight, **options):
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("width", WIDTHS)
+@each("width", WIDTHS)
 def test_norm_of_every_width(backend, dtype, width):
     x, residual, weight = make(backend, (5, width), (5, width), (width,), dtype=dtype, scale=2.0)
     for form in NORM_FORMS:
@@ -77,7 +78,7 @@ def test_norm_of_every_width(backend, dtype, width):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("width", [8, 100, 1032, 4095])
+@each("width", [8, 100, 1032, 4095])
 def test_norm_has_the_same_bits_on_every_backend(backend, dtype, width):
     x, residual, weight = make(backend, (4, width), (4, width), (width,), dtype=dtype)
     for form in NORM_FORMS:
@@ -97,7 +98,7 @@ def modules():
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("form", NORM_FORMS)
+@each("form", NORM_FORMS)
 def test_norm_has_the_bits_of_transformers_if_the_sum_is_exact(backend, dtype, form):
     """Squares of small whole numbers add exactly in any order."""
     for width in (7, 576, 2048):
@@ -113,7 +114,7 @@ def test_norm_has_the_bits_of_transformers_if_the_sum_is_exact(backend, dtype, f
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("form", NORM_FORMS)
+@each("form", NORM_FORMS)
 def test_norm_is_near_transformers_in_every_number(backend, dtype, form):
     """Three units in the last place in fp32; in 16 bits a rounding of the normed number and one of the product."""
     x, weight = make(backend, (40, 577), (577,), dtype=dtype, scale=3.0)
@@ -145,7 +146,7 @@ def test_norm_of_rows_that_are_not_contiguous(backend):
     assert_same_bits(pass_ext.layers.step_rms_norm(alike, weight)[0], alone)
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8), (4, 0), (8,), (2, 1, 3, 8)], ids=str)
+@each("shape", [(0, 8), (3, 0, 8), (4, 0), (8,), (2, 1, 3, 8)])
 def test_norm_of_every_leading_shape(backend, shape):
     x, residual, weight = make(backend, shape, shape, shape[-1:])
     check_norm(x, weight)
@@ -190,8 +191,8 @@ def factors(backend, rows, width, dtype):
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("in_fp32", [False, True])
-@pytest.mark.parametrize("width", [2, 6, 16, 20, 64, 80, 96, 128])
+@each("in_fp32", [False, True])
+@each("width", [2, 6, 16, 20, 64, 80, 96, 128])
 def test_rotation_has_the_reference_bits(backend, dtype, in_fp32, width):
     q, k = make(backend, (7, 5, width), (7, 2, width), dtype=dtype)
     for rotated in {width, width // 4 * 2, 0}:
@@ -200,7 +201,7 @@ def test_rotation_has_the_reference_bits(backend, dtype, in_fp32, width):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("architecture", ["llama", "phi3", "olmo2"])
+@each("architecture", ["llama", "phi3", "olmo2"])
 def test_rotation_has_the_bits_of_transformers(backend, dtype, architecture):
     """phi3 rotates a part of each head; olmo2 has cosines in fp32."""
     pytest.importorskip("transformers")
@@ -258,7 +259,7 @@ def exact_gate(gate, up, activation):
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("width", [1, 7, 8, 17, 64, 576, 1537])
+@each("width", [1, 7, 8, 17, 64, 576, 1537])
 def test_gate_of_every_width(backend, dtype, activation, width):
     gate, up = make(backend, (9, width), (9, width), dtype=dtype, scale=2.0)
     out = pass_ext.layers.step_gate(gate, up, activation=activation)
@@ -321,7 +322,7 @@ def test_gate_of_rows_that_are_not_contiguous(backend):
     assert_same_bits(pass_ext.layers.step_gate(apart(gate), up.mT.contiguous().mT), out)
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8), (4, 0), (8,), (2, 1, 3, 8)], ids=str)
+@each("shape", [(0, 8), (3, 0, 8), (4, 0), (8,), (2, 1, 3, 8)])
 def test_gate_of_every_leading_shape(backend, shape):
     gate, up = make(backend, shape, shape)
     out = pass_ext.layers.step_gate(gate, up)
@@ -351,23 +352,19 @@ def test_a_row_has_the_same_bits_among_any_others(backend, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_threads_change_no_bit(backend, dtype):
+def test_threads_change_no_bit(backend, dtype, with_threads):
     if not backend.name.startswith("cpu"):
         pytest.skip("about the CPU's threads")
     x, residual, weight = make(backend, (301, 1024), (301, 1024), (1024,), dtype=dtype)
-    angles, before = factors(backend, 301, 64, dtype), torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            q, k = x.unflatten(1, (16, 64)).split([12, 4], dim=1)
-            results.append([
-                *pass_ext.layers.step_rms_norm(x, weight, residual=residual),
-                *pass_ext.layers.step_rotary(q, k, *angles),
-                pass_ext.layers.step_gate(x),
-            ])  # fmt: skip
-    finally:
-        torch.set_num_threads(before)
+    angles = factors(backend, 301, 64, dtype)
+    q, k = x.unflatten(1, (16, 64)).split([12, 4], dim=1)
+    results = with_threads(
+        lambda: (
+            *pass_ext.layers.step_rms_norm(x, weight, residual=residual),
+            *pass_ext.layers.step_rotary(q, k, *angles),
+            pass_ext.layers.step_gate(x),
+        )
+    )
     for other in results[1:]:
         assert_all_same_bits(other, results[0])
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.each import each
 from support.steps import depths_of, random_tree, to
 
 import pass_ext
@@ -88,7 +89,7 @@ def test_every_shape_and_size(backend, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("nodes", [26, 256, 1024])
+@each("nodes", [26, 256, 1024])
 def test_large_trees(backend, shape, nodes):
     random = torch.Generator().manual_seed(nodes)
     assert_prepares(*pack([SHAPES[shape](nodes, random)], backend.device), nodes)
@@ -221,25 +222,21 @@ def test_more_nodes_than_max_nodes(backend, max_nodes):
     assert visible[last:].flatten()[0] == 1
 
 
-def test_debug_mode_reports_malformed_input_on_every_device(backend):
+def test_debug_mode_reports_malformed_input_on_every_device(backend, debug_mode):
     parents, cu_nodes = pack([[-1, 0], [-1, 1, 0]], backend.device)
     visible = torch.ones(5, 1, dtype=torch.int64, device=backend.device)
     mask = lambda bounds, prefixes: pass_ext.tree_mask(  # noqa: E731
         visible, bounds, 3, integers(prefixes, backend), 10, torch.float32
     )
-    former = pass_ext.set_debug(True)
-    try:
-        with pytest.raises(IndexError, match="got 1 at flat index 3, node 1 of request 1"):
-            pass_ext.tree_prepare(parents, cu_nodes, 3)
-        with pytest.raises(IndexError, match="in steps of at most 2, got 2 and 5 at 1"):
-            pass_ext.tree_prepare(parents, cu_nodes, 2)
-        with pytest.raises(IndexError, match="tree_mask: cu_nodes must rise to at most 5"):
-            mask(cu_nodes + 1, [0, 0])
-        with pytest.raises(IndexError, match=r"prefix_lens must be in .* got 8 at 1, with kv_len 10 and 3 nodes"):
-            mask(cu_nodes, [8, 8])
-        assert mask(cu_nodes, [8, 7]).shape == (2, 1, 3, 10)
-    finally:
-        pass_ext.set_debug(former)
+    with pytest.raises(IndexError, match="got 1 at flat index 3, node 1 of request 1"):
+        pass_ext.tree_prepare(parents, cu_nodes, 3)
+    with pytest.raises(IndexError, match="in steps of at most 2, got 2 and 5 at 1"):
+        pass_ext.tree_prepare(parents, cu_nodes, 2)
+    with pytest.raises(IndexError, match="tree_mask: cu_nodes must rise to at most 5"):
+        mask(cu_nodes + 1, [0, 0])
+    with pytest.raises(IndexError, match=r"prefix_lens must be in .* got 8 at 1, with kv_len 10 and 3 nodes"):
+        mask(cu_nodes, [8, 8])
+    assert mask(cu_nodes, [8, 7]).shape == (2, 1, 3, 10)
 
 
 # ---- tree_mask ----
@@ -267,7 +264,7 @@ def test_masks_of_every_alignment(backend, dtype):
             assert_masks(bits, cu_nodes, 6, integers([first, 9, kv_len - 5], backend), kv_len, dtype)
 
 
-@pytest.mark.parametrize("nodes", [1, 31, 33, 63, 64, 65, 127, 128, 129, 256])
+@each("nodes", [1, 31, 33, 63, 64, 65, 127, 128, 129, 256])
 def test_masks_of_every_size(backend, nodes):
     random = torch.Generator().manual_seed(nodes)
     bits, cu_nodes = random_bits(nodes, nodes, random, backend.device), integers([0, nodes], backend)
@@ -386,19 +383,17 @@ def test_from_parents_to_mask(backend):
             assert seen == [*range(prefix), *(prefix + j for j in sorted(path))]
 
 
-def test_masks_are_the_same_bits_with_any_thread_count():
+def test_masks_are_the_same_bits_with_any_thread_count(with_threads):
     random = torch.Generator().manual_seed(1)
     bits, cu_nodes = random_bits(200, 100, random, "cpu"), torch.arange(0, 201, 100).int()
     parents = torch.tensor(random_tree(100, random) * 200, dtype=torch.int32)
     many = torch.arange(0, 20_001, 100).int()
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            mask = pass_ext.tree_mask(bits, cu_nodes, 100, torch.tensor([50, 900]).int(), 1003, torch.bfloat16)
-            results.append((mask, *pass_ext.tree_prepare(parents, many, 100)))
-    finally:
-        torch.set_num_threads(threads)
+
+    def both():
+        mask = pass_ext.tree_mask(bits, cu_nodes, 100, torch.tensor([50, 900]).int(), 1003, torch.bfloat16)
+        return mask, *pass_ext.tree_prepare(parents, many, 100)
+
+    results = with_threads(both)
     for other in results[1:]:
         for one, another in zip(results[0], other, strict=True):
             assert_same_bits(one, another)
@@ -460,6 +455,7 @@ REFUSALS = [("tree_prepare", TREE, *one) for one in PREPARE_REFUSALS] + [
 ]
 
 
+@pytest.mark.quick_on("best")
 @pytest.mark.parametrize(("op", "good", "change", "message"), REFUSALS, ids=[r[3][:24] for r in REFUSALS])
 def test_bad_input_is_refused_in_words(backend, op, good, change, message):
     if backend.name == "emulated":

@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+from support.each import each
 from support.pairwise import pairwise
 from support.steps import random_step, to
 
@@ -366,8 +367,8 @@ def test_draws_never_leave_the_support(backend):
 BAD_ROWS = [(math.nan, 1), (math.inf, 1), (-math.inf, 2)]
 
 
-@pytest.mark.parametrize(("value", "bit"), BAD_ROWS, ids=str)
 @pytest.mark.parametrize("rule", pass_ext.RULES)
+@pytest.mark.parametrize(("value", "bit"), BAD_ROWS, ids=str)
 def test_a_bad_row_ends_its_request_and_touches_no_other(backend, rule, value, bit):
     random = torch.Generator().manual_seed(8)
     step = random_step(rule, [5, 6, 4], 50, random, filters=False)
@@ -465,7 +466,7 @@ def test_the_first_of_duplicates_is_followed(backend):
     assert result.path[0].tolist()[:3] == [0, 1, -1]
 
 
-@pytest.mark.parametrize("token", [-1, 9, 2**31 - 1, 2**31, 2**40, -(2**40), 2**63 - 1])
+@each("token", [-1, 9, 2**31 - 1, 2**31, 2**40, -(2**40), 2**63 - 1])
 def test_tokens_outside_the_vocabulary_are_never_accepted(backend, token):
     for rule in pass_ext.RULES:
         draft = {"draft_logits": torch.zeros(2, 9)}
@@ -521,7 +522,7 @@ def test_top_k_of_exactly_as_many_tokens_as_reach_the_floor(backend):
         assert set(result.emitted.flatten().tolist()) == set(range(0, 64 * count, 64))
 
 
-@pytest.mark.parametrize("largest", [0.0, -0.0, math.log(10), math.log(4), math.log(2), 3.0, 1e-20, -5.0])
+@each("largest", [0.0, -0.0, math.log(10), math.log(4), math.log(2), 3.0, 1e-20, -5.0])
 def test_min_p_where_its_edge_is_near_zero(backend, largest):
     """Floats near 0 are many; the search must still find the edge."""
     lone = dict(tokens=torch.zeros(1).long(), parents=torch.full((1,), -1), cu_nodes=torch.arange(2), max_depth=0)
@@ -883,28 +884,18 @@ def test_fresh_seeds_come_from_the_generator(backend):
     assert torch.equal(first.emitted, again.emitted) and not torch.equal(first.emitted, other.emitted)
 
 
-def test_results_are_the_same_bits_with_any_thread_count():
+def test_results_are_the_same_bits_with_any_thread_count(with_threads):
     random = torch.Generator().manual_seed(15)
     step = random_step("traversal", [6], 40_000, random, filters=False, closeness=0.1)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(pass_ext.accept_tree(**step))
-    finally:
-        torch.set_num_threads(threads)
+    results = with_threads(lambda: pass_ext.accept_tree(**step))
     for result in results[1:]:
         assert all(torch.equal(left, right) for left, right in zip(result, results[0], strict=True))
 
 
-def test_debug_mode_raises_where_a_status_is_set():
-    former = pass_ext.set_debug(True)
-    try:
-        for mode in (torch.no_grad(), torch.inference_mode()):
-            with mode, pytest.raises(RuntimeError, match=r"accept_tree: request 0: NaN or \+inf among the logits"):
-                pass_ext.accept_tree(torch.full((1, 4), math.nan), torch.zeros(1).long(), *LONE)
-    finally:
-        pass_ext.set_debug(former)
+def test_debug_mode_raises_where_a_status_is_set(debug_mode):
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode, pytest.raises(RuntimeError, match=r"accept_tree: request 0: NaN or \+inf among the logits"):
+            pass_ext.accept_tree(torch.full((1, 4), math.nan), torch.zeros(1).long(), *LONE)
 
 
 LONE = (torch.full((1,), -1), torch.tensor([0, 1]), 0)
@@ -965,6 +956,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.quick_on("best")
 @pytest.mark.parametrize(("change", "message"), REFUSALS, ids=[m[:30] for _, m in REFUSALS])
 def test_bad_input_is_refused_in_words(backend, change, message):
     if backend.name == "emulated":

@@ -514,36 +514,6 @@ def test_batches_and_their_order_change_nothing(backend, rule):
         same(batch.run([b]), [value[b : b + 1] for value in whole])
 
 
-@pytest.mark.quick_on("cpu")  # on the emulator test_accept.py does the same
-@pytest.mark.parametrize("rule", pass_ext.RULES)
-def test_a_chain_is_a_tree(backend, rule):
-    requests, size = how_many(backend, 1000, 200, 8), 5
-    batch = make_batch(backend, rule, requests, seed=22, most=size, chains=True)
-    tree = batch.run(range(requests))
-    arrays = {name: value.unflatten(0, (requests, size)) for name, value in batch.arrays.items()}
-    generator = torch.Generator().manual_seed(2)
-    chain = pass_ext.accept_chain(
-        strided(arrays["target_logits"], generator),
-        arrays["tokens"][:, 1:],
-        rule=rule,
-        draft_logits=strided(arrays["draft_logits"][:, :-1], generator),
-        allowed=arrays["allowed"].contiguous(),
-        **batch.sampling,
-    )
-    assert 0 < int((chain.num_accepted > 0).sum()) < requests
-    same(tree, chain)
-    transposed = arrays["target_logits"].transpose(0, 1).contiguous().transpose(0, 1)
-    swapped = pass_ext.accept_chain(
-        transposed,
-        arrays["tokens"][:, 1:],
-        rule=rule,
-        draft_logits=arrays["draft_logits"].transpose(0, 1).contiguous().transpose(0, 1)[:, :-1],
-        allowed=arrays["allowed"].contiguous(),
-        **batch.sampling,
-    )
-    same(tree, swapped)
-
-
 @pytest.mark.parametrize("mode", ["coupled", "without", "with", "top"])
 def test_drafts_do_not_depend_on_the_batch(backend, mode):
     requests = how_many(backend, 600, 100, 12)
@@ -571,16 +541,10 @@ def test_drafts_do_not_depend_on_the_batch(backend, mode):
 
 
 @pytest.mark.parametrize("rule", pass_ext.RULES)
-def test_thread_counts_change_nothing(backend, rule):
+def test_thread_counts_change_nothing(backend, rule, with_threads):
     if not backend.name.startswith("cpu"):
         pytest.skip("torch's threads are the CPU's")
     batch = make_batch(backend, rule, how_many(backend, 200, 60, 0), seed=24)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(batch.run(range(len(batch.sizes))))
-    finally:
-        torch.set_num_threads(threads)
-    same(results[1], results[0])
-    same(results[2], results[0])
+    one, *others = with_threads(lambda: batch.run(range(len(batch.sizes))))
+    for other in others:
+        same(other, one)

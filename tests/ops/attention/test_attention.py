@@ -178,7 +178,7 @@ def test_anything(backend):
     limits = sized(backend, (200, 30, 3, 2), (300, 70, 4, 4))
 
     @settings(
-        max_examples=60 if is_thorough(backend) or is_small(backend) else 15,
+        max_examples=60 if is_thorough(backend) else 15,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
@@ -491,7 +491,7 @@ def test_the_plan_counts_in_64_bits_what_a_schedule_counts_in_32():
             machine.attention_workspace(fits | {"slots": fits["slots"] + 1})
 
 
-def test_debug_mode_checks_on_the_gpu_what_the_cpu_always_checks(cuda):
+def test_debug_mode_checks_on_the_gpu_what_the_cpu_always_checks(cuda, debug_mode):
     case = to(solved([30, 9], [3, 4], layout="paged 16", window=20)[0], cuda.device)
     broken = [
         ({"depths": torch.tensor([0, 1, 2, 0, 1, 4, 3], dtype=torch.int32)}, "depths must be in"),
@@ -500,11 +500,7 @@ def test_debug_mode_checks_on_the_gpu_what_the_cpu_always_checks(cuda):
         ({"cu_nodes": torch.tensor([0, 3, 8], dtype=torch.int32)}, "cu_nodes must rise"),
         ({"block_table": torch.full_like(case["block_table"], 99)}, "block_table must name pages below"),
     ]
-    former = pass_ext.set_debug(True)
-    try:
-        pass_ext.attention_tree(**case)
-        for change, message in broken:
-            with pytest.raises(IndexError, match=message):
-                pass_ext.attention_tree(**to(case | change, cuda.device))
-    finally:
-        pass_ext.set_debug(former)
+    pass_ext.attention_tree(**case)
+    for change, message in broken:
+        with pytest.raises(IndexError, match=message):
+            pass_ext.attention_tree(**to(case | change, cuda.device))

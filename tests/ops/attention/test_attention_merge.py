@@ -7,6 +7,7 @@ import pytest
 import torch
 from attention_cases import BITS, INPUTS, RANDOM
 from attention_checks import FLOATS, UNIT, assert_right, assert_within, check, run, sized, solved
+from support.each import each
 from support.steps import to
 
 import pass_ext
@@ -40,7 +41,7 @@ def check_merge(backend, *sides):
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES + ODD_SHAPES, ids=str)
+@each("shape", SHAPES + ODD_SHAPES)
 def test_every_shape_and_type(backend, shape, dtype):
     for spread in (0.1, 3.0, 60.0, 1000.0):
         check_merge(backend, *random_sides(shape, dtype, spread=spread))
@@ -66,7 +67,7 @@ def test_the_order_of_sides_hardly_matters(backend):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1.0])
+@each("value", [math.nan, math.inf, 1.0])
 def test_a_side_that_saw_nothing_does_not_count(backend, dtype, value):
     """To the bit, whatever its out holds; if neither side saw anything, out 0 and lse -inf."""
     out_a, lse_a, out_b, lse_b = random_sides((6, 64), dtype)

@@ -196,6 +196,7 @@ def assert_refused(device, options, change, message):
         pass_ext.attention_tree(**to(case | change, device))
 
 
+@pytest.mark.quick_on("best")
 @pytest.mark.parametrize(("options", "change", "message"), SHAPES, ids=[m[:32] for _, _, m in SHAPES])
 def test_bad_input_is_refused_in_words(backend, options, change, message):
     if backend.name == "emulated":
@@ -203,6 +204,7 @@ def test_bad_input_is_refused_in_words(backend, options, change, message):
     assert_refused(backend.device, options, change, message)
 
 
+@pytest.mark.quick_on("best")
 @pytest.mark.parametrize(
     ("options", "change", "message"), VALUES, ids=[f"{i} {m[:24]}" for i, (_, _, m) in enumerate(VALUES)]
 )

@@ -7,6 +7,8 @@ import emulator
 import pytest
 import torch
 from layer_cases import adapters_for, after_by_ops, after_case, before_by_ops, before_case, doubled
+from support.each import each
+from support.pairwise import pairwise
 
 import pass_ext
 from pass_ext import reference
@@ -38,21 +40,28 @@ def plain(case):
     return {name: value for name, value in case.items() if name not in ("ids", "adapters", "adapter_scale")}
 
 
-ROWS = [2, 9, *(pytest.param(n, marks=pytest.mark.quick_on("cpu")) for n in (33, 70))]
 BEFORE_RANKS = (dict(q=3, k=8, v=1), dict(q=17, v=0), dict(k=16), dict(q=5, k=5, v=40))
 AFTER_RANKS = (dict(o=3, gate=8, up=1, down=5), dict(gate=17), dict(up=9, gate=0), dict(down=33, o=16))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {}, dict(whole=True), dict(plain=True), dict(plain=True, width=65, head_dim=10, rotated=6),
-        dict(plain=True, head_dim=80, rotated=40),
-    ],
-    ids=str,
-)  # fmt: skip
+BEFORE = [
+    {}, dict(whole=True), dict(plain=True), dict(plain=True, width=65, head_dim=10, rotated=6),
+    dict(plain=True, head_dim=80, rotated=40),
+]  # fmt: skip
+AFTER = [{}, dict(biases=False, width=65, inner=37), dict(norms=("attention_norm", "output_norm")), dict(norms=())]
+
+
+MANY = pytest.mark.quick_on("cpu")
+
+
+def rows_and(options):
+    """Few rows in pairs; many on the CPU."""
+    many = [pytest.param(rows, one, marks=MANY) for rows in (33, 70) for one in options]
+    return [*pairwise([2, 9], options, "cpu"), *many]
+
+
+@each("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "options"), rows_and(BEFORE), ids=str)
 def test_before_has_the_bits_of_adapter_rows(backend, dtype, rows, options):
     case = before_case(rows, dtype, **options) | dict(head_dim=options.get("head_dim", 16))
     for ranks, count in zip(BEFORE_RANKS, (3, 1, 5, 1), strict=True):
@@ -66,13 +75,8 @@ def test_before_has_the_bits_of_adapter_rows(backend, dtype, rows, options):
     assert_before(case | dict(cos=None, sin=None))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(
-    "options",
-    [{}, dict(biases=False, width=65, inner=37), dict(norms=("attention_norm", "output_norm")), dict(norms=())],
-    ids=str,
-)
+@each("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "options"), rows_and(AFTER), ids=str)
 def test_after_has_the_bits_of_adapter_rows(backend, dtype, rows, options):
     case = after_case(rows, dtype, **options)
     for ranks, count in zip(AFTER_RANKS, (3, 1, 5, 1), strict=True):
@@ -87,8 +91,8 @@ def test_after_has_the_bits_of_adapter_rows(backend, dtype, rows, options):
             assert_after(case | dict(scale=scale))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("rank", [2, 15, 16, 31, 64, 127, 128])
+@each("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rank", [15, 16, 128, *(pytest.param(n, marks=MANY) for n in (2, 31, 64, 127))])
 def test_every_rank(backend, dtype, rank):
     case = before_case(5, dtype, plain=True) | dict(head_dim=16)
     for count, ids in ((1, [-1, 3, -7, 0, -2]), (3, [-3, -1, 0, -3, -2])):
@@ -161,15 +165,11 @@ def test_slots_beyond_the_adapters(backend):
     assert_same_bits(got[[0, 4]], bare[[0, 4]])
 
 
-def test_debug_mode_refuses_slots_beyond_the_adapters(backend):
+def test_debug_mode_refuses_slots_beyond_the_adapters(backend, debug_mode):
     case = before_case(3, torch.float32) | dict(head_dim=16)
     case |= adapters_for(case, dict(v=2), 2, [0, -3, -1])
-    pass_ext.set_debug(True)
-    try:
-        with pytest.raises(IndexError, match=r"ids must be at least -2 .2 adapters., got -3 at index 1"):
-            pass_ext.layers.layer_before_attention(**case)
-    finally:
-        pass_ext.set_debug(False)
+    with pytest.raises(IndexError, match=r"ids must be at least -2 .2 adapters., got -3 at index 1"):
+        pass_ext.layers.layer_before_attention(**case)
 
 
 def test_adapters_are_not_read_without_slots(backend):

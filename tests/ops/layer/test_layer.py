@@ -5,6 +5,8 @@ one, errors against float64, and rows that do not depend on each other.
 import pytest
 import torch
 from layer_cases import after_by_ops, after_case, before_by_ops, before_case, doubled
+from support.each import each
+from support.pairwise import pairwise
 from torch import nn
 
 import pass_ext
@@ -14,16 +16,22 @@ from pass_ext.testing import assert_error_within, assert_same_bits
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("rows", [1, 5, 8, *(pytest.param(n, marks=pytest.mark.quick_on("cpu")) for n in (33, 130))])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {}, dict(whole=True), dict(plain=True), dict(fp32_cos=True), dict(width=65, head_dim=10), dict(plain=True, rotated=6),
-        dict(plain=True, head_dim=80, rotated=40), dict(head_dim=7, rotated=6), dict(head_dim=520, heads=1, key_heads=1),
-    ],
-    ids=str,
-)  # fmt: skip
+BEFORE = [
+    {}, dict(whole=True), dict(plain=True), dict(fp32_cos=True), dict(width=65, head_dim=10), dict(plain=True, rotated=6),
+    dict(plain=True, head_dim=80, rotated=40), dict(head_dim=7, rotated=6), dict(head_dim=520, heads=1, key_heads=1),
+]  # fmt: skip
+AFTER = [("mlp_norm",), (), ("attention_norm", "output_norm"), ("attention_norm", "mlp_norm", "output_norm")]
+MANY = pytest.mark.quick_on("cpu")
+
+
+def rows_and(options):
+    """Up to eight rows, as a block of a GPU takes, in pairs; more on the CPU."""
+    many = [pytest.param(rows, one, marks=MANY) for rows in (33, 130) for one in options]
+    return [*pairwise([1, 5, 8], options, "cpu"), *many]
+
+
+@each("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "options"), rows_and(BEFORE), ids=str)
 def test_before_has_the_bits_of_the_single_ops(backend, dtype, rows, options):
     case = before_case(rows, dtype, **options) | dict(head_dim=options.get("head_dim", 16))
     for form in ("llama", "olmo2", "gemma"):
@@ -43,13 +51,8 @@ def test_before_has_the_bits_of_the_single_ops(backend, dtype, rows, options):
         assert_same_bits(ours, theirs.contiguous())
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("rows", [1, 5, 8, *(pytest.param(n, marks=pytest.mark.quick_on("cpu")) for n in (33, 130))])
-@pytest.mark.parametrize(
-    "norms",
-    [("mlp_norm",), (), ("attention_norm", "output_norm"), ("attention_norm", "mlp_norm", "output_norm")],
-    ids=str,
-)
+@each("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "norms"), rows_and(AFTER), ids=str)
 def test_after_has_the_bits_of_the_single_ops(backend, dtype, rows, norms):
     for biases in (True, False):
         case = after_case(rows, dtype, norms=norms, biases=biases)

@@ -275,17 +275,12 @@ def test_caches_in_one_tensor(cpu):
     assert_same(pass_ext.layers.layer_stack(**case | dict(caches=apart.copy_(stacked))), expected)
 
 
-@pytest.mark.parametrize("threads", [2, 5])
-def test_threads_change_no_bit(cpu, threads):
+def test_threads_change_no_bit(cpu, with_threads):
     """Jobs of a call are shared by threads that stand by, or run in the pool."""
     case = case_of(torch.bfloat16)
-    expected, former = pass_ext.layers.layer_stack(**case), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for _ in range(20):
-            assert_same(pass_ext.layers.layer_stack(**case), expected)
-    finally:
-        torch.set_num_threads(former)
+    expected = pass_ext.layers.layer_stack(**case)
+    for got in with_threads(lambda: pass_ext.layers.layer_stack(**case), [2] * 20 + [5] * 20):
+        assert_same(got, expected)
 
 
 def two_rotations(case, dtype):
