@@ -1,16 +1,11 @@
 """The critical path of a launch: planted loads, shuffles and barriers are counted where threads wait for them."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from support.paths import ROOT
 
 import emulator
-
-sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays
-
 from benchmarks.kernel_time.costs import COSTS, middle
 from benchmarks.kernel_time.host_code import weights_in, weights_of
 

@@ -12,8 +12,6 @@ pytest.importorskip("transformers")
 
 from support.paths import ROOT
 
-sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays the one that is tested
-
 from benchmarks.architectures import __main__ as architectures
 from benchmarks.architectures.__main__ import RESULT, SAME, WAYS, judged
 from benchmarks.architectures.models import NOT_TRIED, model_types, tiny_model

@@ -17,8 +17,7 @@ from support.paths import ROOT
 
 
 @pytest.fixture
-def harness(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
+def harness():
     from benchmarks.harness import cases, measure
 
     return SimpleNamespace(
@@ -40,7 +39,6 @@ def run_module(*arguments, **environment):
 @pytest.fixture
 def render_pages(monkeypatch):
     """Runs python -m benchmarks.pages in this process; its exit status."""
-    monkeypatch.syspath_prepend(ROOT)
     from benchmarks.pages import __main__ as command
 
     def run(*arguments):

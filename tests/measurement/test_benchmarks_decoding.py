@@ -15,12 +15,6 @@ import pytest
 import torch
 from support.paths import ROOT
 
-
-@pytest.fixture(autouse=True)
-def repository_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-
-
 # ---- texts ----
 
 

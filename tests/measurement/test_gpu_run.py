@@ -86,8 +86,7 @@ sys.exit(0 if Runner(path, folder / "run.log", time.monotonic() + 100).run(stage
 
 
 @pytest.fixture
-def benchmarks_gpu(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
+def benchmarks_gpu():
     from benchmarks.gpu import record
     from benchmarks.harness import evidence
 

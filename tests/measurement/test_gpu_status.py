@@ -57,7 +57,6 @@ def find_lies(root):
 
 def run_command(root, *options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT)
         from benchmarks.pages import gpu_status
 
         patch.setattr(sys, "argv", ["gpu_status", "--root", str(root), *options])
@@ -79,8 +78,7 @@ def tree(tmp_path):
 
 
 @pytest.fixture
-def record(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
+def record():
     from benchmarks.gpu import record
 
     return record
@@ -124,7 +122,6 @@ def test_a_part_of_a_family_is_verified_by_its_tests(tree, record):
 
 def test_a_run_names_the_commit_that_it_was_told(monkeypatch):
     """A copy's git knows another commit than the one that was copied."""
-    monkeypatch.syspath_prepend(ROOT)
     from benchmarks.harness import machine
 
     monkeypatch.setenv("PASS_EXT_COMMIT", "0123456789ab")

@@ -12,16 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kernel_limits
 import pytest
+from kernel_limits import LOADS, Limit
 from support.paths import ROOT
 
 import pass_ext
-
-sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays the one that is tested
-
-import kernel_limits
-from kernel_limits import LOADS, Limit
-
 from benchmarks.kernel_code import __main__ as command
 from benchmarks.kernel_code import bounds, disassembler, measure, page
 from benchmarks.kernel_code.control_flow import ControlFlow

@@ -5,8 +5,6 @@ import sys
 import pytest
 from support.paths import ROOT
 
-sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays
-
 from benchmarks.kernel_code.bounds import BANDWIDTH, CLOCK
 from benchmarks.kernel_time import __main__ as command
 from benchmarks.kernel_time import costs, page

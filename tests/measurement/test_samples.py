@@ -1,12 +1,8 @@
 """The page of samples that draft for each other shows the committed result; its ratios are worked out by hand."""
 
 import json
-import sys
 
 import pytest
-from support.paths import ROOT
-
-sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays
 
 from benchmarks.samples.__main__ import BATCHES, MOST, PAGE, RESULT, render
 

@@ -7,9 +7,6 @@ import pytest
 from support.paths import ROOT
 
 import pass_ext
-
-sys.path.append(str(ROOT))  # for tools; at the end, so that an installed pass_ext stays the one that is tested
-
 from tools import op_families
 from tools.op_families import PARTS, cpu_only, family_of, find, ops_of, report
 
@@ -68,7 +65,7 @@ def test_an_op_that_is_new_in_the_schema_has_nothing(copy):
     assert "planted_rows: samples: tests/support/samples.py lacks it" in complaints
 
 
-def test_only_a_stated_reason_excuses(copy, monkeypatch):
+def test_only_a_stated_reason_excuses(copy):
     library = copy / "pass_ext/_library/__init__.py"
     library.write_text(library.read_text().replace('"layer_stack":', '"layer_heap":'))
     missing = [f"layer_stack: {part.name}" for part in PARTS if part.on_gpu and part.pattern]

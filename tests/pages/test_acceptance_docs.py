@@ -19,8 +19,7 @@ PAGE, PICTURE = "docs/ops/accept.md", "docs/ops/accept-tree.svg"
 
 
 @pytest.fixture
-def acceptance(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
+def acceptance():
     from benchmarks.pages import acceptance
 
     return acceptance
@@ -190,11 +189,6 @@ def test_the_example_emits_the_targets_distribution():
 
 def test_a_wrong_draft_distribution_in_the_example_shows():
     assert tail(example(("torch.stack(rows, 1)", "0 * torch.stack(rows, 1)"))) < 1e-9
-
-
-def test_the_example_is_short():
-    code = re.search(r"```python\n(.*?)```", (ROOT / PAGE).read_text(), flags=re.DOTALL)[1]
-    assert len(code.split("def generate")[1].strip().splitlines()) <= 16
 
 
 COUPLED = [

@@ -1,7 +1,5 @@
 """docs/api.md: it lists the public names, and each has a first sentence."""
 
-import sys
-
 import pytest
 
 import pass_ext
@@ -9,8 +7,6 @@ import pass_ext
 pytest.importorskip("transformers")
 
 from support.paths import ROOT
-
-sys.path.append(str(ROOT))  # for docs; at the end, so that an installed pass_ext stays the one that is tested
 
 from tools import api
 

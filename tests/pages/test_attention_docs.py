@@ -136,8 +136,7 @@ def fill_cache(model, caches, request, tokens):
 
 
 @pytest.fixture
-def pictures(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
+def pictures():
     from tools.pictures import attention
 
     return attention

@@ -13,8 +13,6 @@ import pytest
 import torch
 from support.paths import ROOT
 
-sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays the one that is tested
-
 from benchmarks.pages import shards
 from pass_ext.distributed.accept import chain_steps
 from pass_ext.distributed.exchange import Add, Gather, Move, run_together

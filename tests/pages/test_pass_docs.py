@@ -66,8 +66,7 @@ def test_the_page_names_every_argument_of_the_methods():
                 assert repr(method.__dataclass_fields__[name].default).strip("'") == default.strip('"')
 
 
-def test_another_picture_is_found(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
+def test_another_picture_is_found(tmp_path):
     from tools.pictures import cycles
 
     (tmp_path / "docs/guide").mkdir(parents=True)

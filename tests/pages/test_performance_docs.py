@@ -4,12 +4,9 @@ import json
 import re
 import shutil
 import statistics
-import sys
 
 import pytest
 from support.paths import ROOT
-
-sys.path.append(str(ROOT))  # for tools; at the end, so that an installed pass_ext stays the one that is tested
 
 from tools import performance
 

@@ -266,7 +266,6 @@ def test_a_private_name_is_found():
 
 
 def test_the_picture_shows_its_call_and_another_is_found(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
     from tools.pictures import one_call
 
     monkeypatch.setattr(sys, "argv", ["one_call", "--check"])
@@ -278,9 +277,8 @@ def test_the_picture_shows_its_call_and_another_is_found(tmp_path, monkeypatch):
         assert "does not show this call" in one_call.check(tmp_path)
 
 
-def test_the_picture_is_what_the_readme_says(monkeypatch):
+def test_the_picture_is_what_the_readme_says():
     """A row's output is accepted while the rows up to it hold what the model wrote; the readme counts the same."""
-    monkeypatch.syspath_prepend(ROOT)
     from tools.pictures import one_call
 
     tokens = [(source, output, fate) for source, output, fate in one_call.ROWS if isinstance(source, str)]

@@ -122,8 +122,7 @@ def test_the_table_of_rules_is_what_generate_takes(names, rule, chain, tree, rep
                 pass_ext.generate(names["model"], names["input_ids"], method, **options)
 
 
-def test_another_picture_or_table_is_found(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
+def test_another_picture_or_table_is_found(tmp_path):
     from tools import longest_branch
     from tools.pictures import levels
 
@@ -141,9 +140,8 @@ def test_another_picture_or_table_is_found(tmp_path, monkeypatch):
     assert longest_branch.check(tmp_path) is None
 
 
-def test_the_published_example(monkeypatch):
+def test_the_published_example():
     """p = (.6, .3, .1), two roots, kept with .3, .6, .9: a reader can work out the distribution by hand."""
-    monkeypatch.syspath_prepend(ROOT)
     from tools import longest_branch as page
 
     draft = page.DRAFTS["good behind rare tokens"]

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, field
 
 import torch
+from support.steps import depths_of
 
 from pass_ext.reference.accept import RULES, Walk
 from pass_ext.reference.common.distribution import process
@@ -269,10 +270,7 @@ WANT_REPLACEMENT = ("rejection_with_replacement", "kseq")  # these judge every d
 
 
 def make(world, rule, parents, **options):
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    options.setdefault("max_depth", max(depths))
+    options.setdefault("max_depth", max(depths_of(parents)))
     return Drafts(world, parents, **{"replaced": rule in WANT_REPLACEMENT, **options})
 
 

@@ -1,7 +1,6 @@
 """The benchmark of look-ahead slots: which texts it chooses, what it counts, and that the committed page shows its result."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ pytest.importorskip("transformers")
 from support.generation import slots_for
 from support.paths import ROOT
 from support.small_models import small_model
-
-sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays
 
 from benchmarks.decoding.prompts import Prompt
 from benchmarks.pages import batches, by_machine, training_runs

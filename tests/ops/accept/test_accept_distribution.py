@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.chi_square import chi_square_tail
 from support.enumeration import Drafts, Replay, outcomes
+from support.steps import depths_of
 
 import pass_ext
 from pass_ext.reference.accept import Walk
@@ -230,13 +231,6 @@ def step(
         }
         result = pass_ext.accept_tree(**(change(arguments) if change else arguments))
     return SimpleNamespace(result=result, tokens=tokens, states=states, seeds=seeds, positions=positions)
-
-
-def depths_of(parents):
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    return depths
 
 
 def complete(world, emitted, seeds, positions):
@@ -584,34 +578,6 @@ def test_chains_accept_as_many_as_theory_says(backend, rule, seed):
     assert chain_expectation(world, 3, True) > chain_expectation(world, 3, False) + 0.02
 
 
-@SLOW  # the mean of each rule is shown above, and in test_accept_core.py against the reference
-@pytest.mark.parametrize(
-    ("better", "worse", "name"),
-    [
-        ("block", "rejection", "chain"),
-        ("traversal", "rejection", "tree"),
-        ("traversal", "rejection", "deep"),
-        ("rejection", "rejection_with_replacement", "star"),
-        ("rejection", "rejection_with_replacement", "tree"),
-        ("kseq", "rejection_with_replacement", "star"),
-    ],
-)
-def test_which_rule_accepts_more(backend, better, worse, name):
-    """On the average over worlds, and by more than chance could do."""
-    worlds = how_many(backend, 12, 4)
-    gains = torch.zeros(2, dtype=torch.float64)
-    for seed in range(worlds):
-        world = World(40 + seed, 5, max(depths_of(TREES[name])), near=0.2)
-        better_one, worse_one = (
-            emitted_counts(backend, world, TREES[name], rule, how_many(backend, 3_000, 500))[1:]
-            for rule in (better, worse)
-        )
-        gains += torch.tensor([better_one[0] - worse_one[0], better_one[1] ** 2 + worse_one[1] ** 2])
-    gain, error = float(gains[0]) / worlds, math.sqrt(float(gains[1])) / worlds
-    print(f"{better} accepts {gain:.4f} more than {worse}, standard error {error:.4f}")
-    assert gain > (4.0 if worlds > 4 else -3.0) * error
-
-
 # ---- the draft's own distribution ----
 
 
@@ -843,70 +809,3 @@ def test_positions_that_stand_still_show(rule):
     world, backend = TwoLast(18, 3, 0), cpu_backends()[-1]
     texts = generate(backend, world, shape_for(rule, "tree"), rule, 10_000, 5, stands=True)
     assert chi_square_tail(texts, world.joint(5)) < CERTAIN
-
-
-FAULTS = (
-    "biased coin",
-    "coin used again for the residual",
-    "coin of the first child used again for the second",
-    "noise of the draft used again for the residual",
-    "residual is the target",
-    "residual is the target without the refused",
-    "residual of the last refusal only",
-    "residual not normalised before the second coin",
-    "draft not normalised before the second coin",
-    "draft kept whole",
-    "p and q exchanged in the residual",
-    "bonus from the parent's row",
-)
-
-
-def sampled(world, requests, fault):
-    """The rule "rejection" for two children in plain PyTorch, with a fault: counts how often each text of two tokens came."""
-    generator = torch.Generator().manual_seed(8)
-    p0, q0, fresh = world.p[0], world.q[0], lambda: torch.rand(requests, generator=generator, dtype=torch.float64)
-    seeds = torch.arange(requests)
-    drafts, _ = pass_ext.draft_sample(
-        world.draft[:1].expand(requests, -1), 2, mode="without", seeds=seeds, positions=0, nodes=0
-    )
-    p, q, emitted = p0.repeat(requests, 1), q0.repeat(requests, 1), torch.full((requests,), -1)
-    refused = torch.zeros(requests, dtype=torch.bool)
-    for i in range(2):
-        x = drafts[:, i]
-        u = u if i and fault == "coin of the first child used again for the second" else fresh()  # noqa: F821
-        bound = p.gather(1, x[:, None])[:, 0] / q.gather(1, x[:, None])[:, 0]
-        passes = u * (0.9 if fault == "biased coin" else 1.0) < bound
-        emitted = torch.where(passes & (emitted < 0), x, emitted)
-        refused = emitted < 0
-        rest = (p - q).clamp(min=0.0)
-        if fault == "residual of the last refusal only":
-            rest = (p0 - q).clamp(min=0.0)
-        if fault == "p and q exchanged in the residual":
-            rest = (q - p).clamp(min=0.0)
-        if fault == "residual is the target without the refused":
-            rest = p.scatter(1, x[:, None], 0.0)
-        if fault != "residual is the target":
-            whole = fault == "residual not normalised before the second coin"
-            p = rest if whole else rest / rest.sum(1, keepdim=True).clamp(min=1e-300)
-        if fault != "draft kept whole":
-            q = q.scatter(1, x[:, None], 0.0)
-            if fault != "draft not normalised before the second coin":
-                q = q / q.sum(1, keepdim=True)
-    if fault == "noise of the draft used again for the residual":
-        again, _ = pass_ext.draft_sample(p.log().float(), 1, mode="without", seeds=seeds, positions=0, nodes=0)
-        residual = again[:, 0]
-    else:
-        v = u if fault == "coin used again for the residual" else fresh()
-        cumulative = p.cumsum(1)
-        residual = (cumulative <= v[:, None] * cumulative[:, -1:]).sum(1).clamp(max=world.vocabulary - 1)
-    first = torch.where(refused, residual, emitted)
-    rows = world.p[1 + first] if fault != "bonus from the parent's row" else world.p[:1].expand(requests, -1)
-    second = (rows.cumsum(1) <= fresh()[:, None]).sum(1).clamp(max=world.vocabulary - 1)
-    return torch.bincount(first * world.vocabulary + second, minlength=world.vocabulary**2)
-
-
-@pytest.mark.parametrize("fault", [None, *FAULTS])
-def test_a_planted_fault_shows(fault):
-    world = World(63, 5, 1, near=0.2)
-    tail = chi_square_tail(sampled(world, 60_000, fault), world.joint(2))
-    assert tail < CERTAIN if fault else tail > SUSPICIOUS

@@ -7,7 +7,6 @@ import itertools
 
 import pytest
 import torch
-from support.chi_square import chi_square_tail
 from support.enumeration import (
     ALL,
     CASES,
@@ -32,7 +31,6 @@ from support.enumeration import (
 )
 
 import pass_ext.reference.accept as accept_module
-from pass_ext.reference import accept_tree, draft_sample
 from pass_ext.reference.accept import RULES, Judge, Walk
 from pass_ext.reference.common.noise import Purpose
 
@@ -121,65 +119,6 @@ def test_adaptive_rejection_without_tolerance_is_exact(monkeypatch):
     monkeypatch.setitem(accept_module.BOUNDS, "adaptive_rejection", (0.0, 0.0))
     for world in worlds(TREES["2,1"], 4):
         assert variation(make(world, "adaptive_rejection", TREES["2,1"]), "adaptive_rejection") < EXACT
-
-
-# ---- the random numbers in their places ----
-
-
-# test_accept_distribution.py shows this for kernels, and they decide as the reference does: one quick rule is enough.
-@pytest.mark.parametrize(
-    "rule", [pytest.param(rule, marks=() if rule == "rejection" else pytest.mark.slow) for rule in SHAPES]
-)
-def test_drafted_and_judged_with_philox_noise(rule):
-    """draft_sample and accept_tree together, one request per seed: two tokens have the target's distribution. So the draws of a
-    request (drafts, coins, last token) are as independent of each other as the rules need.
-    """
-    vocabulary, requests, position = 3, 500, 40
-    parents = torch.tensor([-1, 0, 1] if rule == "block" else [-1, 0, 0, 1, 1, 2, 2])
-    size, k = len(parents), 1 if rule == "block" else 2
-    generator = torch.Generator().manual_seed(7)
-    logits = torch.randn(
-        2, 1 + vocabulary, vocabulary, generator=generator
-    )  # target, draft: at the root, after each token
-    seeds, spots = torch.arange(requests) * 7919 + 3, torch.full((requests,), position)
-    mode = "with" if rule in ("kseq", "rejection_with_replacement") else "without"
-    warm = torch.ones(requests)
-
-    tokens = torch.zeros(requests, size, dtype=torch.int64)
-    rows = torch.zeros(requests, size, dtype=torch.int64)  # the row of logits of each node's text
-    for node in range(size):
-        children = [i for i in range(size) if parents[i] == node]
-        if node > 0:
-            rows[:, node] = 1 + tokens[:, node]
-        if children:
-            noise = {"seeds": seeds, "positions": spots + (node > 0), "nodes": torch.full((requests,), node)}
-            tokens[:, children] = draft_sample(logits[1][rows[:, node]], k, mode=mode, **noise).tokens
-    result = accept_tree(
-        logits[0][rows].view(-1, vocabulary),
-        tokens.flatten(),
-        parents.repeat(requests),
-        torch.arange(requests + 1) * size,
-        max_depth=2,
-        rule=rule,
-        draft_logits=logits[1][rows].view(-1, vocabulary),
-        temperature=warm,
-        seeds=seeds,
-        positions=spots,
-    )
-    assert not result.status.any()
-    p = logits[0].double().softmax(-1)
-    first, second = result.emitted[:, 0], result.emitted[:, 1]
-    after_one = torch.multinomial(p[1 + first], 1, generator=generator).flatten()  # if the step stopped after one
-    second = torch.where(second < 0, after_one, second)
-    counts = torch.bincount(first * vocabulary + second, minlength=vocabulary**2).double()
-    pairs = (p[0][:, None] * p[1:]).flatten()
-    assert pairs.min() * counts.sum() > 5 and chi_square_tail(counts, pairs) > 1e-4
-    assert 0.2 < result.num_accepted.double().mean() < 1.9  # both drafts and refusals were tried
-    if rule == "coupled":  # exactly the tokens that the target draws for itself
-        alone = draft_sample(
-            logits[0][:1].expand(requests, -1), 1, mode="coupled", temperature=warm, seeds=seeds, positions=spots
-        )
-        assert torch.equal(first, alone.tokens[:, 0])
 
 
 # ---- planted faults ----

@@ -1,6 +1,5 @@
 """The memory of accept and draft on a GPU of 132 multiprocessors, and the rows that this lets them scan beforehand."""
 
-import sys
 from contextlib import contextmanager
 
 import emulator
@@ -8,12 +7,8 @@ import pytest
 import torch
 from emulator.ops import accept, draft, launching
 from emulator.ops.logits import SAMPLING
-from support.paths import ROOT
 
 import pass_ext
-
-sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays
-
 from benchmarks.kernel_code import bounds
 
 VOCABULARY, GROUPS, CHUNKS = 128_256, 2004, 126
