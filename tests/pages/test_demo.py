@@ -15,7 +15,7 @@ pytest.importorskip("rich")
 
 import transformers
 from rich.console import Console
-from support.small_models import small_model
+from support.small_models import BYTES, byte_tokenizer, save_byte_model
 
 import pass_ext
 from pass_ext.__main__ import main
@@ -29,29 +29,18 @@ from pass_ext.demo.prompts import CHOSEN, RACED, RECORDED_MODEL, RECORDED_TOKENS
 from pass_ext.demo.report import agreement_table, speed_table
 
 ROOT = Path(__file__).parents[2]
-BYTES = 256
-END = BYTES  # the id of the end of text
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """A token per byte."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)} | {"<end>": END}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<end>")
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, tokenizer):
-    """A saved model of two small layers and its tokenizer."""
+def folder(tmp_path_factory):
+    """A saved model of two small layers, its tokenizer, and slots."""
     path = tmp_path_factory.mktemp("tiny")
-    model = small_model("llama", vocab_size=BYTES + 1, eos_token_id=END, pad_token_id=END, bos_token_id=END)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    model = save_byte_model(path)
     torch.manual_seed(0)
     slots = pass_ext.LookaheadEmbedding.from_table(3, model.get_input_embeddings().weight)
     slots.save(path / "slots.safetensors")

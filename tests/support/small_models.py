@@ -69,6 +69,30 @@ def small_model(architecture, seed=0, sharpness=3.0, **changes):
     return model
 
 
+BYTES = 256  # also the id of the end of text
+
+
+def byte_tokenizer():
+    """A token per byte, and one for the end of text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)} | {"<end>": BYTES}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<end>")
+
+
+def save_byte_model(folder):
+    """A model of two small layers in a folder, with its tokenizer -> the model."""
+    ids = dict.fromkeys(("eos_token_id", "pad_token_id", "bos_token_id"), BYTES)
+    model = small_model("llama", vocab_size=BYTES + 1, **ids)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return model
+
+
 def prompts(rows, columns, seed=0, padding=()):
     """``(input_ids, attention_mask)``: random ids, with so many columns of padding left of each row."""
     ids = torch.randint(3, VOCABULARY, (rows, columns), generator=torch.Generator().manual_seed(seed))

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from layer_numbers import Numbers
+from layer_cases import Numbers, after_by_ops, before_by_ops
 from torch import nn
 from torch.nn import functional
 
@@ -73,33 +73,6 @@ def case_of(dtype, *, seed=0, plain=False, adapted=(), count=2, drafts=3, **opti
     )  # fmt: skip
 
 
-def with_adapters(layer, adapters, ids, adapter_scale, x, attended=None, *, residual=None, activation="silu", head_dim=DIM,
-                  cos=None, sin=None, **norm):  # fmt: skip
-    """One half of a layer by linear_rows, adapter_rows_ and the step ops: before attention, or, with ``residual``, behind."""
-
-    def product(name, rows):
-        out = pass_ext.layers.linear_rows(rows, getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_bias"))
-        if name in adapters:
-            pass_ext.layers.adapter_rows_(out, rows, ids, *adapters[name], adapter_scale)
-        return out
-
-    def normed(rows, weight):
-        if weight is None:
-            return rows
-        groups = rows.unflatten(1, (-1, len(weight))).contiguous()
-        return pass_ext.layers.step_rms_norm(groups, weight, **norm)[0].flatten(1)
-
-    if residual is not None:
-        middle = residual + normed(product("o", x), layer.attention_norm)
-        rows = normed(middle, layer.mlp_norm)
-        hidden = pass_ext.layers.step_gate(product("gate", rows), product("up", rows), activation=activation)
-        return middle + normed(product("down", hidden), layer.output_norm)
-    x = normed(x, layer.input_norm)
-    q, k, v = (product(name, x) for name in "qkv")
-    q, k, v = (rows.unflatten(1, (-1, head_dim)) for rows in (normed(q, layer.q_norm), normed(k, layer.k_norm), v))
-    return (q, k, v) if cos is None else (*pass_ext.layers.step_rotary(q, k, cos, sin), v)
-
-
 def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head_dim, depths=None, cos=None, sin=None,
            positions=None, rotates=None, windows=None, ids=None, deep=None, final_norm=None, head=None, wanted=None,
            activation="silu", scale=1.0, attention_scale=None, softcap=0.0, adapters=None, adapter_scale=1.0,
@@ -119,22 +92,17 @@ def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head
             turns = dict(cos=cos, sin=sin) if cos.dim() == 2 else dict(cos=cos[number - 1], sin=sin[number - 1])
         before = {name: named[name] for name in ("q_bias", "k_bias", "v_bias", "input_norm", "q_norm", "k_norm")}
         of_layer = {name: (down[index], up[index]) for name, (down, up) in (adapters or {}).items()}
-        added = (layer, of_layer, ids, adapter_scale) if adapters else None
-        q, k, v = with_adapters(*added, x, **turns, **norm) if added else pass_ext.layers.layer_before_attention(
-            x, layer.q_weight, layer.k_weight, layer.v_weight, head_dim=head_dim, **turns, **before, **norm,
-        )  # fmt: skip
+        added = dict(ids=ids, adapters=of_layer, adapter_scale=adapter_scale) if adapters else {}
+        q, k, v = before_by_ops(
+            x, layer.q_weight, layer.k_weight, layer.v_weight, head_dim=head_dim, **turns, **before, **added, **norm
+        )
         new += k, v
         attended, _ = pass_ext.attention_tree(
             q, *pair, prefix_lens, cu_nodes, visible, max_nodes, k_new=k, v_new=v, depths=depths, scale=attention_scale,
             softcap=softcap, window=-1 if windows is None else windows[index],
         )  # fmt: skip
         after = {name: value for name, value in named.items() if name not in before and name[0] not in "qkv"}
-        if added:
-            x = with_adapters(*added, attended.flatten(1), residual=x, activation=activation, **norm)
-        else:
-            x = pass_ext.layers.layer_after_attention(
-                attended.flatten(1), x, **after, activation=activation, scale=scale, **norm
-            )
+        x = after_by_ops(attended.flatten(1), x, **after, activation=activation, scale=scale, **added, **norm)
     x = x if wanted is None else x[wanted]
     x = x if final_norm is None else pass_ext.layers.step_rms_norm(x, final_norm, **norm)[0]
     return x if head is None else pass_ext.layers.linear_rows(x, head), torch.stack(new)

@@ -11,18 +11,17 @@ import time
 import pytest
 import torch
 from support.paths import ROOT
-from support.small_models import small_model
+from support.small_models import save_byte_model
 
 from pass_ext import LookaheadEmbedding
 from pass_ext.__main__ import main
 from pass_ext.drafting import DecisionModel, ExitAdapter
 from pass_ext.training.common.options import PACKAGES
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 for package in PACKAGES:
     pytest.importorskip(package)
 
-END = 256
 COMMANDS = {
     "train": "--lookahead 3 --transition-rank 2 --anchors 4 --checkpoint-every 2 --steps 5 --length 24",
     "train-draft": "--layers 1 2 --rank 4 --vocabulary 60 --batch 32 --document-tokens 500 --steps 5 --length 24",
@@ -35,16 +34,8 @@ NAMES = {"train": "lookahead", "train-draft": "exit", "train-decision": "decisio
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model of two small layers with a token per byte, and texts, some of them held out."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     path = tmp_path_factory.mktemp("tiny")
-    model = small_model("llama", vocab_size=END + 1, eos_token_id=END, pad_token_id=END, bos_token_id=END)
-    model.save_pretrained(path / "model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)} | {"<end>": END}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>").save_pretrained(path / "model")
+    save_byte_model(path / "model")
     (path / "texts").mkdir()
     for number in range(30):
         (path / f"texts/part {number}.txt").write_text(f"line {number} of a text\n" * 40)
