@@ -21,14 +21,14 @@ from pass_ext.modules.files import (
     HitRates,
     TrainedFile,
     check_model,
+    fingerprint_of,
     pretrained_path,
     save_trained,
     shipped_files,
+    table_difference,
     trained_file,
 )
-from pass_ext.modules.fingerprint import fingerprint_of, table_difference
-from pass_ext.modules.peft_folder import read_peft_folder
-from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
+from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters, read_peft_folder
 from pass_ext.ops.lookahead import lookahead_embed
 
 _FORMAT = "pass_ext.lookahead.1"

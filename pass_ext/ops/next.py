@@ -7,11 +7,8 @@ The formulas: csrc/core/next.h, csrc/core/next_tree.h. Kernels: csrc/cpu/next.cp
 import torch
 from torch import Tensor
 
-from pass_ext.ops.common.fakes import register_fake
-from pass_ext.ops.common.integers import integers
-from pass_ext.ops.common.nondifferentiable import call, refuse_gradients
-from pass_ext.ops.common.parameters import Parameter, parameter_tensor
-from pass_ext.ops.common.typed import typed
+from pass_ext.ops.common.arguments import Parameter, integers, parameter_tensor, sampling_tensors, typed
+from pass_ext.ops.common.kernels import call, fake_in_place, refuse_gradients
 
 REPORT_NUMBERS = 3  # kReportNumbers of csrc/core/next.h
 TREE_REPORT_NUMBERS = 5  # kTreeReportNumbers of csrc/core/next_tree.h, and the limits of next_tree_
@@ -106,10 +103,7 @@ def next_rows_(
         left,
         right,
         text,
-        parameter_tensor("next_rows_", "temperature", temperature, requests, torch.float32, device),
-        parameter_tensor("next_rows_", "top_k", top_k, requests, torch.int32, device),
-        parameter_tensor("next_rows_", "top_p", top_p, requests, torch.float32, device),
-        parameter_tensor("next_rows_", "min_p", min_p, requests, torch.float32, device),
+        *sampling_tensors("next_rows_", (temperature, top_k, top_p, min_p), requests, device),
         parameter_tensor("next_rows_", "seeds", seeds, requests, torch.int64, device),
     )
 
@@ -201,19 +195,10 @@ def next_tree_(
         left,
         right,
         text,
-        parameter_tensor("next_tree_", "temperature", temperature, requests, torch.float32, device),
-        parameter_tensor("next_tree_", "top_k", top_k, requests, torch.int32, device),
-        parameter_tensor("next_tree_", "top_p", top_p, requests, torch.float32, device),
-        parameter_tensor("next_tree_", "min_p", min_p, requests, torch.float32, device),
+        *sampling_tensors("next_tree_", (temperature, top_k, top_p, min_p), requests, device),
         parameter_tensor("next_tree_", "seeds", seeds, requests, torch.int64, device),
     )
 
 
-@register_fake("next_rows_")
-def _nothing(rows: Tensor, *rest: object) -> None:
-    return None
-
-
-@register_fake("next_tree_")
-def _nothing_either(rows: Tensor, *rest: object) -> None:
-    return None
+fake_in_place("next_rows_")
+fake_in_place("next_tree_")

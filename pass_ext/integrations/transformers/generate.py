@@ -6,6 +6,7 @@ its own loop. It translates the arguments for ``pass_ext.generate`` and the resu
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +20,45 @@ from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.cache_name import cache_name, given_cache
 from pass_ext.decoding.requests.node_processor import NodeProcessor
 from pass_ext.decoding.stats import GenerationStats
-from pass_ext.integrations.grammar.processors import grammars_of
+from pass_ext.integrations.grammar import grammars_of
 from pass_ext.integrations.transformers.cache import cache_length, read_cache, write_cache
-from pass_ext.integrations.transformers.dropped import Continued, dropped_arguments
-from pass_ext.integrations.transformers.processors import NodeCriteria, sampling_parameters
-from pass_ext.integrations.transformers.step_rows import step_logits, step_scores
+from pass_ext.integrations.transformers.processors import NodeCriteria, sampling_parameters, step_logits, step_scores
+
+_DROPPED = (
+    "streamer",
+    "assistant_model",
+    "synced_gpus",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+)
+
+
+def dropped_arguments() -> dict[str, Any]:
+    """Those arguments of the innermost ``model.generate`` on the stack, None for what was not given; {}: there is none."""
+    from transformers import GenerationMixin
+
+    generate = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not generate:
+        frame = frame.f_back
+    return {} if frame is None else {name: frame.f_locals[name] for name in _DROPPED}
+
+
+class Continued:
+    """A streamer that has the prompt already, from transformers: the first ``put`` is left out."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer, self._has_prompt = streamer, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._streamer, name)
+
+    def put(self, tokens: Any) -> None:
+        """Passes new tokens on."""
+        if self._has_prompt:
+            self._streamer.put(tokens)
+        self._has_prompt = True
+
 
 # Model arguments that transformers prepares for a decoding loop; pass_ext computes its own or does not need them.
 _KNOWN = {

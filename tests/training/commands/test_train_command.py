@@ -17,7 +17,7 @@ from pass_ext.training.common import options as shared
 from pass_ext.training.common import own_texts, record
 from pass_ext.training.common.run import Run
 from pass_ext.training.lookahead import command, loop, pipeline
-from pass_ext.training.lookahead import record as lookahead_record
+from pass_ext.training.lookahead import pipeline as lookahead_record
 from pass_ext.training.lookahead.loop import LookaheadTrainer
 
 transformers = pytest.importorskip("transformers")
