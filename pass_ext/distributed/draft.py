@@ -100,8 +100,11 @@ def draft_steps(
         (all_logits,) = yield from shard.whole()
         law: dict[str, Any] = dict(zip(SAMPLING, sampling, strict=True)) | noise
         return whole.draft_sample(all_logits, k, mode=mode, **law)
-    is_greedy = _greedy_rows(temperature, mode, rows, device)
-    warm = torch.ones(rows, device=device) if temperature is None else temperature.where(~is_greedy, 1.0)
+    if temperature is None:
+        is_greedy, warm = torch.full((rows,), mode == "coupled", device=device), torch.ones(rows, device=device)
+    else:
+        is_greedy = ~(temperature > 0)
+        warm = temperature.where(~is_greedy, 1.0)
     off = (0, 1.0, 0.0)  # greedy rows are ranked unfiltered
     filters = [
         None if v is None else v.where(~is_greedy, n).contiguous() for v, n in zip(sampling[1:], off, strict=True)
@@ -122,12 +125,6 @@ def draft_steps(
     )
     tokens, logprobs = yield from best_steps(trees, shard, k, mode=mode, temperature=temperature, **noise)
     return tokens, _concentrated(tokens, logprobs, is_greedy, mode)
-
-
-def _greedy_rows(temperature: Tensor | None, mode: str, rows: int, device: torch.device) -> Tensor:
-    if temperature is None:
-        return torch.full((rows,), mode == "coupled", device=device)
-    return ~(temperature > 0)
 
 
 def _concentrated(tokens: Tensor, logprobs: Tensor, is_greedy: Tensor, mode: str) -> Tensor:

@@ -56,7 +56,6 @@ class LLGuidance(Grammar):
             )
 
     def accept(self, token: int) -> bool:
-        """As ``Grammar``."""
         if token in self._stops or not 0 <= token < self._tokenizer.vocab_size:
             return False
         taken = self._matcher.try_consume_tokens([token]) == 1
@@ -64,12 +63,11 @@ class LLGuidance(Grammar):
         return taken
 
     def rollback(self, count: int) -> None:
-        """As ``Grammar``."""
         self._matcher.rollback(count)
         self._check()
 
     def fill_mask(self, words: Tensor) -> None:
-        """As ``Grammar``. llguidance's own stop tokens are not allowed: ``generate`` allows the end tokens of the text."""
+        """llguidance's own stop tokens are not allowed: ``generate`` allows the end tokens of the text."""
         size = self._tokenizer.vocab_size
         if -(-size // 32) != len(words):
             raise ValueError(
@@ -84,15 +82,12 @@ class LLGuidance(Grammar):
 
     @property
     def may_end(self) -> bool:
-        """As ``Grammar``."""
         return bool(self._matcher.is_accepting())
 
     def forced(self) -> Sequence[int]:
-        """As ``Grammar``."""
         return list(self._matcher.compute_ff_tokens())
 
     def fork(self) -> LLGuidance:
-        """As ``Grammar``."""
         other = LLGuidance.__new__(LLGuidance)
         other._set(self._matcher.deep_copy(), self._tokenizer)
         return other
@@ -131,15 +126,13 @@ class XGrammar(Grammar):
         self._stops = list(matcher.stop_token_ids)
 
     def accept(self, token: int) -> bool:
-        """As ``Grammar``."""
         return token not in self._stops and bool(self._matcher.accept_token(token))
 
     def rollback(self, count: int) -> None:
-        """As ``Grammar``."""
         self._matcher.rollback(count)
 
     def fill_mask(self, words: Tensor) -> None:
-        """As ``Grammar``. xgrammar's own stop tokens are not allowed: ``generate`` allows the end tokens of the text."""
+        """xgrammar's own stop tokens are not allowed: ``generate`` allows the end tokens of the text."""
         try:
             self._matcher.fill_next_token_bitmask(words[None], 0)
         except RuntimeError as error:
@@ -153,16 +146,13 @@ class XGrammar(Grammar):
 
     @property
     def may_end(self) -> bool:
-        """As ``Grammar``."""
         return bool(self._matcher.is_completed())
 
     def forced(self) -> Sequence[int]:
-        """As ``Grammar``."""
         text = self._matcher.find_jump_forward_string() if self._encode is not None else ""
         return list(self._encode(text[:_LONGEST_FORCED])) if text and self._encode is not None else ()
 
     def fork(self) -> XGrammar:
-        """As ``Grammar``."""
         other = XGrammar.__new__(XGrammar)
         other._set(self._matcher.fork(), self._encode)
         return other

@@ -220,15 +220,22 @@ class TrainedFile:
             raise self.refuse(f"metadata {key!r}", f"a whole number, {least} or more", value)
         return int(value)
 
+    def number(self, key: str) -> float:
+        """Any finite number."""
+        return self._number(key, "a finite number", math.isfinite)
+
     def share(self, key: str) -> float:
         """A number from 0 to 1."""
+        return self._number(key, "a number from 0 to 1", lambda number: 0 <= number <= 1)
+
+    def _number(self, key: str, wanted: str, fits: Callable[[float], bool]) -> float:
         value = self._metadata.get(key)
         try:
             number = float("nan" if value is None else value)
         except ValueError:
             number = float("nan")
-        if not 0 <= number <= 1:
-            raise self.refuse(f"metadata {key!r}", "a number from 0 to 1", value)
+        if not fits(number):
+            raise self.refuse(f"metadata {key!r}", wanted, value)
         return number
 
     def hit_rates(self, rows: int | None = None, key: str = "hit_rates") -> HitRates | None:
@@ -304,17 +311,6 @@ class TrainedFile:
     def names(self, prefix: str) -> list[str]:
         """The names of tensors that begin so, sorted."""
         return sorted(name for name in self._names if name.startswith(prefix))
-
-    def number(self, key: str) -> float:
-        """Any finite number."""
-        value = self._metadata.get(key)
-        try:
-            number = float("nan" if value is None else value)
-        except ValueError:
-            number = float("nan")
-        if not math.isfinite(number):
-            raise self.refuse(f"metadata {key!r}", "a finite number", value)
-        return number
 
     def check_names(self, known: Sequence[str]) -> None:
         """Refuses tensors of other names: they would be left out without a word."""

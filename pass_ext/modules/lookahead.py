@@ -202,18 +202,8 @@ class LookaheadEmbedding(nn.Module):
         adapters, base_model = read_peft_folder(path)
         ids = torch.randint(len(table), (num_lookahead,), generator=torch.Generator().manual_seed(seed))
         rows = table.detach()[ids.to(table.device)]
-        embedding = cls(
-            num_lookahead,
-            table.shape[1],
-            base_model=base_model,
-            vocabulary=table.shape[0],
-            adapters=adapters.to(table.device, table.dtype),
-            device=table.device,
-            dtype=table.dtype,
-        )
+        embedding = cls._with({"weight": rows}, base_model, len(table), adapters.to(table.device, table.dtype))
         embedding.fingerprint = fingerprint_of(table)
-        with torch.no_grad():
-            embedding.weight.copy_(rows)
         return embedding
 
     @staticmethod

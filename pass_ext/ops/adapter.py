@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pass_ext import _library
 from pass_ext.ops.common.arguments import integers, typed
-from pass_ext.ops.common.kernels import call, fake_in_place, refuse_gradients
+from pass_ext.ops.common.kernels import call, nothing, refuse_gradients, register_fake
 
 MAX_RANK = 128  # kMaxAdapterRank of csrc/core/adapter.h
 
@@ -62,7 +62,7 @@ def check_adapter_ids(ids: Tensor, adapters: int, op: str = "adapter_rows_") -> 
         )
 
 
-fake_in_place("adapter_rows_")
+register_fake("adapter_rows_")(nothing)
 
 
 @typed("pass_ext::")

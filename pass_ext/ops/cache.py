@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pass_ext import _library
 from pass_ext.ops.common.arguments import integers, typed
-from pass_ext.ops.common.kernels import call, fake_in_place
+from pass_ext.ops.common.kernels import call, nothing, register_fake
 
 _op = torch.ops.pass_ext.cache_commit_.default
 
@@ -132,4 +132,4 @@ def check_fits(
                                      f"at {b}")  # fmt: skip
 
 
-fake_in_place("cache_commit_")
+register_fake("cache_commit_")(nothing)

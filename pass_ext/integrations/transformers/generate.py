@@ -24,17 +24,12 @@ from pass_ext.integrations.grammar import grammars_of
 from pass_ext.integrations.transformers.cache import cache_length, read_cache, write_cache
 from pass_ext.integrations.transformers.processors import NodeCriteria, sampling_parameters, step_logits, step_scores
 
-_DROPPED = (
-    "streamer",
-    "assistant_model",
-    "synced_gpus",
-    "negative_prompt_ids",
-    "negative_prompt_attention_mask",
-)
+_DROPPED = ("streamer", "assistant_model", "synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask")
 
 
 def dropped_arguments() -> dict[str, Any]:
-    """Those arguments of the innermost ``model.generate`` on the stack, None for what was not given; {}: there is none."""
+    """What a caller gave ``model.generate`` and transformers does not pass on to a callable, None for what was not given; {}:
+    no ``model.generate`` is on the stack. transformers prepares the arguments of its own loops and leaves these in its frame."""
     from transformers import GenerationMixin
 
     generate = inspect.unwrap(GenerationMixin.generate).__code__
@@ -62,14 +57,8 @@ class Continued:
 
 # Model arguments that transformers prepares for a decoding loop; pass_ext computes its own or does not need them.
 _KNOWN = {
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "cache",
-    "logits_to_keep",
-    "use_cache",
-    "cache_position",
-    "return_dict",
+    *("attention_mask", "position_ids", "past_key_values", "cache"),
+    *("logits_to_keep", "use_cache", "cache_position", "return_dict"),
 }
 # What selects transformers' assisted decoding -> what says the same here.
 _ASSISTED = {
@@ -300,6 +289,7 @@ def _other_cache_format(model: Any) -> str:
 def _must_be_filled(cache: Any, columns: int, config: Any, is_writable: bool) -> bool:
     """True if the caller has the cache after the call. Raises for caches that cannot store keys and values unchanged."""
     from transformers import DynamicCache, StaticCache, cache_utils
+    from transformers import __version__ as transformers_version
 
     if type(cache) not in (DynamicCache, StaticCache) or getattr(cache, "offloading", False):
         raise ValueError(
@@ -321,16 +311,8 @@ def _must_be_filled(cache: Any, columns: int, config: Any, is_writable: bool) ->
             )
         return bool(config.return_dict_in_generate)
     # transformers 4 does not mark caches that the caller gave: this may be one.
-    return bool(
-        config.return_dict_in_generate or is_users or (is_writable and is_users is None and not _marks_caches())
-    )
-
-
-def _marks_caches() -> bool:
-    """True if this transformers marks caches that the caller gave."""
-    from transformers import __version__
-
-    return int(__version__.split(".")[0]) >= 5
+    may_be_users = is_users is None and int(transformers_version.split(".")[0]) < 5
+    return bool(config.return_dict_in_generate or is_users or (is_writable and may_be_users))
 
 
 def _past(cache: Any, mask: Tensor) -> tuple[list[tuple[Tensor, Tensor]], int] | None:

@@ -153,7 +153,11 @@ def generate(
         assistant_model: the draft model; with ``tokenizer`` and ``assistant_tokenizer``, which are refused if they disagree.
     """
     _refuse_assisted(arguments, generation_config)
-    tokenizers = _tokenizers(tokenizer, assistant_tokenizer, assistant_model)
+    if assistant_tokenizer is not None:
+        for name, value in (("tokenizer", tokenizer), ("assistant_model", assistant_model)):
+            if value is None:
+                raise ValueError(f"custom_generate: assistant_tokenizer needs {name}, got None")
+    tokenizers = None if assistant_tokenizer is None else (tokenizer, assistant_tokenizer)  # to be compared
     drafting = named_method(
         method, method_settings, slots=slots, assistant_model=assistant_model, tokenizers=tokenizers
     )
@@ -170,16 +174,6 @@ def generate(
         custom_generate=loop,
         **arguments,
     )
-
-
-def _tokenizers(tokenizer: Any, assistant_tokenizer: Any, assistant_model: Any) -> tuple[Any, Any] | None:
-    """The target's and the draft's tokenizers, to be compared; None without the draft's."""
-    if assistant_tokenizer is None:
-        return None
-    for name, value in (("tokenizer", tokenizer), ("assistant_model", assistant_model)):
-        if value is None:
-            raise ValueError(f"custom_generate: assistant_tokenizer needs {name}, got None")
-    return tokenizer, assistant_tokenizer
 
 
 def _without_stop_strings(

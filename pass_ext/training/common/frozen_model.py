@@ -66,6 +66,8 @@ def sample(
     stop: frozenset[int],
 ) -> list[list[int]]:
     """The model's continuation of each prompt: at most ``new_tokens``, up to and including the first token of ``stop``."""
+    from transformers import GenerationConfig
+
     longest = max(map(len, prompts))
     device = model.get_input_embeddings().weight.device
     ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
@@ -78,13 +80,7 @@ def sample(
         temperature=temperature,
         generator=generator,
         eos_token_id=sorted(stop),
-        generation_config=_without_processors(),
+        generation_config=GenerationConfig(),  # the model's own law, whatever penalties its folder asks for
     )
     rows = zip(texts.sequences.tolist(), texts.lengths, strict=True)
     return [row[longest : longest + length] for row, length in rows]
-
-
-def _without_processors() -> Any:
-    from transformers import GenerationConfig
-
-    return GenerationConfig()  # the texts are the model's own law, whatever penalties its folder asks for

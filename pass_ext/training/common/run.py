@@ -152,6 +152,14 @@ class Window:
     anchors: Tensor
 
 
+def document_window(tokenizer: Any, documents: Sequence[Document], length: int, chooser: random.Random) -> list[int]:
+    """At most ``length`` tokens from the beginning of a line, documents being drawn by their length."""
+    text = chooser.choices(documents, weights=[len(document.text) for document in documents])[0].text
+    start = text.rfind("\n", 0, chooser.randrange(len(text))) + 1
+    # Six letters a token are more than any tokenizer's mean, so the piece seldom falls short of the window.
+    return list(tokenizer(text[start : start + 6 * length], add_special_tokens=False).input_ids[:length])
+
+
 @dataclass(frozen=True)
 class Windows:
     """Draws the windows of each step; ``share`` is the part that comes from the samples, when there are documents too."""
@@ -209,25 +217,10 @@ class Windows:
             ids = chooser.choices(samples, weights=[len(sample.ids) for sample in samples])[0].ids
             start = chooser.randrange(len(ids) - self.length + 1) if len(ids) > self.length else 0
             return ids[start : start + self.length]
-        document = chooser.choices(self.documents, weights=[len(document.text) for document in self.documents])[0]
-        place = chooser.randrange(len(document.text))
-        start = document.text.rfind("\n", 0, place) + 1
-        # Six letters a token are more than any tokenizer's mean, so the piece seldom falls short of the window.
-        piece = document.text[start : start + 6 * self.length]
-        return list(self.tokenizer(piece, add_special_tokens=False).input_ids[: self.length])
+        return document_window(self.tokenizer, self.documents, self.length, chooser)
 
 
 def windows_of(run: Run, texts: Texts, *, batch: int, anchors: int, lookahead: int) -> Windows:
     """The windows of a run whose command has --sample-share and --length."""
-    options = run.options
-    return Windows(
-        run.tokenizer,
-        texts.documents,
-        texts.samples,
-        options.sample_share,
-        options.length,
-        batch,
-        anchors,
-        lookahead,
-        options.seed,
-    )
+    share, length, seed = run.options.sample_share, run.options.length, run.options.seed
+    return Windows(run.tokenizer, texts.documents, texts.samples, share, length, batch, anchors, lookahead, seed)

@@ -97,8 +97,8 @@ class Trainer(ABC):
                 f"{path} cannot be written, the checkpoint before it stays: {_first_line(error)}"
             ) from error
 
-    def restore(self, path: Path, identity: str) -> float | None:
-        """Goes on where ``save`` was; the seconds until then, None if they are lost. Other runs' checkpoints are refused."""
+    def restore(self, path: Path, identity: str) -> float:
+        """Goes on where ``save`` was; the seconds until then. Other runs' checkpoints are refused."""
         try:
             state: dict[str, Any] = torch.load(path, weights_only=True)
             if state["identity"] != identity:
@@ -109,13 +109,12 @@ class Trainer(ABC):
             self.module.load_state_dict(state["module"])
             self._optimizer.load_state_dict(state["optimizer"])
             self.losses = list(map(float, state["losses"]))
+            return float(state["seconds"])
         except Exception as error:
             raise SystemExit(
                 f"{path} is damaged or was cut off: delete it to train from the first step on, or give another --out\n"
                 f"  {_first_line(error)}"
             ) from error
-        seconds = state.get("seconds")
-        return seconds if isinstance(seconds, float) and 0 <= seconds < math.inf else None
 
 
 def _first_line(error: Exception) -> str:
@@ -265,6 +264,4 @@ def _resume(trainer: Trainer, checkpoint: Checkpoint | None, console: Any) -> fl
         return 0.0
     seconds = trainer.restore(*checkpoint)
     console.print(f"going on from step {trainer.step} of {trainer.steps}")
-    if seconds is None:
-        console.print(f"{checkpoint.path} does not say how long it was trained: time is counted from now on")
-    return seconds or 0.0
+    return seconds

@@ -10,7 +10,6 @@ A name is that of a shipped adapter.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,16 +137,3 @@ def _threshold(text: str) -> float:
     if not 0 <= threshold <= 1:
         raise SystemExit(f"--threshold must be auto or lie between 0 and 1, got {text}")
     return threshold
-
-
-def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
-    """Trains and evaluates; the path of the safetensors file."""
-    check_arguments(options)
-    from pass_ext.training.common.run import load_run
-    from pass_ext.training.common.steps import ended_by_ctrl_c
-    from pass_ext.training.decision.pipeline import train
-
-    with ended_by_ctrl_c(options.out):
-        run = load_run(options, command)
-        draft = load_draft(options.draft, run.model, run.tokenizer, getattr(torch, options.dtype))
-        return train(run, draft.to(options.device) if hasattr(draft, "to") else draft)

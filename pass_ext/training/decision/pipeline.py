@@ -15,7 +15,7 @@ from pass_ext.training.common.own_texts import Sample
 from pass_ext.training.common.record import card_of, facts_of, held_out, save_before_evaluation, save_result, table
 from pass_ext.training.common.run import Run, Windows, even_places, windows_of
 from pass_ext.training.common.steps import take_steps, watched
-from pass_ext.training.decision.command import draft_name
+from pass_ext.training.decision.command import draft_name, load_draft
 from pass_ext.training.decision.evaluation import (
     Chains,
     best_threshold,
@@ -41,13 +41,27 @@ _THRESHOLD_TEXTS = 32  # training texts whose chains --threshold auto looks at
 _SETTINGS = ("kind", "temperature", "epochs", "batch", "learning_rate", "threshold", "seed", "length")
 
 
-def train(run: Run, draft_model: Any) -> Path:
+def train(run: Run) -> Path:
     """The path of the safetensors file, beside which the record, the card and the picture lie."""
+    options = run.options
+    draft = load_draft(options.draft, run.model, run.tokenizer, getattr(torch, options.dtype))
+    return train_for(draft.to(options.device) if hasattr(draft, "to") else draft, run)
+
+
+def train_for(draft_model: Any, run: Run) -> Path:
+    """``train`` with this draft."""
     started = time.monotonic()
     options, texts = run.options, run.texts()
     windows = windows_of(run, texts, batch=1, anchors=options.places, lookahead=0)
     with reading(run.model, draft_model, hidden=options.kind == "hidden") as pair:
-        decision = _start(run, pair)
+        decision = fresh(
+            options.kind,
+            hidden_width(pair.draft) if options.kind == "hidden" else 0,
+            seed=options.seed,
+            threshold=0.0 if options.threshold == "auto" else options.threshold,  # auto: found later
+            base_model=run.base_model,
+            draft_model=draft_name(options.draft),
+        )
         shown = watched(run.console, "reading, texts", _training_texts(windows, options.texts), options.texts)
         places = read_places(pair, shown, decision.features, options.temperature)
         trainer = _trainer(options, decision, places)
@@ -75,19 +89,6 @@ def train(run: Run, draft_model: Any) -> Path:
     seconds = round(time.monotonic() - started, 1)
     facts |= {"seconds": seconds, "evaluation": evaluation, "summary": summary(evaluation)}
     return save_result(run, decision, facts, trainer.losses, card, chains_panel(evaluation))
-
-
-def _start(run: Run, pair: Pair) -> DecisionModel:
-    """An untrained model; --threshold auto is found later."""
-    options = run.options
-    return fresh(
-        options.kind,
-        hidden_width(pair.draft) if options.kind == "hidden" else 0,
-        seed=options.seed,
-        threshold=0.0 if options.threshold == "auto" else options.threshold,
-        base_model=run.base_model,
-        draft_model=draft_name(options.draft),
-    )
 
 
 def _trainer(options: argparse.Namespace, decision: DecisionModel, places: Places) -> DecisionTrainer:

@@ -24,6 +24,7 @@ from pass_ext.modules.exit_adapter import ExitAdapter
 from pass_ext.modules.files import write_tensors
 from pass_ext.training.common.documents import Document
 from pass_ext.training.common.loss import distillation_loss
+from pass_ext.training.common.run import document_window
 from pass_ext.training.common.steps import Trainer, rate_at
 
 ROWS = 1024  # tokens in one forward
@@ -45,14 +46,9 @@ def document_windows(
 ) -> list[list[int]]:
     """About ``tokens`` tokens of windows that begin at lines, documents being drawn by their length."""
     chooser, windows, count = random.Random(f"{seed} documents"), [], 0
-    weights = [len(document.text) for document in documents]
     while documents and count < tokens:
-        text = chooser.choices(documents, weights)[0].text
-        start = text.rfind("\n", 0, chooser.randrange(len(text))) + 1
-        # Six letters a token are more than any tokenizer's mean, so the piece seldom falls short of the window.
-        ids = tokenizer(text[start : start + 6 * length], add_special_tokens=False).input_ids[:length]
-        if len(ids):
-            windows.append(list(ids))
+        if ids := document_window(tokenizer, documents, length, chooser):
+            windows.append(ids)
             count += len(ids)
     return windows
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
 
 from pass_ext.ops.adapter import MAX_RANK
 from pass_ext.training.common import options as shared
@@ -76,14 +74,3 @@ def check_arguments(options: argparse.Namespace) -> None:
         raise SystemExit(f"--adapter-rank must be at most {MAX_RANK}, got {options.adapter_rank}")
     shared.check_sample_share(options)
     shared.check_text_arguments(options)
-
-
-def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
-    """Trains and evaluates; the path of the safetensors file."""
-    check_arguments(options)
-    from pass_ext.training.common.run import load_run
-    from pass_ext.training.common.steps import ended_by_ctrl_c
-    from pass_ext.training.lookahead.pipeline import train
-
-    with ended_by_ctrl_c(options.out):
-        return train(load_run(options, command))

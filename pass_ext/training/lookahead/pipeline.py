@@ -33,7 +33,8 @@ _OF_RUN = ("command", "date", "machine", "steps", "data")  # what a card tells o
 def train(run: Run) -> Path:
     """The path of the safetensors file, beside which the record, the card and the curve lie."""
     options, texts = run.options, run.texts()
-    model = with_dtype(run.model, getattr(torch, options.step_dtype)) if options.step_dtype else run.model
+    options.step_dtype = options.step_dtype or options.dtype
+    model = with_dtype(run.model, getattr(torch, options.step_dtype))
     windows = windows_of(run, texts, batch=options.batch, anchors=options.anchors, lookahead=options.lookahead)
     options.slot_weights = tuple(options.slot_weights)
     settings = settings_from(options, Settings)
@@ -42,10 +43,6 @@ def train(run: Run) -> Path:
         described["start"] = f"{options.start}, SHA-256 {_digest(options.start)}"  # another file is another run
     check_head(model, windows.at(0).ids[:1].to(options.device))
     embedding, earlier = _start(run, windows)
-    # Runs from before there were these options go on.
-    unused = ["loss_temperature"] if options.loss_temperature == 1 else []
-    unused += ["step_dtype"] if options.step_dtype in (None, options.dtype) else []
-    described = {name: value for name, value in described.items() if name not in unused}
     identity = run.identity(texts, **described, anchors=options.anchors, share=options.sample_share)
     trainer = LookaheadTrainer(model, embedding, windows, settings)
     checkpoint = Checkpoint(run.out / "checkpoint.pt", identity)
@@ -173,18 +170,8 @@ def _adapters(adapters: dict[str, Any]) -> str:
     )
 
 
-def _overlaps(evaluation: dict[str, Any]) -> list[str]:
-    """The overlaps, where the record has them."""
-    if "overlap" not in evaluation:
-        return []
-    shares = ", ".join(f"{share:.3f}" for share in evaluation["overlap"])
-    return [
-        f"\nMean overlap Σ min(p, q) of a slot's distribution with the model's, at temperature 1, by slot: {shares}."
-    ]
-
-
 def _evaluation(evaluation: dict[str, Any]) -> str:
-    tops = list(evaluation["slots"][0])
+    tops, overlaps = list(evaluation["slots"][0]), ", ".join(f"{share:.3f}" for share in evaluation["overlap"])
     accepted = [("all", evaluation["places"], evaluation["accepted"])]
     accepted += [
         (kind, evaluation["places_by_kind"][kind], lengths) for kind, lengths in evaluation["accepted_by_kind"].items()
@@ -197,7 +184,7 @@ def _evaluation(evaluation: dict[str, Any]) -> str:
                 ["slot", *tops],
                 ([str(i), *(f"{slot[top]:.3f}" for top in tops)] for i, slot in enumerate(evaluation["slots"])),
             ),
-            *_overlaps(evaluation),
+            f"\nMean overlap Σ min(p, q) of a slot's distribution with the model's, at temperature 1, by slot: {overlaps}.",
             "\nCandidates accepted a step, as a chain and with the best trees of n nodes; a one-pass step gives one token "
             "more:\n",
             table(

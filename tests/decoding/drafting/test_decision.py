@@ -574,7 +574,7 @@ def test_the_command_trains_evaluates_and_repeats_itself(kind, tmp_path):
         options = options_for(folder, kind=kind, data="unread", continuations=20, **changes)
         command.check_arguments(options)
         run = Run(options, "the command", target, Letters(), documents, ["Say hello.", "Count."], console)
-        return pipeline.train(run, draft)
+        return pipeline.train_for(draft, run)
 
     path = trained(tmp_path / "a")
     decision = DecisionModel.load(path)
