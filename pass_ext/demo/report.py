@@ -21,6 +21,9 @@ from pass_ext.decoding.stats import GenerationStats
 from pass_ext.demo.contenders import GREEDY, PLAIN, Run
 
 TIE = 8  # units in the last place of bf16: the rounding errors of all layers, and a margin
+# Two shades per family, so that neighbouring calls differ.
+_SHADES = {"transformers": ("#8c8c8c", "#c9c9c9"), "PaSS": ("#1b7f4b", "#7fd0a4")}
+_OTHER = ("#1f5fa8", "#8fbbe8")
 
 
 class Agreement(NamedTuple):
@@ -112,11 +115,6 @@ def _unbroken(table: Table) -> Table:
     for column in table.columns:
         column.min_width = max(len(word) for text in (column.header, *column.cells) for word in str(text).split())
     return table
-
-
-# Two shades per family, so that neighbouring calls differ.
-_SHADES = {"transformers": ("#8c8c8c", "#c9c9c9"), "PaSS": ("#1b7f4b", "#7fd0a4")}
-_OTHER = ("#1f5fa8", "#8fbbe8")
 
 
 def draw(path: str | Path, runs: Mapping[str, Sequence[Run]], prompts: Sequence[str], title: str) -> None:

@@ -27,6 +27,7 @@ from pass_ext.ops.common.arguments import (
 from pass_ext.ops.common.rules import ACCEPT_RULES
 
 Sampling = Sequence[Parameter]  # temperature, top_k, top_p, min_p
+_LOCAL = ("rank", "target_logits", "draft_logits", "allowed", "draft_allowed", "logits")
 
 
 def check_rule(op: str, rule: str, has_draft: bool) -> None:
@@ -90,9 +91,6 @@ def trees_of(
 
 def _dense(op: str, argument: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return integers(op, argument, tensor, dtype).contiguous()
-
-
-_LOCAL = ("rank", "target_logits", "draft_logits", "allowed", "draft_allowed", "logits")
 
 
 def agreed(op: str, arguments: Mapping[str, Any]) -> Steps[None]:

@@ -26,6 +26,8 @@ from pass_ext.ops.accept import AcceptResult
 from pass_ext.ops.common.arguments import SAMPLING
 from pass_ext.ops.shard import SELECT_ROUNDS, answer_shape, is_summed, shard_best, shard_combine, shard_local
 
+_NO_TOKEN = (-(1 << 23), -1, -(1 << 23))  # logit -inf, id -1, log probability or another logit -inf
+
 
 def rounds_of(rule: str, *, greedy: bool, top_k: bool, top_p: bool, residuals: int) -> list[str]:
     """The rounds before "finish"; ``greedy``: every request is."""
@@ -128,9 +130,6 @@ def _bits(words: Tensor, columns: int) -> Tensor:
     """Mask words ``[rows, ceil(columns / 32)]`` as bools ``[rows, columns]``."""
     places = torch.arange(32, dtype=torch.int32, device=words.device)
     return (words[:, :, None] >> places & 1).bool().flatten(1)[:, :columns]
-
-
-_NO_TOKEN = (-(1 << 23), -1, -(1 << 23))  # logit -inf, id -1, log probability or another logit -inf
 
 
 @dataclass(frozen=True)

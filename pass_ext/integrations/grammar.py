@@ -22,6 +22,16 @@ from pass_ext.decoding.requests.grammar.protocol import Grammar, allow_tokens
 from pass_ext.decoding.requests.stateful_processors import processor_name
 
 __all__ = ["LLGuidance", "XGrammar", "allow_tokens", "grammars_of"]
+_LONGEST_FORCED = 256  # characters
+_XGRAMMAR = "xgrammar.contrib.hf.LogitsProcessor"
+_OUTLINES_XGRAMMAR = "outlines.backends.xgrammar.XGrammarLogitsProcessor"
+_OUTLINES_LLGUIDANCE = "outlines.backends.llguidance.LLGuidanceLogitsProcessor"
+
+
+def _forbid(words: Tensor, tokens: Sequence[int]) -> None:
+    for token in tokens:
+        bit = 1 << token % 32
+        words[token // 32] &= ~(bit - (bit >> 31 << 32))
 
 
 class LLGuidance(Grammar):
@@ -76,9 +86,7 @@ class LLGuidance(Grammar):
             )
         self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * words.element_size())
         self._check()
-        for stop in self._stops:
-            bit = 1 << stop % 32
-            words[stop // 32] &= ~(bit - (bit >> 31 << 32))
+        _forbid(words, self._stops)
 
     @property
     def may_end(self) -> bool:
@@ -91,9 +99,6 @@ class LLGuidance(Grammar):
         other = LLGuidance.__new__(LLGuidance)
         other._set(self._matcher.deep_copy(), self._tokenizer)
         return other
-
-
-_LONGEST_FORCED = 256  # characters
 
 
 class XGrammar(Grammar):
@@ -140,9 +145,7 @@ class XGrammar(Grammar):
                 "XGrammar: grammar must be compiled with TokenizerInfo(vocab_size=) the model's vocabulary, "
                 f"{32 * len(words) - 31} to {32 * len(words)} tokens, got: {error}"
             ) from error
-        for stop in self._stops:
-            bit = 1 << stop % 32
-            words[stop // 32] &= ~(bit - (bit >> 31 << 32))
+        _forbid(words, self._stops)
 
     @property
     def may_end(self) -> bool:
@@ -181,11 +184,6 @@ class _LongestFirst:
             tokens.append(self._tokens[rest[:length]])
             rest = rest[length:]
         return tokens
-
-
-_XGRAMMAR = "xgrammar.contrib.hf.LogitsProcessor"
-_OUTLINES_XGRAMMAR = "outlines.backends.xgrammar.XGrammarLogitsProcessor"
-_OUTLINES_LLGUIDANCE = "outlines.backends.llguidance.LLGuidanceLogitsProcessor"
 
 
 def grammars_of(processors: Sequence[Any], texts: int) -> tuple[list[Grammar | None] | None, list[Any]]:

@@ -29,9 +29,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-COUNT = 256
-LEAST = 192  # equal signs of one model: 4-bit weights change some 15, and two models have about 128 in common
+_SIGNS = 256
+_EQUAL_SIGNS = 192  # equal signs of one model: 4-bit weights change some 15, and two models have about 128 in common
 _GOLDEN = 0.6180339887498949
+HitRates = tuple[tuple[float, ...], ...]
+"""``rates[i][r]``: P(the candidate of rank r at depth i + 1 is right | the path to its parent is right)."""
+PRETRAINED = Path(__file__).parent / "pretrained"
+"""The folder of the files that come with the package."""
+_WEIGHTS = ("F16", "BF16", "F32", "F64")  # as safetensors names types
+_IDS = ("I32", "I64")
+_ROUNDING = 1e-4  # rates are kept with five digits, so a row that sums to 1 may exceed it by as much
 
 
 def fingerprint_of(table: Tensor, embed: Callable[[Tensor], Tensor] | None = None) -> str:
@@ -44,12 +51,7 @@ def fingerprint_of(table: Tensor, embed: Callable[[Tensor], Tensor] | None = Non
     with torch.no_grad():
         numbers = table[rows, columns] if embed is None else embed(rows).gather(1, columns[:, None])[:, 0]
     signs = "".join("01"[negative] for negative in (numbers < 0).tolist())
-    return f"{int(signs, 2):0{COUNT // 4}x}"
-
-
-def equal_signs(one: str, other: str) -> int:
-    """How many of the 256 signs two fingerprints have in common."""
-    return COUNT - (int(one, 16) ^ int(other, 16)).bit_count()
+    return f"{int(signs, 2):0{_SIGNS // 4}x}"
 
 
 def table_difference(
@@ -58,32 +60,21 @@ def table_difference(
     """The sentence that tells a table ``[V, d]`` from that of ``fingerprint``; none where they agree, or where that is ""."""
     if not fingerprint:
         return []
-    same = equal_signs(fingerprint, fingerprint_of(table, embed))
-    if same >= LEAST:
+    same = _SIGNS - (int(fingerprint, 16) ^ int(fingerprint_of(table, embed), 16)).bit_count()
+    if same >= _EQUAL_SIGNS:
         return []
     named = repr(base_model) if base_model else "an unnamed model"
     return [
-        f"embedding table: it was trained with that of {named}, and of {COUNT} numbers of this "
-        f"model's table {same} have the same sign, {LEAST} or more are wanted. Give the model that it was trained for, or set "
-        'its attribute fingerprint to "" to use it all the same'
+        f"embedding table: it was trained with that of {named}, and of {_SIGNS} numbers of this model's table {same} have the "
+        f"same sign, {_EQUAL_SIGNS} or more are wanted. Give the model that it was trained for, or set its attribute "
+        'fingerprint to "" to use it all the same'
     ]
 
 
 def _places(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    number = torch.arange(COUNT)
+    number = torch.arange(_SIGNS)
     stride = max(int(columns * _GOLDEN), 1)
-    return number * rows // COUNT, number * stride % columns
-
-
-HitRates = tuple[tuple[float, ...], ...]
-"""``rates[i][r]``: P(the candidate of rank r at depth i + 1 is right | the path to its parent is right)."""
-
-PRETRAINED = Path(__file__).parent / "pretrained"
-"""The folder of the files that come with the package."""
-
-_WEIGHTS = ("F16", "BF16", "F32", "F64")  # as safetensors names types
-_IDS = ("I32", "I64")
-_ROUNDING = 1e-4  # rates are kept with five digits, so a row that sums to 1 may exceed it by as much
+    return number * rows // _SIGNS, number * stride % columns
 
 
 def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
@@ -209,8 +200,8 @@ class TrainedFile:
     def fingerprint(self) -> str:
         """That of the base model's embedding table; "" where the file has none."""
         value = self._metadata.get("fingerprint", "")
-        if value and not re.fullmatch(f"[0-9a-f]{{{COUNT // 4}}}", value):
-            raise self.refuse("metadata 'fingerprint'", f"{COUNT // 4} hexadecimal digits", value)
+        if value and not re.fullmatch(f"[0-9a-f]{{{_SIGNS // 4}}}", value):
+            raise self.refuse("metadata 'fingerprint'", f"{_SIGNS // 4} hexadecimal digits", value)
         return value
 
     def count(self, key: str, least: int = 0) -> int:

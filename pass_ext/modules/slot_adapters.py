@@ -29,6 +29,24 @@ from torch import Tensor, nn
 from pass_ext.ops.adapter import MAX_RANK
 
 _PLACE = re.compile(r"[0-9]+(\.[A-Za-z_][A-Za-z0-9_]*|\.[0-9]+)+")
+_TENSOR = re.compile(
+    r"(?P<model>.*\.(?:layers|h|blocks))\.(?P<place>[0-9]+\..+)\.lora_(?P<side>[AB])\.(?:default\.)?weight"
+)
+# Option -> the value that changes nothing.
+_PLAIN: dict[str, tuple[object, ...]] = {
+    "bias": ("none",),
+    **dict.fromkeys(("use_dora", "lora_bias", "use_qalora", "use_bdlora"), (False, None)),
+    **dict.fromkeys(
+        (
+            "modules_to_save",
+            "layer_replication",
+            "target_parameters",
+            "trainable_token_indices",
+            "alora_invocation_tokens",
+        ),
+        (None, [], {}),
+    ),
+}
 
 
 class AdapterSize(NamedTuple):
@@ -114,26 +132,6 @@ def _key(place: str) -> str:
 def _order(place: str) -> tuple[int, str]:
     number, _, name = place.partition(".")
     return (int(number) if number.isdigit() else -1), name
-
-
-_TENSOR = re.compile(
-    r"(?P<model>.*\.(?:layers|h|blocks))\.(?P<place>[0-9]+\..+)\.lora_(?P<side>[AB])\.(?:default\.)?weight"
-)
-# Option -> the value that changes nothing.
-_PLAIN: dict[str, tuple[object, ...]] = {
-    "bias": ("none",),
-    **dict.fromkeys(("use_dora", "lora_bias", "use_qalora", "use_bdlora"), (False, None)),
-    **dict.fromkeys(
-        (
-            "modules_to_save",
-            "layer_replication",
-            "target_parameters",
-            "trainable_token_indices",
-            "alora_invocation_tokens",
-        ),
-        (None, [], {}),
-    ),
-}
 
 
 def read_peft_folder(path: str | os.PathLike[str]) -> tuple[SlotAdapters, str]:

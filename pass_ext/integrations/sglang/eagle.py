@@ -22,6 +22,7 @@ from pass_ext.ops.common.rules import RULES
 
 MOST_NODES = 1024
 """The nodes of a request that the accept step takes."""
+_log = logging.getLogger(__name__)
 
 
 def refusal(spec: Any, drafts: Drafts, logits: Tensor, has_watermark: bool, rule: str) -> str:
@@ -49,9 +50,6 @@ def refusal(spec: Any, drafts: Drafts, logits: Tensor, has_watermark: bool, rule
     if drafts.drawn and (drafts.probs is None or drafts.probs.shape[-1] != logits.shape[-1]):
         return "the drafts' distributions are missing, or not over the target's vocabulary"
     return rule_refusal(rule, drafts.drawn, drafts.is_chain)
-
-
-_log = logging.getLogger(__name__)
 
 
 def eagle_sample(

@@ -20,6 +20,9 @@ from torch import Tensor
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.ops.accept import AcceptResult, accept_chain, accept_tree
 
+UNFILTERED = {"draft_temperature": 1.0, "draft_top_k": 0, "draft_top_p": 1.0, "draft_min_p": 0.0}
+"""SGLang hands over draft probabilities as they were drawn from: their logarithms need no temperature and no filter."""
+
 
 def tree_of_links(tokens: Tensor, first_child: Tensor, next_sibling: Tensor) -> tuple[Tensor, Tensor]:
     """The trees as ``accept_tree`` takes them: tokens ``[B, N]`` and parents int32 ``[B, N]``.
@@ -48,10 +51,6 @@ def tree_of_links(tokens: Tensor, first_child: Tensor, next_sibling: Tensor) -> 
 def _target_or_end(links: Tensor, here: Tensor) -> Tensor:
     nodes = here.shape[1]
     return links.masked_fill((links <= here) | (links >= nodes), nodes)
-
-
-UNFILTERED = {"draft_temperature": 1.0, "draft_top_k": 0, "draft_top_p": 1.0, "draft_min_p": 0.0}
-"""SGLang hands over draft probabilities as they were drawn from: their logarithms need no temperature and no filter."""
 
 
 class Drafts(NamedTuple):

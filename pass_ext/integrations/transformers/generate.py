@@ -25,11 +25,27 @@ from pass_ext.integrations.transformers.cache import cache_length, read_cache, w
 from pass_ext.integrations.transformers.processors import NodeCriteria, sampling_parameters, step_logits, step_scores
 
 _DROPPED = ("streamer", "assistant_model", "synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask")
+# Model arguments that transformers prepares for a decoding loop; pass_ext computes its own or does not need them.
+_KNOWN = {
+    *("attention_mask", "position_ids", "past_key_values", "cache"),
+    *("logits_to_keep", "use_cache", "cache_position", "return_dict"),
+}
+# What selects transformers' assisted decoding -> what says the same here.
+_ASSISTED = {
+    "assistant_model": "custom_generate(pass_ext.Speculative(assistant_model))",
+    "prompt_lookup_num_tokens": "custom_generate(pass_ext.NGram(tokens=…))",
+    "assistant_early_exit": "custom_generate(pass_ext.Speculative(pass_ext.EarlyExitDraft(model, layers=…)))",
+    "use_mtp": "custom_generate(pass_ext.PaSS(slots))",
+}
+_REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
+_ROW_OUTPUTS = ("output_scores", "output_logits")
+_FULL_LAYERS = ("DynamicLayer", "StaticLayer")
+_SLIDING_LAYERS = ("DynamicSlidingWindowLayer", "StaticSlidingWindowLayer")
 
 
 def dropped_arguments() -> dict[str, Any]:
     """What a caller gave ``model.generate`` and transformers does not pass on to a callable, None for what was not given; {}:
-    no ``model.generate`` is on the stack. transformers prepares the arguments of its own loops and leaves these in its frame."""
+    no ``model.generate`` is on the stack. transformers prepares its own loops' arguments and leaves these in its frame."""
     from transformers import GenerationMixin
 
     generate = inspect.unwrap(GenerationMixin.generate).__code__
@@ -53,24 +69,6 @@ class Continued:
         if self._has_prompt:
             self._streamer.put(tokens)
         self._has_prompt = True
-
-
-# Model arguments that transformers prepares for a decoding loop; pass_ext computes its own or does not need them.
-_KNOWN = {
-    *("attention_mask", "position_ids", "past_key_values", "cache"),
-    *("logits_to_keep", "use_cache", "cache_position", "return_dict"),
-}
-# What selects transformers' assisted decoding -> what says the same here.
-_ASSISTED = {
-    "assistant_model": "custom_generate(pass_ext.Speculative(assistant_model))",
-    "prompt_lookup_num_tokens": "custom_generate(pass_ext.NGram(tokens=…))",
-    "assistant_early_exit": "custom_generate(pass_ext.Speculative(pass_ext.EarlyExitDraft(model, layers=…)))",
-    "use_mtp": "custom_generate(pass_ext.PaSS(slots))",
-}
-_REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
-_ROW_OUTPUTS = ("output_scores", "output_logits")
-_FULL_LAYERS = ("DynamicLayer", "StaticLayer")
-_SLIDING_LAYERS = ("DynamicSlidingWindowLayer", "StaticSlidingWindowLayer")
 
 
 class CustomGenerate:

@@ -35,6 +35,17 @@ _METHODS: dict[str, tuple[type, tuple[str, ...]]] = {
     "multi_candidate": (MultiCandidate, ("assistant_model", "slots")),
 }
 _NOT_SETTINGS = ("lookahead", "draft_model", "tokenizers")  # these come from slots, assistant_model and its tokenizer
+# Settings of transformers' assisted decoding -> what says the same here.
+_ASSISTED = {
+    "prompt_lookup_num_tokens": 'method="ngram", method_settings={"tokens": …}',
+    "max_matching_ngram_size": 'method="ngram", method_settings={"longest": …}',
+    "assistant_early_exit": "assistant_model=pass_ext.EarlyExitDraft(model, layers=…)",
+    "num_assistant_tokens": 'method="speculative", method_settings={"length": …}',
+    "num_assistant_tokens_schedule": 'method="speculative", method_settings={"length": "auto"}',
+    "assistant_confidence_threshold": 'method="multi_candidate", method_settings={"decision": …}',
+}
+# Those that select a mode: asked for also in a generation config, where the others lie unused.
+_MODES = ("prompt_lookup_num_tokens", "assistant_early_exit")
 
 
 def named_method(
@@ -105,19 +116,6 @@ def _slots_of(name: str | os.PathLike[str]) -> LookaheadEmbedding:
 def _slots(path: Path, modified: int) -> LookaheadEmbedding:
     """The slots of a file, read again only after it changed: tables made of them live as long as they do."""
     return LookaheadEmbedding.load(path)
-
-
-# Settings of transformers' assisted decoding -> what says the same here.
-_ASSISTED = {
-    "prompt_lookup_num_tokens": 'method="ngram", method_settings={"tokens": …}',
-    "max_matching_ngram_size": 'method="ngram", method_settings={"longest": …}',
-    "assistant_early_exit": "assistant_model=pass_ext.EarlyExitDraft(model, layers=…)",
-    "num_assistant_tokens": 'method="speculative", method_settings={"length": …}',
-    "num_assistant_tokens_schedule": 'method="speculative", method_settings={"length": "auto"}',
-    "assistant_confidence_threshold": 'method="multi_candidate", method_settings={"decision": …}',
-}
-# Those that select a mode: asked for also in a generation config, where the others lie unused.
-_MODES = ("prompt_lookup_num_tokens", "assistant_early_exit")
 
 
 def hub_folder() -> str:

@@ -41,6 +41,7 @@ from pass_ext.tree import Tree
 _TRIAL = 24  # steps; even, so that cycles of two calls are whole
 _MEMORY = 96  # steps
 _SHORTEST_STAY, _LONGEST_STAY = 192, 3072  # steps
+_GREEDY = BatchSampling(None, None, None, None, None)
 
 
 class DraftLength:
@@ -98,9 +99,6 @@ class _OfSize:
         self._best = best
         others = [length for length in self._rates if length != best]
         self._queue = [(best, self._stay), *((length, _TRIAL) for length in others)]
-
-
-_GREEDY = BatchSampling(None, None, None, None, None)
 
 
 class PaSS:

@@ -30,6 +30,7 @@ from pass_ext.training.common.own_texts import Sample, collect, plan_batches
 from pass_ext.training.common.steps import watched
 
 _HELD_OUT = "held out"
+_MOST_DRAWS = 1000  # for one text; pieces that are too short are rare where there is anything to learn
 
 
 class Texts(NamedTuple):
@@ -134,9 +135,6 @@ def _written(samples: list[Sample]) -> int:
 def _digest(samples: list[Sample]) -> str:
     fields = [dataclasses.asdict(sample) for sample in samples]
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-
-
-_MOST_DRAWS = 1000  # for one text; pieces that are too short are rare where there is anything to learn
 
 
 def even_places(places: Tensor, most: int) -> Tensor:

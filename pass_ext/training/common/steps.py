@@ -22,6 +22,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+_RECENT = 25  # steps whose mean loss is shown
+_SILENT = 30.0  # seconds at most between two lines of a log, if the parts of the work are not longer
+_Item = TypeVar("_Item")
+
 
 def rate_at(step: int, steps: int, warm_up: int) -> float:
     """The learning rate's factor: up in a straight line for ``warm_up`` steps, then down along a cosine."""
@@ -119,11 +123,6 @@ class Trainer(ABC):
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
-_RECENT = 25  # steps whose mean loss is shown
-_SILENT = 30.0  # seconds at most between two lines of a log, if the parts of the work are not longer
-_Item = TypeVar("_Item")
 
 
 class Checkpoint(NamedTuple):

@@ -57,13 +57,6 @@ def draft_name(argument: str) -> str:
     return prefix + Path(argument.removeprefix(_EXIT)).name.removesuffix(".gguf").removesuffix(".safetensors")
 
 
-AT_LEAST = {
-    **dict.fromkeys(("texts", "places", "epochs", "batch", "evaluation_places", "levels"), 1),
-    **dict.fromkeys(("learning_rate", "draft_cost"), 0),
-    "length": 2,
-}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
     shared.add_text_arguments(parser)
@@ -80,32 +73,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what it reads: the input of the draft's output layer, or entropy and top-10 probabilities of its distribution",
     )
     shared.add_sample_share(parser, "texts")
-    add("--texts", type=int, default=400, help="training texts")
-    add("--length", type=int, default=256, help="tokens a text")
-    add("--places", type=int, default=48, help="places a text that are learnt from")
+    add("--texts", type=int, least=1, default=400, help="training texts")
+    add("--length", type=int, least=2, default=256, help="tokens a text")
+    add("--places", type=int, least=1, default=48, help="places a text that are learnt from")
     add(
         "--temperature",
         type=float,
         help="of the distributions whose acceptance the hidden kind foretells; 0: of greedy drafts; default: 1, for entropy 0",
     )
-    add("--epochs", type=int, default=10)
-    add("--batch", type=int, default=256, help="places a step")
-    add("--learning-rate", type=float, default=0.001)
+    add("--epochs", type=int, least=1, default=10)
+    add("--batch", type=int, least=1, default=256, help="places a step")
+    add("--learning-rate", type=float, least=0, default=0.001)
     add(
         "--threshold",
         default="0.4",
         help="drafting goes on above it; auto: the fastest on chains drafted from training text, by --draft-cost",
     )
-    add("--draft-cost", type=float, default=0.25, help="time of a draft call, a call of the target being 1")
-    add("--levels", type=int, default=4, help="of the chains that the evaluation drafts")
-    add("--evaluation-places", type=int, default=32, help="places a held-out text")
+    add("--draft-cost", type=float, least=0, default=0.25, help="time of a draft call, a call of the target being 1")
+    add("--levels", type=int, least=1, default=4, help="of the chains that the evaluation drafts")
+    add("--evaluation-places", type=int, least=1, default=32, help="places a held-out text")
     shared.add_run_arguments(parser, name="decision-KIND", models="both models")
     parser.set_defaults(name=None)  # check_arguments knows the kind
 
 
 def check_arguments(options: argparse.Namespace) -> None:
     """Says what cannot be done before anything is loaded, and settles what was left open."""
-    shared.check_least(options, AT_LEAST)
+    shared.check_least(options)
     check_draft(options.draft)
     if options.length > MAX_TREE_NODES:
         raise SystemExit(f"--length must be at most {MAX_TREE_NODES}, got {options.length}")

@@ -20,6 +20,9 @@ from pass_ext.modules.decision import DecisionModel
 from pass_ext.training.decision.loop import Pair, Text, drafted
 from pass_ext.tree import Tree
 
+THRESHOLDS = tuple(tenth / 10 for tenth in range(1, 10))
+_BINS = 10
+
 
 class Chains(NamedTuple):
     """C chains of D levels; on the CPU."""
@@ -94,10 +97,6 @@ def _outcome(chains: Chains, levels: Tensor) -> Outcome:
     reached = chains.accepted.double().cumprod(1)
     is_drafted = torch.arange(reached.shape[1]) < levels[:, None]
     return Outcome(float(levels.double().mean()), float((reached * is_drafted).sum(1).mean()))
-
-
-THRESHOLDS = tuple(tenth / 10 for tenth in range(1, 10))
-_BINS = 10
 
 
 def auc(scores: Tensor, labels: Tensor) -> float | None:

@@ -33,6 +33,7 @@ from pass_ext.training.common.steps import Trainer
 from pass_ext.tree import Tree, pack_trees
 
 _CHUNK = 64  # rows whose distributions are alive at a time
+_LEAST_DEVIATION = 1e-6  # a feature that varies less says nothing, and is not blown up
 
 
 class Reader:
@@ -150,9 +151,6 @@ def scores_of(decision: DecisionModel, features: Tensor) -> Tensor:
     """The scores of rows whose features are known."""
     with torch.no_grad():
         return decision.logit(features).sigmoid()
-
-
-_LEAST_DEVIATION = 1e-6  # a feature that varies less says nothing, and is not blown up
 
 
 def fresh(kind: str, dim: int, *, seed: int, threshold: float, base_model: str, draft_model: str) -> DecisionModel:

@@ -39,6 +39,10 @@ from pass_ext.tree import MAX_TREE_NODES
 
 _THRESHOLD_TEXTS = 32  # training texts whose chains --threshold auto looks at
 _SETTINGS = ("kind", "temperature", "epochs", "batch", "learning_rate", "threshold", "seed", "length")
+_READS = {
+    "hidden": "the input of the draft's output layer",
+    "entropy": "the entropy of the draft's distribution and its ten largest probabilities",
+}
 
 
 def train(run: Run) -> Path:
@@ -152,12 +156,6 @@ def _evaluation(run: Run, pair: Pair, decision: DecisionModel, held_out: Sequenc
         **places_report(scores, places.labels, places.kinds, decision.threshold),
         "chains": chains_report(chains, decision.threshold, options.draft_cost),
     }
-
-
-_READS = {
-    "hidden": "the input of the draft's output layer",
-    "entropy": "the entropy of the draft's distribution and its ten largest probabilities",
-}
 
 
 def card(name: str, facts: dict[str, Any], picture: str) -> str:

@@ -20,6 +20,8 @@ from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.ops.accept import accept_tree
 from pass_ext.ops.common.rules import ACCEPT_RULES
 
+_FRESH = "pass_ext_seed"
+
 
 class SampledStep(NamedTuple):
     """One step of B requests. Request b has ``drafts[b] + 1`` rows of logits, the root's first, all requests' back to back."""
@@ -151,9 +153,6 @@ def accept_by_coins(
     emitted = synthetic.accept(logits, tokens, spines, chains.cu_nodes[:-1].long(), positions, sampling).emitted
     emitted[:, 0].clamp_(min=0)
     return emitted
-
-
-_FRESH = "pass_ext_seed"
 
 
 def seed_of(request: Any) -> int:
