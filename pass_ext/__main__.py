@@ -8,7 +8,7 @@ import sys
 import torch
 
 import pass_ext
-from pass_ext import demo
+from pass_ext import demo, training
 from pass_ext.checkpoint import safetensors_folder
 from pass_ext.training.decision import command as decision_command
 from pass_ext.training.draft import command as draft_command
@@ -55,12 +55,12 @@ def main(arguments: list[str] | None = None) -> int:
     convert = commands.add_parser("convert", help="a GGUF model as a folder that vLLM loads; prints the folder's path")
     convert.add_argument("model", help="a GGUF file; any other path is printed as it is")
     convert.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    train = commands.add_parser("train", help="look-ahead embeddings for a model of yours (needs pass_ext[hf,train])")
-    lookahead_command.add_arguments(train)
-    train_draft = commands.add_parser("train-draft", help="an early-exit draft for a model of yours (the same extras)")
-    draft_command.add_arguments(train_draft)
-    train_decision = commands.add_parser("train-decision", help="when a draft should stop drafting (the same extras)")
-    decision_command.add_arguments(train_decision)
+    for name, command, help in (
+        ("train", lookahead_command, "look-ahead embeddings for a model of yours (needs pass_ext[hf,train])"),
+        ("train-draft", draft_command, "an early-exit draft for a model of yours (the same extras)"),
+        ("train-decision", decision_command, "when a draft should stop drafting (the same extras)"),
+    ):
+        command.add_arguments(commands.add_parser(name, help=help))
     chosen = parser.parse_args(arguments)
     words = sys.argv[1:] if arguments is None else arguments
     # The commands print what they do. transformers reads this when it is imported; what the user has set stays.
@@ -76,14 +76,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(safetensors_folder(chosen.model, getattr(torch, chosen.dtype)))
         except (ImportError, OSError, ValueError) as error:
             raise SystemExit(f"pass_ext convert: {error}") from error
-    elif chosen.command == "train":
-        lookahead_command.run(chosen, ["python", "-m", "pass_ext", *words])
-    elif chosen.command == "train-draft":
-        draft_command.run(chosen, ["python", "-m", "pass_ext", *words])
-    elif chosen.command == "train-decision":
-        decision_command.run(chosen, ["python", "-m", "pass_ext", *words])
-    else:
+    elif chosen.command == "demo":
         demo.run(chosen)
+    else:
+        training.run(chosen.command, chosen, ["python", "-m", "pass_ext", *words])
     return 0
 
 

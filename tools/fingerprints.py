@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.checkpoint import load_checkpoint
-from pass_ext.modules.files import trained_file
-from pass_ext.modules.fingerprint import fingerprint_of
+from pass_ext.modules.files import fingerprint_of, trained_file
 
 FORMATS = "pass_ext.lookahead.1", "pass_ext.exit.1"
 

@@ -30,7 +30,7 @@ import torch
 from benchmarks.harness import picture
 from benchmarks.harness.markdown import replace_part, table
 from pass_ext.distributed.layout import Layout, equal_parts
-from pass_ext.distributed.rounds import rounds_of
+from pass_ext.distributed.steps import rounds_of
 from pass_ext.ops.shard import answer_shape, is_summed
 
 ROOT = Path(__file__).parents[2]

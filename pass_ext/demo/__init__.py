@@ -3,7 +3,6 @@
 import argparse
 
 from pass_ext.checkpoint import cache_folder
-from pass_ext.demo.extras import end_without
 
 LOOKAHEAD_HELP = (
     "look-ahead embeddings: a file, or a shipped name (default: the shipped ones for this model, if there are any)"
@@ -33,8 +32,12 @@ def run(options: argparse.Namespace) -> None:
     try:
         import rich  # noqa: F401
         import transformers  # noqa: F401
-    except ImportError as error:
-        end_without(error)
-    from pass_ext.demo.show import show
 
-    show(options)
+        from pass_ext.demo.show import load_model, show
+
+        model, tokenizer = load_model(options.model)
+    except ImportError as error:
+        raise SystemExit(
+            f"the demo needs transformers, gguf, accelerate and rich: pip install 'pass_ext[hf]' ({error})"
+        ) from error
+    show(options, model, tokenizer)

@@ -74,7 +74,7 @@ def continued(model: Any, contender: Contender, ids: Tensor, new_tokens: int) ->
     started = time.perf_counter()
     if contender.method is not None:
         stats = pass_ext.generate(model, ids, contender.method, max_new_tokens=new_tokens, streamer=recorder).stats
-        return Run(recorder.tokens, recorder.steps, _timed(stats, time.perf_counter() - started))
+        return Run(recorder.tokens, recorder.steps, replace(stats, seconds=time.perf_counter() - started))
     rows: list[int] = []
 
     def called(_module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -132,7 +132,3 @@ def _of_transformers(recorder: Recorder, rows: list[int], prompt: int, seconds: 
     return GenerationStats(
         tuple(histogram), sum(drafted), model_calls=len(rows), tokens=len(recorder.tokens), seconds=seconds
     )
-
-
-def _timed(stats: GenerationStats, seconds: float) -> GenerationStats:
-    return replace(stats, seconds=seconds)

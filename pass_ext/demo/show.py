@@ -15,26 +15,45 @@ from rich.text import Text
 from torch import Tensor
 
 import pass_ext
-from pass_ext.checkpoint import cache_folder
+from pass_ext.checkpoint import cache_folder, load_checkpoint
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.planning.for_lookahead import pass_plan
-from pass_ext.demo.agreement import TIE, Agreement, agreement
 from pass_ext.demo.contenders import JOINED, PLAIN, Contender, Run, contenders, continued, joined
 from pass_ext.demo.live import LiveText
-from pass_ext.demo.loading import load_lookahead, load_model
-from pass_ext.demo.picture import draw
 from pass_ext.demo.prompts import Prompt, prompts, rule
-from pass_ext.demo.report import agreement_table, speed_table
+from pass_ext.demo.report import TIE, Agreement, agreement, agreement_table, draw, speed_table
 
 WARM_UP_TOKENS = 6
 EXACT_TOKENS = 8  # per text in fp32
 EXACT_ROWS = 16  # rows of a PaSS step in fp32, because a plan by times may have no drafts to check
 
 
-def show(options: argparse.Namespace) -> None:
+def load_model(path: str) -> tuple[Any, Any]:
+    """The model in bfloat16 and its tokenizer."""
+    try:
+        return load_checkpoint(path, torch.bfloat16)
+    except FileNotFoundError as error:
+        raise SystemExit(str(error)) from error
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path} cannot be loaded as a transformers model: {error}") from error
+
+
+def load_lookahead(source: str | None, model_path: str, table: Tensor) -> pass_ext.LookaheadEmbedding | None:
+    """The embeddings of the file or name ``source``. Without it, the shipped ones whose name begins the model's, or None."""
+    if source is None:
+        name = Path(model_path).name.lower()
+        source = next((shipped for shipped in pass_ext.LookaheadEmbedding.shipped() if name.startswith(shipped)), None)
+        if source is None:
+            return None
+    try:
+        return pass_ext.LookaheadEmbedding.from_pretrained(source, table=table)
+    except ValueError as error:
+        raise SystemExit(f"--lookahead {source}: {error}") from error
+
+
+def show(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
     """Runs all parts in order, with the options of ``python -m pass_ext demo``."""
     console, model_name, new_tokens = Console(highlight=False), Path(options.model).stem, options.new_tokens
-    model, tokenizer = load_model(options.model)
     lookahead = load_lookahead(options.lookahead, options.model, model.get_input_embeddings().weight)
     texts = prompts(tokenizer, options.prompt)
     threads = _counted(torch.get_num_threads(), "thread")

@@ -13,18 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pass_ext.distributed.agreement import agreed
-from pass_ext.distributed.arguments import check_rule, trees_of
+from pass_ext.distributed.arguments import agreed, check_rule, trees_of
 from pass_ext.distributed.exchange import Steps, run
-from pass_ext.distributed.group import Columns, columns_of, layout_of
-from pass_ext.distributed.layout import Layout
-from pass_ext.distributed.shards import Shard
-from pass_ext.distributed.steps import accept_steps, gathered_accept_steps
+from pass_ext.distributed.layout import Columns, Layout, columns_of, layout_of
+from pass_ext.distributed.steps import Shard, accept_steps, gathered_accept_steps
 from pass_ext.ops import accept as whole
 from pass_ext.ops.accept import AcceptResult
-from pass_ext.ops.common.parameters import Parameter
+from pass_ext.ops.common.arguments import Parameter, typed
 from pass_ext.ops.common.rules import ACCEPT_RULES
-from pass_ext.ops.common.typed import typed
 
 _GATHERED_RULES = ("kseq", "typical", "coupled_inverse", "adaptive_rejection", "joint")
 
@@ -92,7 +88,7 @@ def accept_tree(
         columns that only a rank knows    1, see vocab_start
         gathered                          1
 
-    s counts the rounds of sums that a tree needs (pass_ext/distributed/rounds.py): 0 for a chain under "rejection"; for a tree
+    s counts the rounds of sums that a tree needs (pass_ext/distributed/steps.py): 0 for a chain under "rejection"; for a tree
     with branching (4, 2, 2) 5 under "rejection" and 6 under "traversal". The tree's shape is read on the host for that.
 
     With ``pass_ext.set_debug(True)`` each call compares the ranks' arguments first, and raises on all ranks where one differs.

@@ -9,16 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pass_ext.distributed.agreement import agreed
-from pass_ext.distributed.arguments import NAMES, seeds_tensor
+from pass_ext.distributed.arguments import agreed, seeds_tensor
 from pass_ext.distributed.exchange import Steps, run
-from pass_ext.distributed.group import columns_of, layout_of
-from pass_ext.distributed.layout import Layout
-from pass_ext.distributed.shards import Shard
-from pass_ext.distributed.steps import Trees, best_steps
+from pass_ext.distributed.layout import Layout, columns_of, layout_of
+from pass_ext.distributed.steps import Shard, Trees, best_steps
 from pass_ext.ops import draft as whole
-from pass_ext.ops.common.parameters import Parameter, check_positions, parameter_tensor
-from pass_ext.ops.common.typed import typed
+from pass_ext.ops.common.arguments import (
+    SAMPLING,
+    Parameter,
+    check_positions,
+    parameter_tensor,
+    sampling_tensors,
+    typed,
+)
 
 Drafts = tuple[Tensor, Tensor]
 
@@ -83,7 +86,7 @@ def draft_steps(
     def column(name: str, value: Parameter, dtype: torch.dtype) -> Tensor | None:
         return parameter_tensor("draft_sample", name, value, rows, dtype, device)
 
-    sampling = [column(name, value, dtype) for (name, dtype), value in zip(NAMES, target, strict=True)]
+    sampling = sampling_tensors("draft_sample", target, rows, device)
     check_positions("pass_ext.distributed.draft_sample", seeds, positions, draws=whole.draws(mode, target[0]))
     temperature = sampling[0]
     draws_nothing = mode == "top" or (mode == "coupled" and temperature is None)
@@ -95,10 +98,13 @@ def draft_steps(
     shard = Shard(rank, layout, (logits,), (allowed,)).without_padding()
     if rows < gather_below:
         (all_logits,) = yield from shard.whole()
-        law: dict[str, Any] = {name: value for (name, _), value in zip(NAMES, sampling, strict=True)} | noise
+        law: dict[str, Any] = dict(zip(SAMPLING, sampling, strict=True)) | noise
         return whole.draft_sample(all_logits, k, mode=mode, **law)
-    is_greedy = _greedy_rows(temperature, mode, rows, device)
-    warm = torch.ones(rows, device=device) if temperature is None else temperature.where(~is_greedy, 1.0)
+    if temperature is None:
+        is_greedy, warm = torch.full((rows,), mode == "coupled", device=device), torch.ones(rows, device=device)
+    else:
+        is_greedy = ~(temperature > 0)
+        warm = temperature.where(~is_greedy, 1.0)
     off = (0, 1.0, 0.0)  # greedy rows are ranked unfiltered
     filters = [
         None if v is None else v.where(~is_greedy, n).contiguous() for v, n in zip(sampling[1:], off, strict=True)
@@ -119,12 +125,6 @@ def draft_steps(
     )
     tokens, logprobs = yield from best_steps(trees, shard, k, mode=mode, temperature=temperature, **noise)
     return tokens, _concentrated(tokens, logprobs, is_greedy, mode)
-
-
-def _greedy_rows(temperature: Tensor | None, mode: str, rows: int, device: torch.device) -> Tensor:
-    if temperature is None:
-        return torch.full((rows,), mode == "coupled", device=device)
-    return ~(temperature > 0)
 
 
 def _concentrated(tokens: Tensor, logprobs: Tensor, is_greedy: Tensor, mode: str) -> Tensor:

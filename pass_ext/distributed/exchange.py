@@ -9,8 +9,7 @@ A step on shards is a generator that yields what a rank has to say and receives 
 ``run`` exchanges them over a process group; ``run_together`` runs all ranks in one process, for tests and for counting.
 """
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pass_ext.distributed.layout import Layout
+from pass_ext.distributed.layout import Layout, waiting
 
 
 @dataclass(frozen=True)
@@ -60,19 +59,6 @@ def run(steps: Steps[Result], group: dist.ProcessGroup | None) -> Result:
             return end.value
         with waiting(group, _described(wish)):
             reply = _exchanged(wish, group)
-
-
-@contextmanager
-def waiting(group: dist.ProcessGroup | None, described: str) -> Iterator[None]:
-    """Says what this rank waited for, where the group reports an error."""
-    try:
-        yield
-    except RuntimeError as error:  # torch's distributed errors are RuntimeErrors
-        raise RuntimeError(
-            f"pass_ext.distributed: rank {dist.get_rank(group)} of {dist.get_world_size(group)} waits in vain for "
-            f"the others to exchange {described}: a rank has ended, or made another call, or was slower than the "
-            f"group's timeout: {error}"
-        ) from error
 
 
 def _described(wish: Exchange) -> str:

@@ -1,21 +1,135 @@
-"""Steps on shards: which rounds a rank answers, and what it makes of all answers. Generators, see exchange.py."""
+"""Steps on shards: which rounds a rank answers, and what it makes of all answers. Generators, see exchange.py.
+
+The rounds are known before a step begins: they depend on the rule, on which filters there are, and on the tree's shape, never
+on logits. A tree needs sums over what is left of p after a child was rejected. The sums behind the j-th child of a node (j from
+0) are known one round after those behind the child before it; a node can be judged when its parent has come to it:
+
+    t(root) = 0,   t(child j of n) = t(n) + j,   sums behind child j of n: round t(n) + j + 1
+
+Rule "rejection" needs them behind all children but the last, which the draw follows. "traversal" and "block" need them behind
+all children but the root's last.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pass_ext.distributed.exchange import Add, Gather, Steps
-from pass_ext.distributed.rounds import rounds_of
-from pass_ext.distributed.shards import Shard
+from pass_ext.distributed.exchange import Add, Gather, Move, Steps
+from pass_ext.distributed.layout import Layout
 from pass_ext.ops.accept import AcceptResult
-from pass_ext.ops.shard import answer_shape, is_summed, shard_best, shard_combine, shard_local
+from pass_ext.ops.common.arguments import SAMPLING
+from pass_ext.ops.shard import SELECT_ROUNDS, answer_shape, is_summed, shard_best, shard_combine, shard_local
 
-SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p")
 _NO_TOKEN = (-(1 << 23), -1, -(1 << 23))  # logit -inf, id -1, log probability or another logit -inf
+
+
+def rounds_of(rule: str, *, greedy: bool, top_k: bool, top_p: bool, residuals: int) -> list[str]:
+    """The rounds before "finish"; ``greedy``: every request is."""
+    rounds = ["peaks"]
+    if greedy:
+        return rounds
+    if top_k:
+        rounds += ["counts"] * SELECT_ROUNDS
+    if top_p:
+        rounds += ["top_p"] + ["nucleus"] * SELECT_ROUNDS
+    if rule != "coupled":
+        rounds += ["masses"] + ["residuals"] * residuals
+    return [*rounds, "races"]
+
+
+def residual_rounds(rule: str, parents: Sequence[int], cu_nodes: Sequence[int]) -> int:
+    """The rounds of residual sums that packed trees need, if all children were drawn from a draft model."""
+    if rule == "coupled":
+        return 0
+    most = 0
+    for first, last in pairwise(cu_nodes):
+        tree = parents[max(first, 0) : max(last, 0)]
+        counts, reached = [0] * len(tree), [0] * len(tree)
+        needed: list[list[int]] = [[] for _ in tree]
+        for node, parent in enumerate(tree):
+            if not 0 <= parent < node:  # the root, or no tree at all
+                continue
+            number = counts[parent]
+            counts[parent] += 1
+            reached[node] = reached[parent] + number
+            needed[parent].append(reached[node] + 1)
+        for node, rounds in enumerate(needed):
+            needs_last = rule in ("traversal", "block") and node > 0
+            most = max([most, *(rounds if needs_last else rounds[:-1])])
+    return most
+
+
+def residual_rounds_of_chain(rule: str, length: int) -> int:
+    """The same for chains of ``length`` drafts."""
+    return 1 if rule in ("traversal", "block") and length > 1 else 0
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Columns that a rank of a group holds. ``logits`` are matrices: the target's, and the draft's if there are any; a mask of
+    None allows all."""
+
+    rank: int
+    layout: Layout
+    logits: tuple[Tensor, ...]
+    allowed: tuple[Tensor | None, ...]
+
+    @property
+    def start(self) -> int:
+        """The id of the first column."""
+        return self.layout.starts[self.rank]
+
+    @property
+    def columns(self) -> int:
+        """Columns of this rank."""
+        return self.layout.ends[self.rank] - self.start
+
+    def without_padding(self) -> Shard:
+        """The shard without the columns behind the vocabulary."""
+        logits = tuple(matrix[:, : self.columns] for matrix in self.logits)
+        words = -(-self.columns // 32)
+        masks = tuple(None if mask is None else mask[:, :words].contiguous() for mask in self.allowed)
+        return Shard(self.rank, self.layout, logits, masks)
+
+    def masked(self) -> tuple[Tensor, ...]:
+        """The logits, -inf where the masks forbid a token."""
+        return tuple(
+            matrix if mask is None else matrix.where(_bits(mask, matrix.shape[1]), -torch.inf)
+            for matrix, mask in zip(self.logits, self.allowed, strict=True)
+        )
+
+    def aligned(self) -> Steps[Shard]:
+        """The shard with columns that begin with a slice; at most one exchange, none if they all do already."""
+        if self.layout.is_aligned:
+            return self
+        layout = self.layout.aligned()
+        logits = yield Move(self.masked(), self.layout, layout)
+        return Shard(self.rank, layout, tuple(logits), (None,) * len(logits))
+
+    def whole(self) -> Steps[tuple[Tensor, ...]]:
+        """The masked logits with the columns of all ranks; one exchange."""
+        widths = [end - start for start, end in zip(self.layout.starts, self.layout.ends, strict=True)]
+        rows, dtypes = [len(matrix) for matrix in self.logits], [matrix.dtype for matrix in self.logits]
+        padded = [torch.nn.functional.pad(matrix, (0, max(widths) - self.columns)) for matrix in self.masked()]
+        flat = torch.cat([matrix.contiguous().view(-1).view(torch.uint8) for matrix in padded])
+        parts = (yield Gather(flat)).split([matrix.numel() * matrix.element_size() for matrix in padded], dim=1)
+        wholes = []
+        for part, count, dtype in zip(parts, rows, dtypes, strict=True):
+            matrices = part.contiguous().view(dtype).view(len(widths), count, max(widths))
+            wholes.append(torch.cat([matrix[:, :width] for matrix, width in zip(matrices, widths, strict=True)], 1))
+        return tuple(wholes)
+
+
+def _bits(words: Tensor, columns: int) -> Tensor:
+    """Mask words ``[rows, ceil(columns / 32)]`` as bools ``[rows, columns]``."""
+    places = torch.arange(32, dtype=torch.int32, device=words.device)
+    return (words[:, :, None] >> places & 1).bool().flatten(1)[:, :columns]
 
 
 @dataclass(frozen=True)
@@ -33,14 +147,14 @@ class Trees:
     seeds: Tensor | None
     positions: Tensor | None
     residuals: int
-    """Rounds of residual sums, see rounds.py."""
+    """Rounds of residual sums."""
     greedy: bool
     """True: every request is, for certain."""
 
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters by the names of the ops."""
-        target = dict(zip(SAMPLING_NAMES, self.target_sampling, strict=True))
-        draft = zip(SAMPLING_NAMES, self.draft_sampling, strict=True)
+        target = dict(zip(SAMPLING, self.target_sampling, strict=True))
+        draft = zip(SAMPLING, self.draft_sampling, strict=True)
         return target | {f"draft_{name}": number for name, number in draft}
 
     def rounds(self) -> list[str]:

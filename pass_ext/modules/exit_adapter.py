@@ -16,8 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pass_ext.modules.files import HitRates, check_model, pretrained_path, save_trained, shipped_files, trained_file
-from pass_ext.modules.fingerprint import table_difference
+from pass_ext.modules.files import (
+    HitRates,
+    check_model,
+    pretrained_path,
+    save_trained,
+    shipped_files,
+    table_difference,
+    trained_file,
+)
 
 _FORMAT = "pass_ext.exit.1"
 _SUFFIX = "-exit"

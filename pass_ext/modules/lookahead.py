@@ -21,14 +21,14 @@ from pass_ext.modules.files import (
     HitRates,
     TrainedFile,
     check_model,
+    fingerprint_of,
     pretrained_path,
     save_trained,
     shipped_files,
+    table_difference,
     trained_file,
 )
-from pass_ext.modules.fingerprint import fingerprint_of, table_difference
-from pass_ext.modules.peft_folder import read_peft_folder
-from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
+from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters, read_peft_folder
 from pass_ext.ops.lookahead import lookahead_embed
 
 _FORMAT = "pass_ext.lookahead.1"
@@ -202,18 +202,8 @@ class LookaheadEmbedding(nn.Module):
         adapters, base_model = read_peft_folder(path)
         ids = torch.randint(len(table), (num_lookahead,), generator=torch.Generator().manual_seed(seed))
         rows = table.detach()[ids.to(table.device)]
-        embedding = cls(
-            num_lookahead,
-            table.shape[1],
-            base_model=base_model,
-            vocabulary=table.shape[0],
-            adapters=adapters.to(table.device, table.dtype),
-            device=table.device,
-            dtype=table.dtype,
-        )
+        embedding = cls._with({"weight": rows}, base_model, len(table), adapters.to(table.device, table.dtype))
         embedding.fingerprint = fingerprint_of(table)
-        with torch.no_grad():
-            embedding.weight.copy_(rows)
         return embedding
 
     @staticmethod

@@ -10,23 +10,24 @@ import torch
 from torch import Tensor
 
 from pass_ext import _library
-from pass_ext.ops.common.fakes import register_fake
-from pass_ext.ops.common.integers import integers
-from pass_ext.ops.common.nondifferentiable import call
-from pass_ext.ops.common.parameters import Parameter, check_positions, index_of, is_greedy, parameter_tensor, seeds_for
+from pass_ext.ops.common.arguments import (
+    Parameter,
+    check_positions,
+    index_of,
+    integers,
+    is_greedy,
+    parameter_tensor,
+    seeds_for,
+    target_and_draft,
+    typed,
+)
+from pass_ext.ops.common.kernels import call, register_fake
 from pass_ext.ops.common.rules import ACCEPT_RULES, RULES
-from pass_ext.ops.common.typed import typed
 
 STATUS = {1: "NaN or +inf among the logits", 2: "no token is allowed", 4: "the tree is malformed"}
 """The bits of ``AcceptResult.status``."""
 
 _RULE_NAMES = tuple(RULES)
-_SAMPLING = (
-    ("temperature", torch.float32),
-    ("top_k", torch.int32),
-    ("top_p", torch.float32),
-    ("min_p", torch.float32),
-)
 _tree_op = torch.ops.pass_ext.accept_tree.default
 _chain_op = torch.ops.pass_ext.accept_chain.default
 
@@ -226,18 +227,10 @@ def _dense(op: str, argument: str, tensor: Tensor | None, dtype: torch.dtype = t
 def _sampling(
     op: str, batch: tuple[int, torch.device], target: tuple[Parameter, ...], draft: tuple[Parameter, ...]
 ) -> list[Tensor | None]:
-    """The sampling parameters of target and draft as tensors, four each. A draft parameter of None is the target's."""
-    if all(value is None for value in (*target, *draft)):
-        return [None] * (2 * len(_SAMPLING))
-    requests, device = batch
-    parameters = [
-        parameter_tensor(op, name, value, requests, dtype, device)
-        for (name, dtype), value in zip(_SAMPLING, target, strict=True)
-    ]
-    return parameters + [
-        target_value if value is None else parameter_tensor(op, f"draft_{name}", value, requests, dtype, device)
-        for (name, dtype), value, target_value in zip(_SAMPLING, draft, parameters, strict=True)
-    ]
+    if all(value is None for value in (*target, *draft)):  # most steps: greedy
+        return [None] * 8
+    of_target, of_draft = target_and_draft(op, target, draft, *batch)
+    return of_target + of_draft
 
 
 def _noise(

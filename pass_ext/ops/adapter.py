@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from pass_ext import _library
-from pass_ext.ops.common.fakes import register_fake
-from pass_ext.ops.common.integers import integers
-from pass_ext.ops.common.nondifferentiable import call, refuse_gradients
-from pass_ext.ops.common.typed import typed
+from pass_ext.ops.common.arguments import integers, typed
+from pass_ext.ops.common.kernels import call, nothing, refuse_gradients, register_fake
 
 MAX_RANK = 128  # kMaxAdapterRank of csrc/core/adapter.h
 
@@ -64,9 +62,7 @@ def check_adapter_ids(ids: Tensor, adapters: int, op: str = "adapter_rows_") -> 
         )
 
 
-@register_fake("adapter_rows_")
-def _nothing(out: Tensor, x: Tensor, ids: Tensor, down: Tensor, up: Tensor, scale: float) -> None:
-    return None
+register_fake("adapter_rows_")(nothing)
 
 
 @typed("pass_ext::")

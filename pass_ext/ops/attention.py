@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from pass_ext import _library
-from pass_ext.ops.common.fakes import register_fake
-from pass_ext.ops.common.integers import integers
-from pass_ext.ops.common.nondifferentiable import call, refuse_gradients
-from pass_ext.ops.common.typed import typed
+from pass_ext.ops.common.arguments import integers, typed
+from pass_ext.ops.common.kernels import call, refuse_gradients, register_fake
 from pass_ext.ops.tree import check_bounds
 
 HEAD_DIMS = (64, 80, 96, 128, 256)  # kHeadDims of csrc/core/attention.h

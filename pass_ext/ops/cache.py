@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from pass_ext import _library
-from pass_ext.ops.common.fakes import register_fake
-from pass_ext.ops.common.integers import integers
-from pass_ext.ops.common.nondifferentiable import call
-from pass_ext.ops.common.typed import typed
+from pass_ext.ops.common.arguments import integers, typed
+from pass_ext.ops.common.kernels import call, nothing, register_fake
 
 _op = torch.ops.pass_ext.cache_commit_.default
 
@@ -134,14 +132,4 @@ def check_fits(
                                      f"at {b}")  # fmt: skip
 
 
-@register_fake("cache_commit_")
-def _commit_shape(
-    caches: list[Tensor],
-    prefix_lens: Tensor,
-    cu_nodes: Tensor,
-    path: Tensor,
-    num_accepted: Tensor,
-    new: list[Tensor],
-    block_table: Tensor | None,
-) -> None:
-    return None
+register_fake("cache_commit_")(nothing)

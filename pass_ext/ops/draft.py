@@ -7,10 +7,17 @@ csrc/cpu/rows.cpp and csrc/cuda/rows.cuh.
 import torch
 from torch import Tensor
 
-from pass_ext.ops.common.fakes import register_fake
-from pass_ext.ops.common.nondifferentiable import call
-from pass_ext.ops.common.parameters import Parameter, check_positions, index_of, is_greedy, parameter_tensor, seeds_for
-from pass_ext.ops.common.typed import typed
+from pass_ext.ops.common.arguments import (
+    Parameter,
+    check_positions,
+    index_of,
+    is_greedy,
+    parameter_tensor,
+    sampling_tensors,
+    seeds_for,
+    typed,
+)
+from pass_ext.ops.common.kernels import call, register_fake
 
 MODES = ("coupled", "without", "with", "top")
 
@@ -65,10 +72,7 @@ def draft_sample(
         logits,
         k,
         index_of("draft_sample", "mode", mode, MODES),
-        parameter_tensor("draft_sample", "temperature", temperature, rows, torch.float32, device),
-        parameter_tensor("draft_sample", "top_k", top_k, rows, torch.int32, device),
-        parameter_tensor("draft_sample", "top_p", top_p, rows, torch.float32, device),
-        parameter_tensor("draft_sample", "min_p", min_p, rows, torch.float32, device),
+        *sampling_tensors("draft_sample", (temperature, top_k, top_p, min_p), rows, device),
         allowed,
         None if draws_nothing and seeds is None else seeds_for("draft_sample", seeds, rows, device, generator),
         parameter_tensor("draft_sample", "positions", positions, rows, torch.int64, device),
@@ -87,18 +91,6 @@ def draws(mode: str, temperature: Parameter) -> bool:
 
 
 @register_fake("draft_sample")
-def _shape(
-    logits: Tensor,
-    k: int,
-    mode: int,
-    temperature: Tensor | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    allowed: Tensor | None,
-    seeds: Tensor | None,
-    positions: Tensor | None,
-    nodes: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _shape(logits: Tensor, k: int, *rest: object) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], k)
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)

@@ -20,11 +20,8 @@ from torch import Tensor
 from pass_ext import _library
 from pass_ext._library import release_layers
 from pass_ext.ops.adapter import check_adapter_ids
-from pass_ext.ops.common.fakes import register_fake
-from pass_ext.ops.common.integers import integers
-from pass_ext.ops.common.nondifferentiable import call, refuse_gradients
-from pass_ext.ops.common.parameters import index_of
-from pass_ext.ops.common.typed import typed
+from pass_ext.ops.common.arguments import index_of, integers, typed
+from pass_ext.ops.common.kernels import call, refuse_gradients, register_fake
 from pass_ext.ops.step import ACTIVATIONS, NORM_FORMS
 
 _before_op = torch.ops.pass_ext.layer_before_attention.default

@@ -6,9 +6,8 @@ out[r] = weight @ x[r] + bias. Kernels: csrc/cpu/linear.cpp, csrc/cuda/linear.cu
 import torch
 from torch import Tensor
 
-from pass_ext.ops.common.fakes import register_fake
-from pass_ext.ops.common.nondifferentiable import call, refuse_gradients
-from pass_ext.ops.common.typed import typed
+from pass_ext.ops.common.arguments import typed
+from pass_ext.ops.common.kernels import call, refuse_gradients, register_fake
 
 _op = torch.ops.pass_ext.linear_rows.default
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pass_ext import _library
-from pass_ext.ops.common.fakes import register_fake
-from pass_ext.ops.common.integers import integers
-from pass_ext.ops.common.typed import typed
+from pass_ext.ops.common.arguments import integers, typed
+from pass_ext.ops.common.kernels import register_fake
 
 _op = torch.ops.pass_ext.lookahead_embed.default
 _backward_op = torch.ops.pass_ext.lookahead_embed_backward.default

@@ -7,11 +7,8 @@ The formulas: csrc/core/next.h, csrc/core/next_tree.h. Kernels: csrc/cpu/next.cp
 import torch
 from torch import Tensor
 
-from pass_ext.ops.common.fakes import register_fake
-from pass_ext.ops.common.integers import integers
-from pass_ext.ops.common.nondifferentiable import call, refuse_gradients
-from pass_ext.ops.common.parameters import Parameter, parameter_tensor
-from pass_ext.ops.common.typed import typed
+from pass_ext.ops.common.arguments import Parameter, integers, parameter_tensor, sampling_tensors, typed
+from pass_ext.ops.common.kernels import call, nothing, refuse_gradients, register_fake
 
 REPORT_NUMBERS = 3  # kReportNumbers of csrc/core/next.h
 TREE_REPORT_NUMBERS = 5  # kTreeReportNumbers of csrc/core/next_tree.h, and the limits of next_tree_
@@ -85,33 +82,17 @@ def next_rows_(
     Integers that are only read may have any integer dtype. No gradients, reverse or forward: the op raises if a tensor
     requires one.
     """
-    refuse_gradients("next_rows_", scores, left, right)
+    op = "next_rows_"
+    refuse_gradients(op, scores, left, right)
     requests, device = lengths.shape[0] if lengths.dim() else 0, rows.device
     call(
-        _op,
-        rows,
-        lengths,
-        prefix_lens,
-        report,
-        integers("next_rows_", "limits", limits, torch.int64),
-        integers("next_rows_", "parents", parents),
-        nodes,
-        integers("next_rows_", "emitted", emitted, torch.int64),
-        integers("next_rows_", "path", path),
-        integers("next_rows_", "num_accepted", num_accepted),
-        integers("next_rows_", "status", status),
-        integers("next_rows_", "groups", groups),
-        integers("next_rows_", "offered", offered, torch.int64),
-        scores,
-        left,
-        right,
-        text,
-        parameter_tensor("next_rows_", "temperature", temperature, requests, torch.float32, device),
-        parameter_tensor("next_rows_", "top_k", top_k, requests, torch.int32, device),
-        parameter_tensor("next_rows_", "top_p", top_p, requests, torch.float32, device),
-        parameter_tensor("next_rows_", "min_p", min_p, requests, torch.float32, device),
-        parameter_tensor("next_rows_", "seeds", seeds, requests, torch.int64, device),
-    )
+        _op, rows, lengths, prefix_lens, report, integers(op, "limits", limits, torch.int64),
+        integers(op, "parents", parents), nodes, integers(op, "emitted", emitted, torch.int64), integers(op, "path", path),
+        integers(op, "num_accepted", num_accepted), integers(op, "status", status), integers(op, "groups", groups),
+        integers(op, "offered", offered, torch.int64), scores, left, right, text,
+        *sampling_tensors(op, (temperature, top_k, top_p, min_p), requests, device),
+        parameter_tensor(op, "seeds", seeds, requests, torch.int64, device),
+    )  # fmt: skip
 
 
 @typed("pass_ext::")
@@ -179,41 +160,18 @@ def next_tree_(
     which a text has no room are left out. A token outside the vocabulary of left is no candidate. Integers that are only read
     may have any integer dtype. No gradients, reverse or forward: the op raises if a tensor requires one.
     """
-    refuse_gradients("next_tree_", rates, price, scores, left, right)
+    op = "next_tree_"
+    refuse_gradients(op, rates, price, scores, left, right)
     requests, device = lengths.shape[0] if lengths.dim() else 0, rows.device
     call(
-        _tree_op,
-        rows,
-        parents,
-        lengths,
-        prefix_lens,
-        report,
-        integers("next_tree_", "limits", limits, torch.int64),
-        integers("next_tree_", "emitted", emitted, torch.int64),
-        integers("next_tree_", "path", path),
-        integers("next_tree_", "num_accepted", num_accepted),
-        integers("next_tree_", "status", status),
-        rates,
-        price,
-        integers("next_tree_", "offered", offered, torch.int64),
-        scores,
-        first,
-        left,
-        right,
-        text,
-        parameter_tensor("next_tree_", "temperature", temperature, requests, torch.float32, device),
-        parameter_tensor("next_tree_", "top_k", top_k, requests, torch.int32, device),
-        parameter_tensor("next_tree_", "top_p", top_p, requests, torch.float32, device),
-        parameter_tensor("next_tree_", "min_p", min_p, requests, torch.float32, device),
-        parameter_tensor("next_tree_", "seeds", seeds, requests, torch.int64, device),
-    )
+        _tree_op, rows, parents, lengths, prefix_lens, report, integers(op, "limits", limits, torch.int64),
+        integers(op, "emitted", emitted, torch.int64), integers(op, "path", path),
+        integers(op, "num_accepted", num_accepted), integers(op, "status", status), rates, price,
+        integers(op, "offered", offered, torch.int64), scores, first, left, right, text,
+        *sampling_tensors(op, (temperature, top_k, top_p, min_p), requests, device),
+        parameter_tensor(op, "seeds", seeds, requests, torch.int64, device),
+    )  # fmt: skip
 
 
-@register_fake("next_rows_")
-def _nothing(rows: Tensor, *rest: object) -> None:
-    return None
-
-
-@register_fake("next_tree_")
-def _nothing_either(rows: Tensor, *rest: object) -> None:
-    return None
+register_fake("next_rows_")(nothing)
+register_fake("next_tree_")(nothing)

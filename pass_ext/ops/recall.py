@@ -7,10 +7,8 @@ csrc/cpu/recall-inl.h, csrc/cuda/recall.cuh.
 import torch
 from torch import Tensor
 
-from pass_ext.ops.common.fakes import register_fake
-from pass_ext.ops.common.integers import integers
-from pass_ext.ops.common.nondifferentiable import call
-from pass_ext.ops.common.typed import typed
+from pass_ext.ops.common.arguments import integers, typed
+from pass_ext.ops.common.kernels import call, register_fake
 
 RECALL_TOKENS = 3  # kRecallTokens of csrc/core/recall.h
 MAX_RECALL_ROW = 1024  # kMostRecallRow there

@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 
 from pass_ext.ops.accept import AcceptResult
-from pass_ext.ops.common.fakes import register_fake
-from pass_ext.ops.common.integers import integers
-from pass_ext.ops.common.nondifferentiable import call
-from pass_ext.ops.common.parameters import check_positions, index_of
+from pass_ext.ops.common.arguments import check_positions, index_of, integers, typed
+from pass_ext.ops.common.kernels import call, register_fake
 from pass_ext.ops.common.rules import RULES
-from pass_ext.ops.common.typed import typed
 from pass_ext.ops.draft import MODES, draws
 
 ROUNDS = ("peaks", "counts", "top_p", "nucleus", "masses", "residuals", "races", "finish")

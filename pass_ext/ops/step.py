@@ -7,10 +7,8 @@ The formulas: csrc/core/step.h. Kernels: csrc/cpu/step.cpp, csrc/cuda/step.cuh.
 import torch
 from torch import Tensor
 
-from pass_ext.ops.common.fakes import register_fake
-from pass_ext.ops.common.nondifferentiable import call, refuse_gradients
-from pass_ext.ops.common.parameters import index_of
-from pass_ext.ops.common.typed import typed
+from pass_ext.ops.common.arguments import index_of, typed
+from pass_ext.ops.common.kernels import call, refuse_gradients, register_fake
 
 NORM_FORMS = ("llama", "olmo2", "gemma")  # NormForm of csrc/core/step.h
 ACTIVATIONS = ("silu", "gelu_tanh")  # Activation of csrc/core/step.h

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from pass_ext import _library
-from pass_ext.ops.common.fakes import register_fake
-from pass_ext.ops.common.integers import integers
-from pass_ext.ops.common.nondifferentiable import call
-from pass_ext.ops.common.typed import typed
+from pass_ext.ops.common.arguments import integers, typed
+from pass_ext.ops.common.kernels import call, register_fake
 
 _prepare_op = torch.ops.pass_ext.tree_prepare.default
 _mask_op = torch.ops.pass_ext.tree_mask.default

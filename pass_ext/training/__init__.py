@@ -1,5 +1,29 @@
 """Training beside a frozen model: look-ahead embeddings, exit adapters, decision models.
 
-Each command has a folder: ``command`` (its options), ``pipeline`` (a whole run), ``loop`` (the loss of a step), ``evaluation``
-(on held-out text) and ``record`` (its card). ``common`` is their skeleton. Imports nothing by itself.
+Each command has a folder: ``command`` (its options), ``pipeline`` (a whole run, and its card), ``loop`` (the loss of a step)
+and ``evaluation`` (on held-out text). ``common`` is their skeleton:
+
+options → run (model, texts) → [a command's own data] → trainer, steps → [its evaluation] → record (file, card, picture)
 """
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+FOLDERS = {"train": "lookahead", "train-draft": "draft", "train-decision": "decision"}
+"""Command -> its folder."""
+
+
+def run(command: str, options: argparse.Namespace, line: Sequence[str]) -> Path:
+    """Trains and evaluates; the path of the safetensors file. ``line``: the words of the command line, for the record."""
+    folder = f"pass_ext.training.{FOLDERS[command]}"
+    import_module(f"{folder}.command").check_arguments(options)
+    from pass_ext.training.common.run import load_run
+    from pass_ext.training.common.steps import ended_by_ctrl_c
+
+    with ended_by_ctrl_c(options.out):
+        path: Path = import_module(f"{folder}.pipeline").train(load_run(options, line))
+        return path

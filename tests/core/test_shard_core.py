@@ -19,7 +19,7 @@ from support.enumeration import (
 )
 from support.native import ROOT, build_module
 
-from pass_ext.distributed.rounds import residual_rounds, rounds_of
+from pass_ext.distributed.steps import residual_rounds, rounds_of
 from pass_ext.ops.shard import ROUNDS
 
 NEARLY = 1e-5  # that of test_accept_core: probabilities are floats

@@ -22,11 +22,10 @@ from pass_ext.__main__ import main
 from pass_ext.decoding.stats import AcceptanceStats, GenerationStats
 from pass_ext.demo import contenders as demo_contenders
 from pass_ext.demo import show as demo_show
-from pass_ext.demo.agreement import TIE, Agreement, agreement, bf16_step
 from pass_ext.demo.contenders import Run
 from pass_ext.demo.live import Incremental, LiveText
 from pass_ext.demo.prompts import CHOSEN, RACED, RECORDED_MODEL, RECORDED_TOKENS, rule
-from pass_ext.demo.report import agreement_table, speed_table
+from pass_ext.demo.report import TIE, Agreement, agreement, agreement_table, bf16_step, speed_table
 
 ROOT = Path(__file__).parents[2]
 

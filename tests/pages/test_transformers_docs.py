@@ -11,7 +11,7 @@ from support.paths import ROOT  # noqa: E402
 from support.small_models import Tokens, prompts, small_model  # noqa: E402
 
 import pass_ext  # noqa: E402
-from pass_ext.integrations.transformers import named_method  # noqa: E402
+from pass_ext.integrations.transformers import hub_generate  # noqa: E402
 
 PAGE = ROOT / "docs/guide/transformers.md"
 
@@ -38,7 +38,7 @@ def test_the_blocks_of_the_page_run(monkeypatch, tmp_path):
     model = small_model("llama")
     replace_shipped_slots(monkeypatch, model)
     slots = pass_ext.LookaheadEmbedding.from_pretrained("smollm2-135m-instruct")
-    monkeypatch.setattr(named_method, "_slots", lambda path, modified: slots)
+    monkeypatch.setattr(hub_generate, "_slots", lambda path, modified: slots)
     input_ids, mask = prompts(1, 9)
     names = dict(
         pass_ext=pass_ext,

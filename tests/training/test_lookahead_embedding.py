@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 import pass_ext
 from pass_ext import LookaheadEmbedding, reference
-from pass_ext.modules.fingerprint import fingerprint_of
+from pass_ext.modules.files import fingerprint_of
 
 
 def table_of(rows=100, dim=16, dtype=torch.bfloat16):

@@ -24,11 +24,10 @@ from pass_ext.ops.adapter import adapter_rows
 from pass_ext.training.common import documents
 from pass_ext.training.common.frozen_model import check_head, load_frozen, text_rows
 from pass_ext.training.common.loss import distillation_loss
-from pass_ext.training.common.trainer import rate_at
-from pass_ext.training.common.windows import Windows
+from pass_ext.training.common.run import Windows
+from pass_ext.training.common.steps import rate_at
 from pass_ext.training.lookahead.evaluation import evaluate, hits_of
-from pass_ext.training.lookahead.forward import slot_rows
-from pass_ext.training.lookahead.loop import LookaheadTrainer, step_loss
+from pass_ext.training.lookahead.loop import LookaheadTrainer, slot_rows, step_loss
 
 transformers = pytest.importorskip("transformers")
 
@@ -125,7 +124,7 @@ def test_base_rows_have_no_adapters(monkeypatch):
     window = windows_of(counting(9, 24)).at(0)
     seen = []
     monkeypatch.setattr(
-        "pass_ext.training.lookahead.adapters.adapter_rows",
+        "pass_ext.training.lookahead.loop.adapter_rows",
         lambda out, x, ids, *rest: seen.append(tuple(out.shape[:2])) or adapter_rows(out, x, ids, *rest),
     )
     step_loss(model, slots_for(model, adapters=1), window, WEIGHTS)

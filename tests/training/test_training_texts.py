@@ -11,7 +11,7 @@ import torch
 from support.training_models import Letters, counting, tiny_llama, windows_of
 
 from pass_ext.training.common import documents, own_texts
-from pass_ext.training.common.sampling import sample
+from pass_ext.training.common.frozen_model import sample
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,6 +6,7 @@ its own loop. It translates the arguments for ``pass_ext.generate`` and the resu
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,22 +20,15 @@ from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.cache_name import cache_name, given_cache
 from pass_ext.decoding.requests.node_processor import NodeProcessor
 from pass_ext.decoding.stats import GenerationStats
-from pass_ext.integrations.grammar.processors import grammars_of
+from pass_ext.integrations.grammar import grammars_of
 from pass_ext.integrations.transformers.cache import cache_length, read_cache, write_cache
-from pass_ext.integrations.transformers.dropped import Continued, dropped_arguments
-from pass_ext.integrations.transformers.processors import NodeCriteria, sampling_parameters
-from pass_ext.integrations.transformers.step_rows import step_logits, step_scores
+from pass_ext.integrations.transformers.processors import NodeCriteria, sampling_parameters, step_logits, step_scores
 
+_DROPPED = ("streamer", "assistant_model", "synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask")
 # Model arguments that transformers prepares for a decoding loop; pass_ext computes its own or does not need them.
 _KNOWN = {
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "cache",
-    "logits_to_keep",
-    "use_cache",
-    "cache_position",
-    "return_dict",
+    *("attention_mask", "position_ids", "past_key_values", "cache"),
+    *("logits_to_keep", "use_cache", "cache_position", "return_dict"),
 }
 # What selects transformers' assisted decoding -> what says the same here.
 _ASSISTED = {
@@ -47,6 +41,34 @@ _REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
 _ROW_OUTPUTS = ("output_scores", "output_logits")
 _FULL_LAYERS = ("DynamicLayer", "StaticLayer")
 _SLIDING_LAYERS = ("DynamicSlidingWindowLayer", "StaticSlidingWindowLayer")
+
+
+def dropped_arguments() -> dict[str, Any]:
+    """What a caller gave ``model.generate`` and transformers does not pass on to a callable, None for what was not given; {}:
+    no ``model.generate`` is on the stack. transformers prepares its own loops' arguments and leaves these in its frame."""
+    from transformers import GenerationMixin
+
+    generate = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not generate:
+        frame = frame.f_back
+    return {} if frame is None else {name: frame.f_locals[name] for name in _DROPPED}
+
+
+class Continued:
+    """A streamer that has the prompt already, from transformers: the first ``put`` is left out."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer, self._has_prompt = streamer, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._streamer, name)
+
+    def put(self, tokens: Any) -> None:
+        """Passes new tokens on."""
+        if self._has_prompt:
+            self._streamer.put(tokens)
+        self._has_prompt = True
 
 
 class CustomGenerate:
@@ -265,6 +287,7 @@ def _other_cache_format(model: Any) -> str:
 def _must_be_filled(cache: Any, columns: int, config: Any, is_writable: bool) -> bool:
     """True if the caller has the cache after the call. Raises for caches that cannot store keys and values unchanged."""
     from transformers import DynamicCache, StaticCache, cache_utils
+    from transformers import __version__ as transformers_version
 
     if type(cache) not in (DynamicCache, StaticCache) or getattr(cache, "offloading", False):
         raise ValueError(
@@ -286,16 +309,8 @@ def _must_be_filled(cache: Any, columns: int, config: Any, is_writable: bool) ->
             )
         return bool(config.return_dict_in_generate)
     # transformers 4 does not mark caches that the caller gave: this may be one.
-    return bool(
-        config.return_dict_in_generate or is_users or (is_writable and is_users is None and not _marks_caches())
-    )
-
-
-def _marks_caches() -> bool:
-    """True if this transformers marks caches that the caller gave."""
-    from transformers import __version__
-
-    return int(__version__.split(".")[0]) >= 5
+    may_be_users = is_users is None and int(transformers_version.split(".")[0]) < 5
+    return bool(config.return_dict_in_generate or is_users or (is_writable and may_be_users))
 
 
 def _past(cache: Any, mask: Tensor) -> tuple[list[tuple[Tensor, Tensor]], int] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from pass_ext.integrations import plugin
-from pass_ext.integrations.vllm.versions import LOG, TESTED
+from pass_ext.integrations.vllm.settings import LOG, TESTED
 
 
 def register() -> None:
@@ -22,12 +22,9 @@ def register() -> None:
         if refusal:
             LOG.warning("%s; nothing is replaced", refusal)
             return
-        from pass_ext.integrations.vllm import draft_counters, refusals
-        from pass_ext.integrations.vllm.sampling import worker
+        from pass_ext.integrations.vllm.replacements import replace_at_start
 
-        worker.replace_at_start()
-        draft_counters.replace_counters()
-        refusals.refuse_at_start()
+        replace_at_start()
     except Exception as error:  # an engine must not die from a plugin
         LOG.warning("pass_ext: nothing is replaced, because %s: %s", type(error).__name__, error)
 

@@ -49,7 +49,8 @@ def read_documents(paths: Iterable[str | Path]) -> list[Document]:
         root = (source if source.is_dir() else source.parent).resolve()
         for file in sorted(root.rglob("*")) if source.is_dir() else [root / source.name]:
             relative = file.relative_to(root)
-            if file.is_file() and (not source.is_dir() or _is_text(relative)):
+            is_text = relative.suffix in SUFFIXES and SKIPPED.isdisjoint(relative.parts)
+            if file.is_file() and (not source.is_dir() or is_text):
                 names[file] = max(names.get(file, ""), relative.as_posix(), key=len)
     documents = []
     for file, name in _distinct(names).items():
@@ -73,10 +74,6 @@ def _distinct(relative: Mapping[Path, str]) -> dict[Path, str]:
             if name in doubled and file not in settled:
                 names[file] = "/".join(file.parts[-len(Path(name).parts) - 1 :])
     return names
-
-
-def _is_text(relative: Path) -> bool:
-    return relative.suffix in SUFFIXES and SKIPPED.isdisjoint(relative.parts)
 
 
 def prose_of(source: str) -> str:

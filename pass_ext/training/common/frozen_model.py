@@ -1,14 +1,18 @@
-"""The frozen model beside which modules are trained: loading, its digest, its rows, and the form that it must have."""
+"""The frozen model beside which modules are trained: loading, its digest, its rows, the form that it must have, and texts that
+it writes: token ~ softmax(logits / T), or the arg-max at T = 0.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pass_ext.checkpoint import load_checkpoint
+from pass_ext.decoding.generation import generate
 from pass_ext.decoding.models.cache_name import cache_name
 
 _DIGESTED = 64  # elements of a parameter, evenly spread
@@ -51,3 +55,32 @@ def text_rows(model: Any, ids: Tensor) -> tuple[Tensor, Any]:
     with torch.no_grad():
         result = model.get_decoder()(input_ids=ids, use_cache=True)
     return result.last_hidden_state, result[cache_name(type(result))]
+
+
+def sample(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    temperature: float,
+    generator: torch.Generator,
+    stop: frozenset[int],
+) -> list[list[int]]:
+    """The model's continuation of each prompt: at most ``new_tokens``, up to and including the first token of ``stop``."""
+    from transformers import GenerationConfig
+
+    longest = max(map(len, prompts))
+    device = model.get_input_embeddings().weight.device
+    ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+    texts = generate(
+        model,
+        ids,
+        max_new_tokens=new_tokens,
+        attention_mask=mask,
+        temperature=temperature,
+        generator=generator,
+        eos_token_id=sorted(stop),
+        generation_config=GenerationConfig(),  # the model's own law, whatever penalties its folder asks for
+    )
+    rows = zip(texts.sequences.tolist(), texts.lengths, strict=True)
+    return [row[longest : longest + length] for row, length in rows]

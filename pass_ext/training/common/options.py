@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,14 +15,17 @@ from pass_ext.training.common.documents import Document, read_documents
 
 PACKAGES = ("transformers", "safetensors", "rich", "matplotlib")
 INSTRUCTIONS = Path(__file__).parent.parent / "instructions.txt"
-_TEXT_LEAST = {"sample_tokens": 1, "continuations": 0, "own_chats": 0, "held_out": 0}
 _Settings = TypeVar("_Settings")
 
 
 def adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
-    """``parser.add_argument``, where the help of every option that may be left out ends with its default."""
+    """``parser.add_argument``, where the help of every option that may be left out ends with its default. ``least``: the
+    smallest number that ``check_least`` takes."""
 
-    def add(option: str, *, help: str = "", **how: Any) -> None:
+    def add(option: str, *, help: str = "", least: float | None = None, **how: Any) -> None:
+        if least is not None:
+            known = parser.get_default("least") or {}
+            parser.set_defaults(least={**known, option.removeprefix("--").replace("-", "_"): least})
         default = how.get("default", False if how.get("action") == "store_true" else None)
         words = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else str(default)
         shown = {"False": "off", "None": "none", "": "none"}.get(words, words)
@@ -50,12 +53,20 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PROMPTS",
         help="a file of instructions, one a line, that the model answers; shipped: the one that comes along",
     )
-    add("--continuations", type=int, default=0, metavar="N", help="prefixes from --data that the model continues")
-    add("--own-chats", type=int, default=0, metavar="N", help="chats of which the model writes both sides")
-    add("--sample-tokens", type=int, default=208, help="tokens sampled behind a prompt at most")
+    add(
+        "--continuations",
+        type=int,
+        least=0,
+        default=0,
+        metavar="N",
+        help="prefixes from --data that the model continues",
+    )
+    add("--own-chats", type=int, least=0, default=0, metavar="N", help="chats of which the model writes both sides")
+    add("--sample-tokens", type=int, least=1, default=208, help="tokens sampled behind a prompt at most")
     add(
         "--held-out",
         type=int,
+        least=0,
         default=32,
         help="held-out prompts of a kind that the model continues for the evaluation",
     )
@@ -84,9 +95,9 @@ def add_sample_share(parser: argparse.ArgumentParser, parts: str) -> None:
     adder(parser)("--sample-share", type=float, default=0.75, help=f"part of the training {parts} that is sampled")
 
 
-def check_least(options: argparse.Namespace, least: Mapping[str, float]) -> None:
-    """Refuses numbers below these, and below those of the options that all commands have."""
-    for name, smallest in {**least, **_TEXT_LEAST}.items():
+def check_least(options: argparse.Namespace) -> None:
+    """Refuses numbers below the least of their options."""
+    for name, smallest in options.least.items():
         if not getattr(options, name) >= smallest:  # so that nan is refused too
             raise SystemExit(f"--{name.replace('_', '-')} must be at least {smallest}, got {getattr(options, name)}")
 

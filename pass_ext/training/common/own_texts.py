@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from pass_ext.training.common.documents import Document, is_held_out
-from pass_ext.training.common.frozen_model import weights_digest
-from pass_ext.training.common.sampling import sample
+from pass_ext.training.common.frozen_model import sample, weights_digest
 
 BATCH = 48
 TEMPERATURES = (0.8, 0.5, 1.0, 0.0)

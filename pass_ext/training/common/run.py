@@ -2,6 +2,8 @@
 
 documents of --data        a tenth of the files held out, by name
 samples                    written by the model itself, sampled once and then read from the folder --out
+windows                    what a step reads of both, and random anchors in them, drawn from (seed, step) alone: a resumed run
+                           reads what an uninterrupted one would
 """
 
 from __future__ import annotations
@@ -10,12 +12,16 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import random
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from pass_ext.training.common.documents import Document, fingerprint, is_held_out
 from pass_ext.training.common.frozen_model import load_frozen, weights_digest
@@ -24,6 +30,7 @@ from pass_ext.training.common.own_texts import Sample, collect, plan_batches
 from pass_ext.training.common.steps import watched
 
 _HELD_OUT = "held out"
+_MOST_DRAWS = 1000  # for one text; pieces that are too short are rare where there is anything to learn
 
 
 class Texts(NamedTuple):
@@ -128,3 +135,90 @@ def _written(samples: list[Sample]) -> int:
 def _digest(samples: list[Sample]) -> str:
     fields = [dataclasses.asdict(sample) for sample in samples]
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def even_places(places: Tensor, most: int) -> Tensor:
+    """``most`` of the places, evenly spread with both ends, or all where they are fewer; there must be some."""
+    return places[torch.linspace(0, len(places) - 1, min(most, len(places))).long()]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Texts ``ids`` [B, T], padded on the right with 0 where short, and anchors [B, A] that stay clear of the padding."""
+
+    ids: Tensor
+    anchors: Tensor
+
+
+def document_window(tokenizer: Any, documents: Sequence[Document], length: int, chooser: random.Random) -> list[int]:
+    """At most ``length`` tokens from the beginning of a line, documents being drawn by their length."""
+    text = chooser.choices(documents, weights=[len(document.text) for document in documents])[0].text
+    start = text.rfind("\n", 0, chooser.randrange(len(text))) + 1
+    # Six letters a token are more than any tokenizer's mean, so the piece seldom falls short of the window.
+    return list(tokenizer(text[start : start + 6 * length], add_special_tokens=False).input_ids[:length])
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Draws the windows of each step; ``share`` is the part that comes from the samples, when there are documents too."""
+
+    tokenizer: Any
+    documents: Sequence[Document]
+    samples: Sequence[Sample]
+    share: float
+    length: int
+    batch: int
+    anchors: int
+    lookahead: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not self.documents and not self._long_samples:
+            few = f"no sample of {len(self.samples)} has" if self.samples else "there are no samples with"
+            raise SystemExit(f"nothing to train on: --data gave no training text and {few} {self._fewest}")
+
+    @cached_property
+    def _long_samples(self) -> list[Sample]:
+        return [sample for sample in self.samples if len(sample.ids) >= self.lookahead + 2]
+
+    @property
+    def _fewest(self) -> str:
+        return f"--lookahead + 2 = {self.lookahead + 2} tokens"
+
+    def at(self, step: int) -> Window:
+        """The windows of one step."""
+        chooser = random.Random(f"{self.seed} {step}")
+        texts = [self._text(chooser) for _ in range(self.batch)]
+        longest = max(map(len, texts))
+        ids = torch.zeros(len(texts), longest, dtype=torch.long)
+        anchors = torch.empty(len(texts), self.anchors, dtype=torch.long)
+        for row, text in enumerate(texts):
+            ids[row, : len(text)] = torch.tensor(text)
+            places = range(len(text) - 1 - self.lookahead)
+            few = len(places) < self.anchors
+            chosen = chooser.choices(places, k=self.anchors) if few else chooser.sample(places, self.anchors)
+            anchors[row] = torch.tensor(sorted(chosen))
+        return Window(ids, anchors)
+
+    def _text(self, chooser: random.Random) -> list[int]:
+        for _ in range(_MOST_DRAWS):
+            ids = self._drawn(chooser)
+            if len(ids) >= self.lookahead + 2:
+                return ids
+        raise SystemExit(
+            f"nothing to train on: {_MOST_DRAWS} windows in a row were shorter than {self._fewest}; --length is {self.length}"
+        )
+
+    def _drawn(self, chooser: random.Random) -> list[int]:
+        samples = self._long_samples
+        if samples and (not self.documents or chooser.random() < self.share):
+            ids = chooser.choices(samples, weights=[len(sample.ids) for sample in samples])[0].ids
+            start = chooser.randrange(len(ids) - self.length + 1) if len(ids) > self.length else 0
+            return ids[start : start + self.length]
+        return document_window(self.tokenizer, self.documents, self.length, chooser)
+
+
+def windows_of(run: Run, texts: Texts, *, batch: int, anchors: int, lookahead: int) -> Windows:
+    """The windows of a run whose command has --sample-share and --length."""
+    share, length, seed = run.options.sample_share, run.options.length, run.options.seed
+    return Windows(run.tokenizer, texts.documents, texts.samples, share, length, batch, anchors, lookahead, seed)

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
 
 from pass_ext.training.common import options as shared
-
-AT_LEAST = {
-    **dict.fromkeys(("rank", "steps", "batch", "length"), 1),
-    **dict.fromkeys(("vocabulary", "document_tokens", "warm_up", "learning_rate", "weight_decay", "clip"), 0),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--document-tokens",
         type=int,
+        least=0,
         default=100_000,
         metavar="N",
         help="tokens of --data that are read, beside the samples",
@@ -33,36 +27,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="the draft leaves the model behind layer K; of several, that with the best expected speed is kept",
     )
-    add("--rank", type=int, default=128, help="width of the adapter, of 2·d·rank parameters")
+    add("--rank", type=int, least=1, default=128, help="width of the adapter, of 2·d·rank parameters")
     add(
         "--vocabulary",
         type=int,
+        least=0,
         default=8192,
         metavar="S",
         help="the draft's head is computed for the S most frequent tokens of the training text; 0: for all",
     )
-    add("--steps", type=int, default=1000, help="for each K")
-    add("--batch", type=int, default=512, help="rows a step")
-    add("--length", type=int, default=256, help="tokens a window")
-    add("--learning-rate", type=float, default=0.003)
-    add("--weight-decay", type=float, default=0.01)
-    add("--warm-up", type=int, default=20, help="steps")
-    add("--clip", type=float, default=1.0, help="largest gradient norm")
+    add("--steps", type=int, least=1, default=1000, help="for each K")
+    add("--batch", type=int, least=1, default=512, help="rows a step")
+    add("--length", type=int, least=1, default=256, help="tokens a window")
+    add("--learning-rate", type=float, least=0, default=0.003)
+    add("--weight-decay", type=float, least=0, default=0.01)
+    add("--warm-up", type=int, least=0, default=20, help="steps")
+    add("--clip", type=float, least=0, default=1.0, help="largest gradient norm")
     shared.add_run_arguments(parser, name="exit")
 
 
 def check_arguments(options: argparse.Namespace) -> None:
     """Says what cannot be done before anything is loaded."""
-    shared.check_least(options, AT_LEAST)
+    shared.check_least(options)
     shared.check_text_arguments(options)
-
-
-def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
-    """Trains and evaluates; the path of the safetensors file."""
-    check_arguments(options)
-    from pass_ext.training.common.run import load_run
-    from pass_ext.training.common.steps import ended_by_ctrl_c
-    from pass_ext.training.draft.pipeline import train
-
-    with ended_by_ctrl_c(options.out):
-        return train(load_run(options, command))

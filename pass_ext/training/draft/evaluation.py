@@ -16,7 +16,7 @@ from pass_ext.decoding.models.early_exit.draft import exit_parts
 from pass_ext.modules.exit_adapter import ExitAdapter
 from pass_ext.training.common.own_texts import Sample
 from pass_ext.training.common.rates import TOPS, accepted_length, hit_rates, ranks_among
-from pass_ext.training.draft.data import Hidden
+from pass_ext.training.draft.loop import Hidden
 
 RANKS, DEPTHS = 8, 6
 CHAIN = 4

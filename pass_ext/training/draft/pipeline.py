@@ -1,4 +1,4 @@
-"""A whole run of ``train-draft``: texts, their hidden states, an adapter for each exit, the evaluation, and its files.
+"""A whole run of ``train-draft``: texts, their hidden states, an adapter for each exit, the evaluation, and its files and card.
 
 Where several exits are given, the one with the best expected speed is kept.
 """
@@ -16,16 +16,23 @@ import torch
 
 from pass_ext.decoding.models.early_exit.draft import exit_parts
 from pass_ext.modules.exit_adapter import ExitAdapter
-from pass_ext.modules.fingerprint import fingerprint_of
+from pass_ext.modules.files import fingerprint_of
 from pass_ext.training.common.frozen_model import check_head
 from pass_ext.training.common.options import settings_from
-from pass_ext.training.common.record import facts_of, save_before_evaluation, save_result
+from pass_ext.training.common.record import card_of, facts_of, held_out, save_before_evaluation, save_result, table
 from pass_ext.training.common.run import Run
 from pass_ext.training.common.steps import Checkpoint, Phase, take_steps, watched
-from pass_ext.training.draft import record
-from pass_ext.training.draft.data import Hidden, collect_hidden, document_windows, load_hidden, save_hidden
 from pass_ext.training.draft.evaluation import evaluate_draft
-from pass_ext.training.draft.loop import DraftSettings, DraftTrainer, frequent_tokens
+from pass_ext.training.draft.loop import (
+    DraftSettings,
+    DraftTrainer,
+    Hidden,
+    collect_hidden,
+    document_windows,
+    frequent_tokens,
+    load_hidden,
+    save_hidden,
+)
 
 
 def train(run: Run) -> Path:
@@ -86,7 +93,7 @@ def train(run: Run) -> Path:
     if exits[str(best)]["places"]:
         adapters[best].hit_rates = exits[str(best)]["hit_rates"]
     result = adapters[best].to(torch.bfloat16)
-    return save_result(run, result, facts(best, exits), trainers[best].losses, record.card)
+    return save_result(run, result, facts(best, exits), trainers[best].losses, card)
 
 
 def _checkpoint(run: Run, identity: str, layers: int, settings: DraftSettings) -> Checkpoint:
@@ -146,3 +153,63 @@ def _start(run: Run, layers: int, vocabulary: torch.Tensor | None) -> ExitAdapte
     )
     adapter.fingerprint = fingerprint_of(table)
     return adapter.to(table.device)
+
+
+def card(name: str, facts: dict[str, Any], picture: str) -> str:
+    """The record as Markdown."""
+    evaluation, layers, exits = facts["evaluation"], facts["layers"], facts["exits"]
+    return card_of(
+        name,
+        facts,
+        picture,
+        opening=f"Exit adapter for {facts['base_model']}",
+        command="train-draft",
+        module="ExitAdapter",
+        effort=f"{facts['seconds'] / 60:.0f} minutes of training, {facts['steps']} steps for each of {len(exits)} exits",
+        sections=[_evaluation(evaluation, layers), _exits(exits, layers)] if evaluation["places"] else [],
+    )
+
+
+def _evaluation(evaluation: dict[str, Any], layers: int) -> str:
+    rates = evaluation["hit_rates"]
+    chains = [("all", evaluation["places"], evaluation["tops"]["top 1"], evaluation["chain"])]
+    chains += [
+        (kind, evaluation["places_by_kind"][kind], evaluation["top1_by_kind"][kind], chain)
+        for kind, chain in evaluation["chain_by_kind"].items()
+    ]
+    return "\n".join(
+        [
+            f"{held_out(evaluation)} The draft leaves the model behind layer {layers}. The chance that the model's next token "
+            "was the draft's of rank r, where the tokens before it had been within the ranks:\n",
+            table(
+                ["depth", *(f"rank {rank}" for rank in range(len(rates[0])))],
+                ([str(depth), *(f"{rate:.3f}" for rate in line)] for depth, line in enumerate(rates, 1)),
+            ),
+            "\nDraft tokens that the model accepts of a chain of 4; a step gives one token more:\n",
+            table(
+                ["text", "places", "top 1", "chain of 4"],
+                ([kind, str(places), f"{top:.3f}", f"{chain:.2f}"] for kind, places, top, chain in chains),
+            ),
+        ]
+    )
+
+
+def _exits(exits: dict[str, dict[str, Any]], chosen: int) -> str:
+    tops = list(exits[str(chosen)]["tops"])
+    rows = [
+        [
+            layers,
+            f"{tried['weights_read']:.3f}",
+            *(f"{tried['tops'][top]:.3f}" for top in tops),
+            f"{tried['chain']:.2f}",
+            str(tried["best_chain"]),
+            f"{tried['speedup']:.2f}",
+        ]
+        for layers, tried in exits.items()
+    ]
+    return (
+        "## Exits\n\nWeights read: by a call of the draft, as a share of those that a call of the model reads. Speed: tokens "
+        "a step over what a step reads, 1 without a draft, for the best chain; an estimate from counts of weights, no "
+        f"measurement. The exit with the best one is in the file: {chosen}.\n\n"
+        + table(["layers", "weights read", *tops, "chain of 4", "best chain", "speed"], rows)
+    )

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
 
 from pass_ext.ops.adapter import MAX_RANK
 from pass_ext.training.common import options as shared
 
 KINDS = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
-
-AT_LEAST = {
-    **dict.fromkeys(("lookahead", "steps", "batch", "anchors", "evaluation_anchors", "checkpoint_every"), 1),
-    **dict.fromkeys(("transition_rank", "adapter_rank", "warm_up", "curriculum", "minutes"), 0),
-    **dict.fromkeys(("learning_rate", "transition_learning_rate", "deep_learning_rate", "adapter_learning_rate"), 0),
-    **dict.fromkeys(("decay", "clip"), 0),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,33 +15,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_text_arguments(parser)
     shared.add_sample_share(parser, "windows")
     add = shared.adder(parser)
-    add("--lookahead", type=int, default=4, help="L, the number of slots")
-    add("--transition-rank", type=int, default=0, help="width of the transition score; 0: none")
+    add("--lookahead", type=int, least=1, default=4, help="L, the number of slots")
+    add("--transition-rank", type=int, least=0, default=0, help="width of the transition score; 0: none")
     add("--deep", action="store_true", help="a vector for every layer and slot beside the input embeddings")
-    add("--adapter-rank", type=int, default=0, help="rank of adapters that slots' rows have in linear layers; 0: none")
+    add(
+        "--adapter-rank",
+        type=int,
+        least=0,
+        default=0,
+        help="rank of adapters that slots' rows have in linear layers; 0: none",
+    )
     add("--adapter-kinds", nargs="+", choices=KINDS, metavar="KIND", help=f"of {', '.join(KINDS)}; default: all")
     add("--adapter-by-slot", action="store_true", help="adapters for each slot, not shared by all")
     add("--start", metavar="FILE", help="begin with these embeddings: a file, or a name that comes with the package")
-    add("--steps", type=int, default=1000)
-    add("--batch", type=int, default=2, help="texts a step")
+    add("--steps", type=int, least=1, default=1000)
+    add("--batch", type=int, least=1, default=2, help="texts a step")
     add("--length", type=int, default=256, help="tokens a text")
-    add("--anchors", type=int, default=48, help="look-ahead groups a text")
+    add("--anchors", type=int, least=1, default=48, help="look-ahead groups a text")
     add("--loss", choices=("kl", "total-variation", "cross-entropy"), default="kl")
     add("--loss-temperature", type=float, default=1.0, help="compare both distributions at this temperature")
-    add("--decay", type=float, default=0.8, help="weight of slot i: decay^i")
+    add("--decay", type=float, least=0, default=0.8, help="weight of slot i: decay^i")
     add("--slot-weights", type=float, nargs="+", default=(), metavar="W", help="one weight a slot, instead of --decay")
     add(
-        "--curriculum", type=int, default=0, help="steps in which slots join one after the other; 0: all from the start"
+        "--curriculum",
+        type=int,
+        least=0,
+        default=0,
+        help="steps in which slots join one by one; 0: all from the start",
     )
-    add("--learning-rate", type=float, default=0.01)
-    add("--transition-learning-rate", type=float, default=0.003)
-    add("--deep-learning-rate", type=float, default=0.01)
-    add("--adapter-learning-rate", type=float, default=0.001)
-    add("--warm-up", type=int, default=20, help="steps")
-    add("--clip", type=float, default=1.0, help="largest gradient norm of a parameter")
-    add("--minutes", type=float, default=0, help="stop after this long, with a checkpoint; 0: never")
-    add("--evaluation-anchors", type=int, default=64, help="places a held-out text")
-    add("--checkpoint-every", type=int, default=50, help="steps")
+    add("--learning-rate", type=float, least=0, default=0.01)
+    add("--transition-learning-rate", type=float, least=0, default=0.003)
+    add("--deep-learning-rate", type=float, least=0, default=0.01)
+    add("--adapter-learning-rate", type=float, least=0, default=0.001)
+    add("--warm-up", type=int, least=0, default=20, help="steps")
+    add("--clip", type=float, least=0, default=1.0, help="largest gradient norm of a parameter")
+    add("--minutes", type=float, least=0, default=0, help="stop after this long, with a checkpoint; 0: never")
+    add("--evaluation-anchors", type=int, least=1, default=64, help="places a held-out text")
+    add("--checkpoint-every", type=int, least=1, default=50, help="steps")
     shared.add_run_arguments(parser, name="lookahead")
     add(
         "--step-dtype",
@@ -62,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(options: argparse.Namespace) -> None:
     """Says what cannot be done before anything is loaded."""
-    shared.check_least(options, AT_LEAST)
+    shared.check_least(options)
     if options.length < options.lookahead + 2:
         raise SystemExit(f"--length must be at least --lookahead + 2 = {options.lookahead + 2}, got {options.length}")
     weights = options.slot_weights
@@ -76,14 +77,3 @@ def check_arguments(options: argparse.Namespace) -> None:
         raise SystemExit(f"--adapter-rank must be at most {MAX_RANK}, got {options.adapter_rank}")
     shared.check_sample_share(options)
     shared.check_text_arguments(options)
-
-
-def run(options: argparse.Namespace, command: Sequence[str]) -> Path:
-    """Trains and evaluates; the path of the safetensors file."""
-    check_arguments(options)
-    from pass_ext.training.common.run import load_run
-    from pass_ext.training.common.steps import ended_by_ctrl_c
-    from pass_ext.training.lookahead.pipeline import train
-
-    with ended_by_ctrl_c(options.out):
-        return train(load_run(options, command))

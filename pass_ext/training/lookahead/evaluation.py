@@ -19,8 +19,8 @@ from pass_ext.training.common.frozen_model import text_rows
 from pass_ext.training.common.loss import CHUNK
 from pass_ext.training.common.own_texts import Sample
 from pass_ext.training.common.rates import accepted_lengths, hit_rates, ranks_among, top_rates
-from pass_ext.training.common.windows import even_places
-from pass_ext.training.lookahead.forward import slot_rows, transition_hidden
+from pass_ext.training.common.run import even_places
+from pass_ext.training.lookahead.loop import slot_rows, transition_hidden
 
 _ANCHORS = 64  # whose groups are read at once
 

@@ -1,4 +1,4 @@
-"""A whole run of ``train``: texts, steps with checkpoints, the evaluation on held-out text, and its files."""
+"""A whole run of ``train``: texts, steps with checkpoints, the evaluation on held-out text, and its files and card."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ import torch
 
 from pass_ext.checkpoint import with_dtype
 from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
-from pass_ext.modules.files import pretrained_path
-from pass_ext.modules.fingerprint import fingerprint_of
+from pass_ext.modules.files import fingerprint_of, pretrained_path
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.training.common.frozen_model import check_head
 from pass_ext.training.common.options import settings_from
-from pass_ext.training.common.record import facts_of, save_before_evaluation, save_result
-from pass_ext.training.common.run import Run
+from pass_ext.training.common.record import card_of, facts_of, held_out, save_before_evaluation, save_result, table
+from pass_ext.training.common.run import Run, Windows, windows_of
 from pass_ext.training.common.steps import Checkpoint, take_steps, watched
-from pass_ext.training.common.windows import Windows, windows_of
-from pass_ext.training.lookahead import record
 from pass_ext.training.lookahead.evaluation import evaluate
 from pass_ext.training.lookahead.loop import LookaheadTrainer, Settings
 
@@ -36,7 +33,8 @@ _OF_RUN = ("command", "date", "machine", "steps", "data")  # what a card tells o
 def train(run: Run) -> Path:
     """The path of the safetensors file, beside which the record, the card and the curve lie."""
     options, texts = run.options, run.texts()
-    model = with_dtype(run.model, getattr(torch, options.step_dtype)) if options.step_dtype else run.model
+    options.step_dtype = options.step_dtype or options.dtype
+    model = with_dtype(run.model, getattr(torch, options.step_dtype))
     windows = windows_of(run, texts, batch=options.batch, anchors=options.anchors, lookahead=options.lookahead)
     options.slot_weights = tuple(options.slot_weights)
     settings = settings_from(options, Settings)
@@ -45,10 +43,6 @@ def train(run: Run) -> Path:
         described["start"] = f"{options.start}, SHA-256 {_digest(options.start)}"  # another file is another run
     check_head(model, windows.at(0).ids[:1].to(options.device))
     embedding, earlier = _start(run, windows)
-    # Runs from before there were these options go on.
-    unused = ["loss_temperature"] if options.loss_temperature == 1 else []
-    unused += ["step_dtype"] if options.step_dtype in (None, options.dtype) else []
-    described = {name: value for name, value in described.items() if name not in unused}
     identity = run.identity(texts, **described, anchors=options.anchors, share=options.sample_share)
     trainer = LookaheadTrainer(model, embedding, windows, settings)
     checkpoint = Checkpoint(run.out / "checkpoint.pt", identity)
@@ -75,7 +69,7 @@ def train(run: Run) -> Path:
     if evaluation["places"]:
         embedding.hit_rates, embedding.greedy_hit_rates = evaluation["hit_rates"], evaluation.get("greedy_hit_rates")
     facts |= {"evaluation": evaluation}
-    return save_result(run, embedding.to(torch.bfloat16), facts, trainer.losses, record.card)
+    return save_result(run, embedding.to(torch.bfloat16), facts, trainer.losses, card)
 
 
 def _digest(start: str) -> str:
@@ -143,4 +137,62 @@ def _fresh(run: Run, windows: Windows) -> LookaheadEmbedding:
         base_model=run.base_model,
         ids=ids[counts[ids] > 0].to(table.device),
         dtype=torch.float32,
+    )
+
+
+def card(name: str, facts: dict[str, Any], picture: str) -> str:
+    """The record as Markdown."""
+    return card_of(
+        name,
+        facts,
+        picture,
+        opening=f"Look-ahead embeddings for {facts['base_model']}",
+        command="train",
+        module="LookaheadEmbedding",
+        effort=f"{facts['seconds'] / 60:.0f} minutes of training for {facts['steps']} steps",
+        sections=[
+            *([_earlier(facts["earlier_runs"])] if "earlier_runs" in facts else []),
+            *([_adapters(facts["adapters"])] if "adapters" in facts else []),
+            *([_evaluation(facts["evaluation"])] if facts["evaluation"]["places"] else []),
+        ],
+    )
+
+
+def _earlier(runs: list[dict[str, Any]]) -> str:
+    lines = [f"{run['steps']} steps, {run['date']}, {run['machine']}:\n\n```\n{run['command']}\n```" for run in runs]
+    return "\n\n".join(["Before it, the file that `--start` names was made by:", *lines])
+
+
+def _adapters(adapters: dict[str, Any]) -> str:
+    return (
+        f"Adapters for the rows of slots: {adapters['parameters']:,} parameters, {adapters['share']:.2%} of the model's, "
+        f"{adapters['bytes'] / 1e6:.1f} MB in bfloat16. Rows of tokens have none."
+    )
+
+
+def _evaluation(evaluation: dict[str, Any]) -> str:
+    tops, overlaps = list(evaluation["slots"][0]), ", ".join(f"{share:.3f}" for share in evaluation["overlap"])
+    accepted = [("all", evaluation["places"], evaluation["accepted"])]
+    accepted += [
+        (kind, evaluation["places_by_kind"][kind], lengths) for kind, lengths in evaluation["accepted_by_kind"].items()
+    ]
+    return "\n".join(
+        [
+            f"{held_out(evaluation)} Share of places where slot i (0-based) held the token "
+            "among its first candidates, the tokens before it given:\n",
+            table(
+                ["slot", *tops],
+                ([str(i), *(f"{slot[top]:.3f}" for top in tops)] for i, slot in enumerate(evaluation["slots"])),
+            ),
+            f"\nMean overlap Σ min(p, q) of a slot's distribution with the model's, at temperature 1, by slot: {overlaps}.",
+            "\nCandidates accepted a step, as a chain and with the best trees of n nodes; a one-pass step gives one token "
+            "more:\n",
+            table(
+                ["text", "places", *evaluation["accepted"]],
+                (
+                    [kind, str(places), *(f"{value:.2f}" for value in lengths.values())]
+                    for kind, places, lengths in accepted
+                ),
+            ),
+        ]
     )

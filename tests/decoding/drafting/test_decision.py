@@ -16,10 +16,17 @@ from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.decision import DecisionModel, DraftLevel
-from pass_ext.training.decision import command, evaluation, which_draft
-from pass_ext.training.decision.chains import Chains, read_chains, with_levels, with_threshold
-from pass_ext.training.decision.loop import DecisionTrainer, class_weights, fresh
-from pass_ext.training.decision.rows import Text, acceptance, read_places, reading
+from pass_ext.training.decision import command, evaluation
+from pass_ext.training.decision.evaluation import Chains, read_chains, with_levels, with_threshold
+from pass_ext.training.decision.loop import (
+    DecisionTrainer,
+    Text,
+    acceptance,
+    class_weights,
+    fresh,
+    read_places,
+    reading,
+)
 from pass_ext.tree import Tree, pack_trees
 
 INF, NAN = math.inf, math.nan
@@ -527,22 +534,22 @@ def test_exit_drafts_are_made_when_asked_for(monkeypatch):
     fake = types.ModuleType("pass_ext.decoding.models.early_exit.draft")
     fake.EarlyExitDraft = EarlyExitDraft
     monkeypatch.setitem(sys.modules, "pass_ext.decoding.models.early_exit.draft", fake)
-    drafts = [which_draft.load_draft(name, "model", None, torch.float32) for name in ("exit:3", "exit:smol")]
+    drafts = [command.load_draft(name, "model", None, torch.float32) for name in ("exit:3", "exit:smol")]
     assert [draft.arguments for draft in drafts] == [("model", 3, None), ("model", None, "smol")]
     with pytest.raises(SystemExit, match="--draft 'exit:absent': 'absent' is neither"):
-        which_draft.load_draft("exit:absent", "model", None, torch.float32)
+        command.load_draft("exit:absent", "model", None, torch.float32)
     names = ("exit:3", "exit:/a/b-exit.safetensors", "/models/c.gguf", "exit:smol")
-    assert list(map(which_draft.draft_name, names)) == ["exit:3", "exit:b-exit", "c", "exit:smol"]
+    assert list(map(command.draft_name, names)) == ["exit:3", "exit:b-exit", "c", "exit:smol"]
 
 
 def test_another_tokenizer_is_refused(monkeypatch):
     def tokenizer(*tokens):
         return types.SimpleNamespace(get_vocab=lambda: {token: number for number, token in enumerate(tokens)})
 
-    monkeypatch.setattr(which_draft, "load_frozen", lambda *_: ("draft", tokenizer("a", "b", "c")))
-    assert which_draft.load_draft("other", None, tokenizer("a", "b"), torch.float32) == "draft"
+    monkeypatch.setattr(command, "load_frozen", lambda *_: ("draft", tokenizer("a", "b", "c")))
+    assert command.load_draft("other", None, tokenizer("a", "b"), torch.float32) == "draft"
     with pytest.raises(SystemExit, match="1 is token 'c' for the target"):
-        which_draft.load_draft("other", None, tokenizer("a", "c"), torch.float32)
+        command.load_draft("other", None, tokenizer("a", "c"), torch.float32)
 
 
 @pytest.mark.parametrize("kind", ["hidden", "entropy"])
@@ -567,7 +574,7 @@ def test_the_command_trains_evaluates_and_repeats_itself(kind, tmp_path):
         options = options_for(folder, kind=kind, data="unread", continuations=20, **changes)
         command.check_arguments(options)
         run = Run(options, "the command", target, Letters(), documents, ["Say hello.", "Count."], console)
-        return pipeline.train(run, draft)
+        return pipeline.train_for(draft, run)
 
     path = trained(tmp_path / "a")
     decision = DecisionModel.load(path)

@@ -230,7 +230,7 @@ def settings_of(**changes):
 
 
 def test_hidden_states_are_those_of_each_text_alone(tmp_path):
-    from pass_ext.training.draft.data import collect_hidden, load_hidden, save_hidden
+    from pass_ext.training.draft.loop import collect_hidden, load_hidden, save_hidden
 
     model = tiny_llama()
     texts = [sample.ids[:length] for sample, length in zip(counting(3, 20), (20, 7, 13), strict=True)]
@@ -257,8 +257,7 @@ def test_hidden_states_are_those_of_each_text_alone(tmp_path):
 
 
 def test_the_loss_is_the_divergence_within_the_vocabulary():
-    from pass_ext.training.draft.data import collect_hidden
-    from pass_ext.training.draft.loop import DraftTrainer, rows_of_step
+    from pass_ext.training.draft.loop import DraftTrainer, collect_hidden, rows_of_step
 
     model = tiny_llama()
     hidden = collect_hidden(model, [sample.ids for sample in counting(4, 20)], [1])
@@ -288,8 +287,8 @@ def test_every_row_is_read_before_any_comes_again():
 
 def test_ranks_count_better_tokens_and_tokens_outside_are_never_hit():
     from pass_ext.training.common.rates import hit_rates
-    from pass_ext.training.draft.data import collect_hidden
     from pass_ext.training.draft.evaluation import evaluate_draft, ranks_of_tokens, weights_read
+    from pass_ext.training.draft.loop import collect_hidden
 
     model = tiny_llama()
     samples = counting(2, 30)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from integrations.sglang.batches import links_of, random_parents
 
-from pass_ext.integrations.sglang.tree_links import tree_of_links
+from pass_ext.integrations.sglang.verification import tree_of_links
 
 
 def converted(trees, tokens):

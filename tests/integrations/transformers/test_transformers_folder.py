@@ -16,7 +16,7 @@ from support.small_models import VOCABULARY, Tokens, ragged_prompts  # noqa: E40
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, StoppingCriteria  # noqa: E402
 
 import pass_ext  # noqa: E402
-from pass_ext.integrations.transformers import hub_folder, hub_generate, named_method  # noqa: E402
+from pass_ext.integrations.transformers import hub_folder, hub_generate  # noqa: E402
 
 FOLDER = Path(hub_folder())
 NEW = 20
@@ -323,7 +323,7 @@ def test_the_blocks_of_the_card_run(llama, draft, loops, monkeypatch):
     )
     asked = replace_shipped_slots(monkeypatch, llama)
     monkeypatch.setattr(
-        named_method, "_slots", lambda path, modified: pass_ext.LookaheadEmbedding.from_pretrained(path)
+        hub_generate, "_slots", lambda path, modified: pass_ext.LookaheadEmbedding.from_pretrained(path)
     )
     blocks = [
         (language, code.replace("path or name of this repository", str(FOLDER)), line)

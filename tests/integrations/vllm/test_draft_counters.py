@@ -65,7 +65,7 @@ def replaced(monkeypatch):
     for owner, method in ((Scheduler, "update_from_output"), (Scheduler, "make_spec_decoding_stats"),
                           (RequestSpecDecodeMetrics, "observe")):  # fmt: skip
         monkeypatch.setattr(owner, method, getattr(owner, method))
-    from pass_ext.integrations.vllm.draft_counters import replace_counters
+    from pass_ext.integrations.vllm.replacements import replace_counters
 
     replace_counters()
     return replace_counters

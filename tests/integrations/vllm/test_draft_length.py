@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from pass_ext.integrations.vllm.draft_length import DraftLength
+from pass_ext.integrations.vllm.proposer import DraftLength
 
 LENGTHS = (0, 4, 8)
 

@@ -8,8 +8,8 @@ import torch
 
 from pass_ext import LookaheadEmbedding, draft_sample
 from pass_ext.decoding.sampling import BatchSampling
-from pass_ext.integrations.vllm import PaSS, proposer, refusals
-from pass_ext.integrations.vllm.step import SampledStep
+from pass_ext.integrations.vllm import PaSS, proposer, settings
+from pass_ext.integrations.vllm.sampling.chains import SampledStep
 from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
 
 VOCABULARY, WIDTH, SLOTS = 40, 8, 4
@@ -244,7 +244,7 @@ def test_without_the_accept_step_pass_says_how_to_switch_it_on(make, slots, monk
         PaSS(config(slots()))
 
 
-@pytest.fixture(params=[refusals.check, PaSS], ids=["in the first process", "in a worker"])
+@pytest.fixture(params=[settings.check, PaSS], ids=["in the first process", "in a worker"])
 def start(request, monkeypatch):
     """What checks the options of an engine."""
     monkeypatch.setattr(proposer, "is_replaced", lambda: True)
@@ -303,9 +303,9 @@ def test_another_proposer_of_that_name_is_refused_and_one_from_elsewhere_is_not_
         other = config(slots(), drafts=99, model=model)
         if is_refused:
             with pytest.raises(ValueError, match=r"proposer is pass_ext\.integrations\.vllm\.PaSS, got '.*\.Pass'"):
-                refusals.check(other)
+                settings.check(other)
         else:
-            refusals.check(other)
+            settings.check(other)
 
 
 def test_other_slots_give_other_compiled_code(make, slots, tmp_path):

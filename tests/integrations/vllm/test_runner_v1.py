@@ -11,7 +11,7 @@ import torch
 
 from pass_ext import draft_sample
 from pass_ext.integrations.vllm.sampling import runner_v1
-from pass_ext.integrations.vllm.sampling.seeds import seed_of
+from pass_ext.integrations.vllm.sampling.chains import seed_of
 
 VOCABULARY = 40
 

@@ -9,9 +9,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from pass_ext.integrations import vllm as plugin
-from pass_ext.integrations.vllm.sampling import worker
-from pass_ext.integrations.vllm.sampling.options import refuse_options
-from pass_ext.integrations.vllm.versions import TESTED
+from pass_ext.integrations.vllm import replacements
+from pass_ext.integrations.vllm.settings import TESTED, refuse_options
 
 ORIGINAL = "vLLM's own"
 
@@ -93,7 +92,7 @@ def test_on_replaces_when_a_worker_starts_and_says_so_once(vllm, monkeypatch, ca
 
 def test_runner_v2(vllm):
     for rule in ("rejection", "coupled"):  # a second engine in the process has its own rule
-        worker.replace_for(config(is_v2=True, additional_config={"pass_ext": {"rule": rule}}))
+        replacements.replace_for(config(is_v2=True, additional_config={"pass_ext": {"rule": rule}}))
         accept, draw = vllm.rejection_sampler.rejection_sample, vllm.sampler.gumbel_sample
         assert accept.rule == rule and accept.vllm == ORIGINAL and draw.vllm == ORIGINAL
     assert vllm.GPUModelRunner._sample == ORIGINAL
@@ -160,7 +159,7 @@ def test_settings_are_refused_before_vllm_looks_at_the_model(start_of):
 @REFUSED
 def test_options_that_cannot_be_honoured(vllm, option, changes):
     with pytest.raises(ValueError, match=re.escape(option)):
-        worker.replace_for(config(**changes))
+        replacements.replace_for(config(**changes))
     assert vllm.GPUModelRunner._sample == ORIGINAL
 
 

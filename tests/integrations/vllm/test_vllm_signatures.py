@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from integrations.vllm import signatures
 
-from pass_ext.integrations.vllm import draft_counters
-from pass_ext.integrations.vllm.sampling import logits, logprobs, runner_v1, runner_v2
-from pass_ext.integrations.vllm.versions import TESTED
+from pass_ext.integrations.vllm import replacements
+from pass_ext.integrations.vllm.sampling import logits, runner_v1, runner_v2
+from pass_ext.integrations.vllm.settings import TESTED
 
 HERE = Path(__file__).parent
 RECORDS = {version: json.loads((HERE / f"signatures-{version}.json").read_text()) for version in TESTED}
@@ -95,7 +95,7 @@ def test_fields_that_pass_ext_reads(record):
     metadata = fields(record, "v1/sample/metadata.py", "SamplingMetadata")
     drafts = fields(record, "v1/spec_decode/metadata.py", "SpecDecodeMetadata")
     seen = set()
-    for module in (runner_v1, logits, logprobs):
+    for module in (runner_v1, logits):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 if node.value.id == "metadata":
@@ -120,9 +120,9 @@ def test_a_changed_body_shows():
 def test_the_scheduler_functions_that_count_drafts(record):
     scheduler = "v1/core/sched/scheduler.py"
     for name, ours, wrapped in (
-        ("Scheduler.update_from_output", draft_counters._without_slots, scheduler),
-        ("Scheduler.make_spec_decoding_stats", draft_counters._without_empty_drafts, scheduler),
-        ("RequestSpecDecodeMetrics.observe", draft_counters._without_empty_steps, "v1/metrics/stats.py"),
+        ("Scheduler.update_from_output", replacements._without_slots, scheduler),
+        ("Scheduler.make_spec_decoding_stats", replacements._without_empty_drafts, scheduler),
+        ("RequestSpecDecodeMetrics.observe", replacements._without_empty_steps, "v1/metrics/stats.py"),
     ):
         names, _ = arguments(record, wrapped, name)
         assert ["self", *names] == list(inspect.signature(ours(None)).parameters), name

@@ -538,7 +538,7 @@ def test_integers_that_do_not_fit_are_refused_and_named(op):
 
 def test_integers_that_do_not_fit_stay_out_of_range_unchecked():
     """Under vmap and compile, as on CUDA, values are not checked: they become the nearest number that int32 has."""
-    from pass_ext.ops.common.integers import integers
+    from pass_ext.ops.common.arguments import integers
 
     values = torch.tensor([2**32, -(2**40), 7, 2**31 - 1])
     expected = torch.tensor([2**31 - 1, -(2**31), 7, 2**31 - 1], dtype=torch.int32)

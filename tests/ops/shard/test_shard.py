@@ -22,8 +22,7 @@ from support.samples import shard_case
 import pass_ext
 from pass_ext.distributed.exchange import Move, run_together
 from pass_ext.distributed.layout import Layout, checked_layout
-from pass_ext.distributed.rounds import residual_rounds, residual_rounds_of_chain
-from pass_ext.distributed.shards import Shard
+from pass_ext.distributed.steps import Shard, residual_rounds, residual_rounds_of_chain
 from pass_ext.ops.shard import SELECT_ROUNDS, SLICE_COLUMNS
 
 CASES = 30  # of each rule and filter

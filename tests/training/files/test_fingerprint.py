@@ -15,8 +15,7 @@ from torch import nn
 import pass_ext
 from pass_ext import EarlyExitDraft, LookaheadEmbedding
 from pass_ext.drafting import ExitAdapter
-from pass_ext.modules.files import PRETRAINED
-from pass_ext.modules.fingerprint import fingerprint_of
+from pass_ext.modules.files import PRETRAINED, fingerprint_of
 
 transformers = pytest.importorskip("transformers")
 

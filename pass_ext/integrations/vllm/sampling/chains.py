@@ -9,15 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.loop.synthetic import Synthetic
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.ops.accept import accept_tree
 from pass_ext.ops.common.rules import ACCEPT_RULES
+
+_FRESH = "pass_ext_seed"
+
+
+class SampledStep(NamedTuple):
+    """One step of B requests. Request b has ``drafts[b] + 1`` rows of logits, the root's first, all requests' back to back."""
+
+    request_ids: Sequence[str]
+    """``[B]``, vLLM's names of the requests."""
+    logits: Tensor
+    """``[N, V]``, the model's own, after grammar masks and before penalties."""
+    tokens: Tensor
+    """``[N]`` int64: each row's input token; -1 for a root, whose token no decision needs."""
+    drafts: Sequence[int]
+    """``[B]``, the drafted tokens of each request."""
+    emitted: Tensor
+    """``[B, max(drafts) + 1]``: the tokens that the step gave, then -1."""
+    positions: Tensor
+    """``[B]`` int64: the text position of the first emitted token, the prompt's first token having 0."""
+    sampling: BatchSampling
+    """The requests' sampling parameters and seeds."""
 
 
 @dataclass(frozen=True)
@@ -106,3 +128,42 @@ def accept_chains(
     ).emitted  # fmt: skip
     emitted[:, 0].clamp_(min=0)
     return emitted
+
+
+def synthetic_of(vllm_config: Any, device: torch.device) -> Synthetic | None:
+    """The coins of an engine; None unless its configuration asks for them."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.rejection_sample_method != "synthetic":
+        return None
+    rates = list(speculative.synthetic_acceptance_rates)
+    return Synthetic(rates, device, len(rates))
+
+
+def accept_by_coins(
+    synthetic: Synthetic,
+    chains: PackedChains,
+    logits: Tensor,
+    tokens: Tensor,
+    sampling: BatchSampling,
+    positions: Tensor,
+) -> Tensor:
+    """The tokens that one step gives to each request, as ``accept_chains`` returns them."""
+    places = torch.arange(chains.width, device=logits.device)
+    spines = places.where(places <= chains.draft_counts[:, None], -1)
+    emitted = synthetic.accept(logits, tokens, spines, chains.cu_nodes[:-1].long(), positions, sampling).emitted
+    emitted[:, 0].clamp_(min=0)
+    return emitted
+
+
+def seed_of(request: Any) -> int:
+    """The user's seed, or a fresh one from torch's default generator; an int64, kept at the runner's state of the request.
+
+    Ranks of a tensor-parallel group agree: vLLM seeds the default generator alike in each.
+    """
+    seed = request.sampling_params.seed
+    if seed is not None:
+        return (seed + 2**63) % 2**64 - 2**63  # torch takes seeds up to 2^64 - 1 too
+    if not hasattr(request, _FRESH):
+        setattr(request, _FRESH, int(torch.randint(-(2**63), 2**63 - 1, ())))
+    fresh: int = getattr(request, _FRESH)
+    return fresh

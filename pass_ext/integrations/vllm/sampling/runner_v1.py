@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.sampling import BatchSampling
-from pass_ext.integrations.vllm.sampling.chains import PackedChains, accept_chains
-from pass_ext.integrations.vllm.sampling.logits import processed, scaled
-from pass_ext.integrations.vllm.sampling.logprobs import are_wanted, constrained, logprobs_of
-from pass_ext.integrations.vllm.sampling.options import refuse_options
-from pass_ext.integrations.vllm.sampling.seeds import seed_of
-from pass_ext.integrations.vllm.sampling.synthetic import accept_by_coins, synthetic_of
-from pass_ext.integrations.vllm.step import SampledStep
+from pass_ext.integrations.vllm.sampling.chains import (
+    PackedChains,
+    SampledStep,
+    accept_by_coins,
+    accept_chains,
+    seed_of,
+    synthetic_of,
+)
+from pass_ext.integrations.vllm.sampling.logits import are_wanted, constrained, logprobs_of, processed, scaled
+from pass_ext.integrations.vllm.settings import refuse_options
 
 _STEP = "_pass_ext_accept_step"
 

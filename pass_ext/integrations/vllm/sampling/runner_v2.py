@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pass_ext.integrations.vllm.versions import LOG
+from pass_ext.integrations.vllm.settings import LOG
 from pass_ext.ops.accept import accept_chain, accept_tree
 from pass_ext.ops.common.rules import ACCEPT_RULES
 from pass_ext.ops.draft import draft_sample
