@@ -4,7 +4,7 @@
 ``grammars_of(processors)`` makes them from logits processors for transformers, as ``custom_generate`` does.
 """
 
-from pass_ext.decoding.requests.grammar.protocol import allow_tokens
+from pass_ext.decoding.requests.grammar import allow_tokens
 from pass_ext.integrations.grammar.llguidance import LLGuidance
 from pass_ext.integrations.grammar.processors import grammars_of
 from pass_ext.integrations.grammar.xgrammar import XGrammar

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pass_ext.decoding.requests.grammar.protocol import Grammar
+from pass_ext.decoding.requests.grammar import Grammar
 
 
 class LLGuidance(Grammar):

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pass_ext.decoding.requests.grammar.protocol import Grammar
-from pass_ext.decoding.requests.stateful_processors import processor_name
+from pass_ext.decoding.requests.grammar import Grammar
+from pass_ext.decoding.requests.processors import processor_name
 from pass_ext.integrations.grammar.llguidance import LLGuidance
 from pass_ext.integrations.grammar.xgrammar import XGrammar
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pass_ext.decoding.requests.grammar.protocol import Grammar
+from pass_ext.decoding.requests.grammar import Grammar
 
 _LONGEST_FORCED = 256  # characters
 

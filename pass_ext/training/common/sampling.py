@@ -32,7 +32,7 @@ def sample(
         max_new_tokens=new_tokens,
         attention_mask=mask,
         temperature=temperature,
-        generator=generator,
+        seeds=generator,
         eos_token_id=sorted(stop),
         generation_config=_without_processors(),
     )
