@@ -155,8 +155,7 @@ class ModelDrafter(Drafter):
         drafted = tokens[:, :nodes].tolist()
         self._calls.set_tokens(drafted)
         candidates = [
-            self._candidates(depth, drafted[b], draft_rows[b] if drawn_from else None)
-            for b, depth in enumerate(depths)
+            self._candidates(depth, drafted[b], draft_rows[b] if drawn_from else None) for b, depth in enumerate(depths)
         ]
         return Proposal(
             candidates,

@@ -121,7 +121,9 @@ class CustomGenerate:
         scores = NotedRows() if _gives(generation_config, "output_scores") else None
         nodes = NodeProcessor(processors, padding) if processors else None
         if grammars is not None and scores is not None:
-            raise ValueError("custom_generate: output_scores must be False with a grammar, whose masks act later, got True")
+            raise ValueError(
+                "custom_generate: output_scores must be False with a grammar, whose masks act later, got True"
+            )
         result = generate(
             model,
             input_ids,

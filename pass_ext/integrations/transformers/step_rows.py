@@ -27,7 +27,9 @@ class NotedRows:
 
     def process_nodes(self, requests: Sequence[int], texts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
         """Notes each row with its text: the nodes that have become text are known at the next step."""
-        roots = {b: min((text for a, text in zip(requests, texts, strict=True) if a == b), key=len) for b in {*requests}}
+        roots = {
+            b: min((text for a, text in zip(requests, texts, strict=True) if a == b), key=len) for b in {*requests}
+        }
         for b, root in roots.items():
             self._first.setdefault(b, list(root))
             self._take(b, root)
@@ -51,7 +53,9 @@ class NotedRows:
         columns = result.sequences.shape[1] - max(result.lengths)
         for b, length in enumerate(result.lengths):
             self._take(b, [*self._first[b], *result.sequences[b, columns : columns + length].tolist()])
-        return list(torch.nn.utils.rnn.pad_sequence([torch.stack(self._rows[b]) for b in sorted(self._first)]).unbind(0))
+        return list(
+            torch.nn.utils.rnn.pad_sequence([torch.stack(self._rows[b]) for b in sorted(self._first)]).unbind(0)
+        )
 
 
 def step_scores(scores: list[Tensor], result: Generation, warpers: Sequence[Any]) -> tuple[Tensor, ...]:
