@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from pass_ext.decoding.methods import MultiCandidate, NGram, PaSS, Plain, Speculative
     from pass_ext.decoding.models.early_exit.draft import EarlyExitDraft
     from pass_ext.decoding.models.packed import PackedModel
-    from pass_ext.decoding.requests.grammar.protocol import Grammar
+    from pass_ext.decoding.requests.grammar import Grammar
+    from pass_ext.decoding.session.session import Session
     from pass_ext.integrations.transformers.generate import custom_generate
 
 try:
@@ -53,6 +54,7 @@ __all__ = [
     "PaSS",
     "PackedModel",
     "Plain",
+    "Session",
     "Speculative",
     "Tree",
     "__version__",
@@ -81,12 +83,13 @@ _LATER = {
     "Drafter": "decoding.drafting.drafter",
     "DraftingMethod": "decoding.drafting.drafter",
     "EarlyExitDraft": "decoding.models.early_exit.draft",
-    "Grammar": "decoding.requests.grammar.protocol",
+    "Grammar": "decoding.requests.grammar",
     "MultiCandidate": "decoding.methods",
     "NGram": "decoding.methods",
     "PackedModel": "decoding.models.packed",
     "PaSS": "decoding.methods",
     "Plain": "decoding.methods",
+    "Session": "decoding.session.session",
     "Speculative": "decoding.methods",
     "custom_generate": "integrations.transformers.generate",
     "generate": "decoding.generation",

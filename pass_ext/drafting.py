@@ -3,8 +3,9 @@
 ``Drafter`` and ``DraftingMethod``, the protocols, are at the top of ``pass_ext``; docs/guide/speculative.md shows a method.
 """
 
+from pass_ext.decoding.accept.synthetic import SyntheticAcceptance
+from pass_ext.decoding.drafting.candidates import Batch, Candidates, Proposal
 from pass_ext.decoding.drafting.drafter import DraftContext
-from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
 from pass_ext.decoding.planning.calibration import calibrate
 from pass_ext.decoding.planning.plan import plan
 from pass_ext.decoding.requests.corpus import Corpus
@@ -21,6 +22,7 @@ __all__ = [
     "DraftLevel",
     "ExitAdapter",
     "Proposal",
+    "SyntheticAcceptance",
     "calibrate",
     "plan",
     "recall_scores",

@@ -71,14 +71,12 @@ def method_contender(
     sessions: list[Any] = []
 
     def session() -> dict[str, Any]:
-        """The keywords for the session; a text of full length makes it, so that every text has room."""
+        """The keywords for the session; a text of full length fills it, so that every text has room."""
         if keep and not sessions:
             long = torch.arange(CACHE_LENGTH - 4, device=model.device)[None] % 50
-            first = pass_ext.generate(
-                model, long, method, max_new_tokens=4, rule=rule, keep_cache=True, cuda_graphs=True
-            )
-            sessions.append(first.session)
-        return {"session": sessions[0], "cuda_graphs": True} if keep else {}
+            sessions.append(pass_ext.Session(model, cuda_graphs=True))
+            pass_ext.generate(model, long, method, max_new_tokens=4, rule=rule, session=sessions[0])
+        return {"session": sessions[0]} if keep else {}
 
     def write(ids: Sequence[int], setting: Setting, seed: int, most: int) -> Outcome:
         prompt = torch.tensor([ids], device=model.device)

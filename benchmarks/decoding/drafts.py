@@ -229,7 +229,7 @@ def summarise_drafts(
     runs: Sequence[Row], some: Sequence[Entrant], profiles: Sequence[Row], plans: Mapping[str, Any]
 ) -> list[Row]:
     """A row per contender of one setting over all its prompts. profiles: rows of `steps.profile`."""
-    from pass_ext.decoding.rules import DECODING_RULES
+    from pass_ext.decoding.accept import DECODING_RULES
 
     summed = {row["contender"]: row for row in summarise_set(runs, ALL)}
     profiled = {row["contender"]: row for row in profiles}

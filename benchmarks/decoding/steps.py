@@ -33,7 +33,7 @@ def step_times(model: Any, rounds: int, seed: int = 0) -> list[Row]:
     ids = torch.randint(adapted.table.shape[0], (PREFIX + max(ROWS),), generator=generator).to(device)
     trees = {rows: pass_ext.pack_trees([pass_ext.Tree.chain(rows - 1)], device) for rows in (*ROWS, PREFIX)}
     with torch.inference_mode(), adapted.attached():
-        session = Session(adapted, 1, PREFIX + max(ROWS), graphs=True)
+        session = Session(adapted, 1, PREFIX + max(ROWS), cuda_graphs=True)
         session.call(trees[PREFIX], ids[:PREFIX], torch.zeros(1, dtype=torch.int64, device=device))
         path = torch.arange(PREFIX, dtype=torch.int32, device=device)[None]
         session.commit(trees[PREFIX], path, torch.full((1,), PREFIX - 1, dtype=torch.int32, device=device))

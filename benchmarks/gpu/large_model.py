@@ -64,7 +64,11 @@ def contenders(model: Any, ids: torch.Tensor) -> dict[str, tuple[int, int, Calla
     one_pass = PaSS(slots, tree=Tree.chain(SLOTS).with_lookahead(groups), rows=24)
 
     def ours(method: Any, graphs: bool | None) -> Callable[[int], Any]:
-        return lambda count: pass_ext.generate(model, ids, method, max_new_tokens=count, cuda_graphs=graphs)
+        def run(count: int) -> Any:
+            session = pass_ext.Session(model, cuda_graphs=graphs)
+            return pass_ext.generate(model, ids, method, max_new_tokens=count, session=session)
+
+        return run
 
     def transformers(count: int) -> Any:
         return model.generate(

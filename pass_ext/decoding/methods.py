@@ -1,5 +1,5 @@
 """The methods of ``generate``: ``Plain``, ``NGram``, ``PaSS``, ``Speculative``, ``MultiCandidate``. They hold settings only;
-drafting/of_method.py makes the drafters of each.
+drafting/drafting.py makes the drafters of each.
 
 Every method gives the same text (rules "coupled" and "coupled_inverse" and greedy: token for token; other exact rules: in
 distribution). They differ in the tokens per call of the model. docs/guide/pass.md and docs/guide/speculative.md explain them.
@@ -42,7 +42,7 @@ class NGram:
         longest, shortest: how many of the text's last tokens are looked up, longest first.
         tokens: tokens per candidate.
         branches: different candidates per step, latest first.
-        corpus: further texts to look in; the texts of this generation join them as they grow. Candidates behind matches longer
+        corpus: further texts to look in; the texts of this generation join them as they grow. Candidates after matches longer
             than ``longest`` come first, then those of the text itself, then the corpus's others.
     """
 
@@ -67,31 +67,12 @@ class NGram:
             )
 
 
-class EmbeddingOrName:
-    """A field of a dataclass that holds a ``LookaheadEmbedding``, and loads it where it is given a name or a path."""
-
-    def __get__(self, method: PaSS | None, owner: type[PaSS]) -> LookaheadEmbedding:
-        if method is None:
-            raise AttributeError("lookahead")  # a dataclass would take a value for the default
-        embedding: LookaheadEmbedding = vars(method)["lookahead"]
-        return embedding
-
-    def __set__(self, method: PaSS, given: LookaheadEmbedding | str | os.PathLike[str]) -> None:
-        if isinstance(given, (str, os.PathLike)):
-            given = LookaheadEmbedding.from_pretrained(given)
-        if not isinstance(given, LookaheadEmbedding):
-            raise TypeError(
-                "PaSS: lookahead must be a LookaheadEmbedding, or the name or path of one, got " + type(given).__name__
-            )
-        vars(method)["lookahead"] = given
-
-
 @dataclass(frozen=True)
 class PaSS:
     """Candidates come from look-ahead slots in the model's own call.
 
     Args:
-        lookahead: the trained embeddings, a ``LookaheadEmbedding``; or the name or path that its ``from_pretrained`` takes.
+        lookahead: the trained embeddings, a ``LookaheadEmbedding``; or the name or path that its ``from_pretrained`` loads.
         passes: 1: one call verifies this step's candidates and computes the next ones. 2: as published, one call for the
             candidates, then one that verifies them.
         rows: the most rows of one call per request. From 5 on, steps whose rows the device makes
@@ -101,11 +82,11 @@ class PaSS:
             groups are planned unless the tree has some.
         ngram: n-gram candidates join the tree.
         slots: how many look-ahead slots are used, the first ones; None: all.
-        recall: a candidate that earlier in prompt and text came behind the same one, two or three tokens scores higher
+        recall: a candidate that earlier in prompt and text came after the same one, two or three tokens scores higher
             (``recall_scores``), so that slots follow what repeats. False: by the slots alone.
     """
 
-    lookahead: EmbeddingOrName = EmbeddingOrName()
+    lookahead: Any
     passes: Literal[1, 2] = 1
     rows: int | Literal["auto"] = "auto"
     tree: Tree | None = None
@@ -114,7 +95,11 @@ class PaSS:
     recall: bool = True
 
     def __post_init__(self) -> None:
-        instance("PaSS: lookahead", self.lookahead, LookaheadEmbedding, "a LookaheadEmbedding")
+        if isinstance(self.lookahead, (str, os.PathLike)):
+            object.__setattr__(self, "lookahead", LookaheadEmbedding.from_pretrained(self.lookahead))
+        instance(
+            "PaSS: lookahead", self.lookahead, LookaheadEmbedding, "a LookaheadEmbedding, or the name or path of one"
+        )
         whole_number("PaSS: passes", self.passes, 1, 2)
         if not (isinstance(self.rows, str) and self.rows == "auto"):
             whole_number('PaSS: rows, if not "auto",', self.rows, 2, MAX_PLANNED_ROWS)
@@ -131,7 +116,7 @@ class PaSS:
     @property
     def num_slots(self) -> int:
         """Look-ahead slots in use."""
-        return self.slots or self.lookahead.num_lookahead
+        return self.slots or int(self.lookahead.num_lookahead)
 
 
 @dataclass(frozen=True)

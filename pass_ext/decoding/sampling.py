@@ -25,25 +25,25 @@ class SamplingParams:
         temperature: 0 is greedy.
         top_k: 0 or None is off.
         top_p, min_p: None is off.
-        seeds: integers; None: fresh seeds.
+        seeds: integers; None: fresh seeds of torch's own generator, or of a ``torch.Generator``.
     """
 
     temperature: Numbers = 0.0
     top_k: Numbers | None = None
     top_p: Numbers | None = None
     min_p: Numbers | None = None
-    seeds: Numbers | None = None
+    seeds: Numbers | torch.Generator | None = None
 
-    def for_batch(
-        self, requests: int, device: torch.device, generator: torch.Generator | None = None, *, samples: int = 1
-    ) -> BatchSampling:
+    def for_batch(self, requests: int, device: torch.device, *, samples: int = 1) -> BatchSampling:
         """Checks the parameters and puts them into tensors on a device, those of each request ``samples`` times in a row: the
-        k-th sample has the request's seed plus k. Fresh seeds come from ``generator`` or torch's own."""
+        k-th sample has the request's seed plus k."""
+        generator = self.seeds if isinstance(self.seeds, torch.Generator) else None
         warm = _per_request("temperature", self.temperature, requests, torch.float32, device)
         most = _per_request("top_k", self.top_k, requests, torch.int32, device)
         nucleus = _per_request("top_p", self.top_p, requests, torch.float32, device)
         least = _per_request("min_p", self.min_p, requests, torch.float32, device)
-        seeds = _per_request("seeds", self.seeds, requests, torch.int64, device)
+        given = None if generator is not None else self.seeds
+        seeds = _per_request("seeds", given, requests, torch.int64, device)
         if warm is not None and not bool((warm >= 0).all() & warm.isfinite().all()):
             raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
         if most is not None and not bool((most >= 0).all()):
@@ -53,6 +53,10 @@ class SamplingParams:
         if least is not None and not bool(((least >= 0) & (least <= 1)).all()):
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
         if warm is None or not bool(warm.any()):
+            if samples != 1:
+                raise ValueError(
+                    f"num_return_sequences must be 1 at temperature 0, whose texts are all equal, got {samples}"
+                )
             return BatchSampling(None, None, None, None, None)
         if seeds is None:
             where, count = generator.device if generator is not None else torch.device("cpu"), requests * samples

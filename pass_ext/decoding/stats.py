@@ -2,18 +2,15 @@
 
     mean acceptance length = 1 + accepted tokens / drafts        draft acceptance rate = accepted tokens / drafted tokens
 
-A draft is a step of one request that verified at least one drafted token. Tokens accepted behind a text's end (its limit, an
-end token, a stopping criterion) are thrown away and not counted. Counts stay on the device until they are read.
+A draft is a step of one request that verified at least one drafted token. Tokens accepted after a text's end (its limit, an
+end token, a stopping criterion) are thrown away and not counted.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate, zip_longest
 from typing import Any
-
-import torch
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -57,10 +54,9 @@ class AcceptanceStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Every number by its name, for JSON."""
-        names = (
-            "num_drafts", "num_draft_tokens", "num_accepted_tokens", "mean_acceptance_length", "draft_acceptance_rate",
-            "acceptance_histogram", "accepted_per_position", "acceptance_rate_per_position",
-        )  # fmt: skip
+        names = [each.name for each in fields(self)]
+        for kind in type(self).__mro__:
+            names += [name for name, value in vars(kind).items() if isinstance(value, property)]
         return {name: getattr(self, name) for name in names}
 
     def __add__(self, other: AcceptanceStats) -> AcceptanceStats:
@@ -83,26 +79,9 @@ class GenerationStats(AcceptanceStats):
     surplus_calls: int = 0
     """Calls that were under way when the last text ended; not among ``model_calls``."""
     synthetic: bool = False
-    """True: coins of given rates accepted the drafts (``generate(synthetic=...)``): the texts are not the model's."""
+    """True: coins of given rates accepted the drafts (``SyntheticAcceptance``): the texts are not the model's."""
     way: str = ""
     """How the model computed calls of few rows: "own forward", by pass_ext's ops alone, or "as it is" and why."""
-
-    @classmethod
-    def of(
-        cls,
-        acceptance: AcceptanceStats,
-        *,
-        model_calls: int,
-        tokens: int,
-        seconds: float,
-        ahead_calls: int = 0,
-        surplus_calls: int = 0,
-        synthetic: bool = False,
-        way: str = "",
-    ) -> GenerationStats:
-        """Acceptance counts together with calls, tokens and seconds."""
-        counts = acceptance.acceptance_histogram, acceptance.num_draft_tokens
-        return cls(*counts, model_calls, tokens, seconds, ahead_calls, surplus_calls, synthetic, way)
 
     @property
     def tokens_per_second(self) -> float:
@@ -113,14 +92,6 @@ class GenerationStats(AcceptanceStats):
     def tokens_per_call(self) -> float:
         """Tokens of all requests together per call; 0 without calls."""
         return self.tokens / max(1, self.model_calls)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Every number by its name, for JSON."""
-        names = (
-            "model_calls", "tokens", "seconds", "tokens_per_second", "tokens_per_call", "ahead_calls", "surplus_calls",
-            "synthetic", "way",
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names} | super().as_dict()
 
     def __add__(self, other: AcceptanceStats) -> GenerationStats:
         if not isinstance(other, GenerationStats):
@@ -172,49 +143,6 @@ class AcceptanceCounts:
     def snapshot(self) -> AcceptanceStats:
         """The counts."""
         return AcceptanceStats(tuple(self._steps), self._drafted)
-
-
-class AcceptanceCounters:
-    """Counts on the device. ``update`` is a few tensor operations on fixed buffers: no synchronisation, and a CUDA graph can
-    hold it.
-
-    Args:
-        max_accepted: the most tokens that one step can accept.
-        device: the device of the tensors that ``update`` takes.
-    """
-
-    def __init__(self, max_accepted: int, device: torch.device | str | None = None) -> None:
-        if max_accepted < 0:
-            raise ValueError(f"max_accepted must be 0 or more, got {max_accepted}")
-        self._steps = torch.zeros(max_accepted + 1, dtype=torch.int64, device=device)
-        self._drafted = torch.zeros((), dtype=torch.int64, device=device)
-        self._numbers = torch.arange(max_accepted + 1, dtype=torch.int32, device=device)
-
-    def update(self, num_accepted: Tensor, num_drafted: Tensor | int, active: Tensor | None = None) -> None:
-        """Counts one step.
-
-        Args:
-            num_accepted: ``[B]`` int32, as ``AcceptResult.num_accepted``; clamped to ``max_accepted``.
-            num_drafted: ``[B]``, or one number for all: drafted tokens that the step verified. 0: not a draft.
-            active: ``[B]`` bool, False for requests that do not count, such as padded and finished ones; None: all count.
-        """
-        if isinstance(num_drafted, int):
-            num_drafted = torch.full_like(num_accepted, num_drafted)
-        if active is not None:
-            num_drafted = num_drafted * active
-        accepted = num_accepted.clamp(0, len(self._numbers) - 1).unsqueeze(1)
-        self._steps.add_(((accepted == self._numbers) & (num_drafted > 0).unsqueeze(1)).sum(0))
-        self._drafted.add_(num_drafted.sum())
-
-    def reset(self) -> None:
-        """Sets all counts to zero, in place."""
-        self._steps.zero_()
-        self._drafted.zero_()
-
-    def snapshot(self) -> AcceptanceStats:
-        """Reads the counts. Only this call synchronises with the device."""
-        *steps, drafted = torch.cat([self._steps, self._drafted.unsqueeze(0)]).tolist()
-        return AcceptanceStats(tuple(steps), drafted)
 
 
 def _summed(left: AcceptanceStats, right: AcceptanceStats) -> tuple[tuple[int, ...], int]:

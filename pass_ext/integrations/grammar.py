@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pass_ext.decoding.requests.grammar.protocol import Grammar, allow_tokens
-from pass_ext.decoding.requests.stateful_processors import processor_name
+from pass_ext.decoding.requests.grammar import Grammar, allow_tokens
+from pass_ext.decoding.requests.processors import processor_name
 
 __all__ = ["LLGuidance", "XGrammar", "allow_tokens", "grammars_of"]
 _LONGEST_FORCED = 256  # characters

@@ -9,7 +9,7 @@ from support.generation import Prophet, greedy_of_transformers, methods_for, slo
 from support.small_models import ARCHITECTURES, JUDGED, VOCABULARY, ragged_prompts, small_model, whole_prompts
 
 import pass_ext
-from pass_ext import NGram, PaSS, Plain, Tree, generate
+from pass_ext import NGram, PaSS, Plain, Session, Tree, generate
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,7 @@ def test_fresh_seeds_come_from_the_generator(llama):
 
     def text(seed):
         generator = torch.Generator().manual_seed(seed)
-        return generate(
-            llama, ids, max_new_tokens=8, attention_mask=mask, temperature=1.0, generator=generator
-        ).sequences
+        return generate(llama, ids, max_new_tokens=8, attention_mask=mask, temperature=1.0, seeds=generator).sequences
 
     assert torch.equal(text(1), text(1)) and not torch.equal(text(1), text(2))
 
@@ -166,7 +164,7 @@ def test_an_end_inside_an_accepted_block(llama, monkeypatch):
     new = endless.sequences[:, 24:]
     for ends in ([int(new[0, 3])], new[:, 6].tolist()):
         method = methods_for(llama)["one pass"]
-        got = generate(llama, ids, method, max_new_tokens=16, attention_mask=mask, eos_token_id=ends, pad_token_id=0)
+        got = generate(llama, ids, method, max_new_tokens=16, attention_mask=mask, eos_token_id=ends)
         for b, row in enumerate(new.tolist()):
             length = next((i + 1 for i, token in enumerate(row) if token in ends), 16)
             assert got.lengths[b] == length
@@ -388,24 +386,23 @@ def test_a_session_is_used_again(llama):
     ids, mask = ragged_prompts(3)
     method = methods_for(llama)["one pass"]
     options = dict(max_new_tokens=12, attention_mask=mask, eos_token_id=[])
-    first = generate(llama, ids, method, keep_cache=True, **options)
-    again = generate(llama, ids.flip(0), method, session=first.session, **{**options, "attention_mask": mask.flip(0)})
-    assert torch.equal(again.sequences, first.sequences.flip(0)) and again.session is None
+    session = Session(llama)
+    first = generate(llama, ids, method, session=session, **options)
+    again = generate(llama, ids.flip(0), method, session=session, **{**options, "attention_mask": mask.flip(0)})
+    assert torch.equal(again.sequences, first.sequences.flip(0))
     for changes in (
         dict(input_ids=ids[:2], attention_mask=mask[:2]),
         dict(max_new_tokens=13),
         dict(model=small_model("llama")),
     ):
         with pytest.raises(ValueError, match=r"session must be of this model, [23] requests and room for"):
-            generate(
-                **{"model": llama, "input_ids": ids, "method": method, **options, "session": first.session, **changes}
-            )
+            generate(**{"model": llama, "input_ids": ids, "method": method, **options, "session": session, **changes})
     with pytest.raises(ValueError, match="this session has 4 look-ahead slots, the method has 3"):
         generate(
             llama,
             ids,
             PaSS(slots_for(llama), tree=Tree.chain(3), rows=24),
-            session=first.session,
+            session=session,
             **{**options, "max_new_tokens": 11},
         )
 
@@ -413,17 +410,23 @@ def test_a_session_is_used_again(llama):
 def test_a_text_goes_on_from_its_cache(llama):
     ids = whole_prompts(3)
     whole = generate(llama, ids, max_new_tokens=12, eos_token_id=[])
-    begun = generate(llama, ids, methods_for(llama)["one pass"], max_new_tokens=5, eos_token_id=[], keep_cache=True)
-    known = int(begun.session.prefix_lens.min())
+    session, method = Session(llama), methods_for(llama)["one pass"]
+    begun = generate(llama, ids, method, max_new_tokens=5, eos_token_id=[], session=session)
+    known = int(session.prefix_lens.min())
     assert known >= ids.shape[1] + 4
-    past = [(keys[:, : ids.shape[1] + 4], values[:, : ids.shape[1] + 4]) for keys, values in begun.session.caches]
+    past = [(keys[:, : ids.shape[1] + 4], values[:, : ids.shape[1] + 4]) for keys, values in session.caches]
     for method in methods_for(llama).values():
         rest = generate(
-            llama, begun.sequences, method, max_new_tokens=7, eos_token_id=[], past=(past, ids.shape[1] + 4)
+            llama,
+            begun.sequences,
+            method,
+            max_new_tokens=7,
+            eos_token_id=[],
+            session=Session(llama, past=(past, ids.shape[1] + 4)),
         )
         assert torch.equal(rest.sequences, whole.sequences) and rest.stats.model_calls <= 7
     with pytest.raises(ValueError, match="past holds 28 tokens, so prompts must be longer, got 24"):
-        generate(llama, ids, max_new_tokens=1, past=(past, 28))
+        generate(llama, ids, max_new_tokens=1, session=Session(llama, past=(past, 28)))
 
 
 @pytest.mark.parametrize("name", ["plain", "one pass", "two passes", "one pass with ngrams"])
@@ -432,8 +435,9 @@ def test_recorded_steps_on_a_gpu(cuda, name):
     ids, mask = (x.cuda() for x in ragged_prompts(6))
     options = dict(max_new_tokens=24, attention_mask=mask, eos_token_id=[])
     want = generate(model, ids, methods_for(model)[name], **options)
-    recorded = generate(model, ids, methods_for(model)[name], cuda_graphs=True, keep_cache=True, **options)
-    again = generate(model, ids, methods_for(model)[name], session=recorded.session, **options)
+    session = Session(model, cuda_graphs=True)
+    recorded = generate(model, ids, methods_for(model)[name], session=session, **options)
+    again = generate(model, ids, methods_for(model)[name], session=session, **options)
     assert torch.equal(recorded.sequences, want.sequences) and torch.equal(again.sequences, want.sequences)
 
 

@@ -20,8 +20,11 @@ def of_transformers(model, ids, **options):
     return model.generate(ids, max_new_tokens=NEW, do_sample=False, **options)
 
 
-def ours(model, ids, **options):
+def ours(model, ids, pad_token_id=None, **options):
     """The texts, and the warnings."""
+    if pad_token_id is not None:
+        own = {"eos_token_id": model.generation_config.eos_token_id, "pad_token_id": pad_token_id}
+        options["generation_config"] = transformers.GenerationConfig(**own)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = generate(model, ids, NGram(shortest=1), max_new_tokens=NEW, **options)
@@ -76,13 +79,13 @@ def test_an_end_token_is_no_padding(pad):
     assert torch.equal(whole, ours(model, ids, eos_token_id=[], attention_mask=torch.ones_like(mask), **options)[0])
 
 
-def test_no_pad_id_is_no_padding():
+def test_no_pad_id_is_no_padding(llama):
     """A model of the caller's own has none: token 0 is text."""
     ids = torch.tensor([[0, 0, 7], [5, 0, 7]])
     text, said = ours(Decoder(), ids)
     assert torch.equal(text, ours(Decoder(), ids, attention_mask=torch.ones_like(ids))[0]) and said == []
     with pytest.raises(ValueError, match=r"prompt 1 has no tokens but pad_token_id \(3\); give attention_mask"):
-        ours(Decoder(), torch.tensor([[3, 4], [3, 3]]), pad_token_id=3)
+        ours(llama, torch.tensor([[3, 4], [3, 3]]), pad_token_id=3)
 
 
 @pytest.mark.parametrize(("new", "warns"), [(4, 0), (5, 0), (6, 1), (9, 1)])

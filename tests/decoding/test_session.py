@@ -8,7 +8,7 @@ pytest.importorskip("transformers")
 from support.generation import slots_for
 from support.small_models import small_model
 
-from pass_ext import NGram, PaSS, Tree, generate
+from pass_ext import NGram, PaSS, Session, Tree, generate
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 8, 5]])
 
@@ -32,9 +32,10 @@ def test_a_session_holds_all_but_the_last_token(llama, whole, monkeypatch):
         end = ends.get(text.shape[1])
         return end is not None and torch.equal(text[0], end)
 
-    got = generate(llama, IDS, NGram(tokens=6), max_new_tokens=12, eos_token_id=[], stopping=stopping, keep_cache=True)
+    session = Session(llama)
+    got = generate(llama, IDS, NGram(tokens=6), max_new_tokens=12, eos_token_id=[], stopping=stopping, session=session)
     assert got.lengths == (6, 4) and got.stats.model_calls == 2, "both ended inside of one block"
-    assert got.session.prefix_lens.tolist() == [10, 8]
+    assert session.prefix_lens.tolist() == [10, 8]
 
 
 def keys_and_values(layers=2, requests=2, columns=4, heads=2, width=64, dtype=torch.float32):
@@ -61,24 +62,27 @@ def keys_and_values(layers=2, requests=2, columns=4, heads=2, width=64, dtype=to
 )
 def test_a_past_that_does_not_fit(llama, past, message):
     with pytest.raises((ValueError, RuntimeError), match=message):
-        generate(llama, IDS, max_new_tokens=2, past=past)
+        generate(llama, IDS, max_new_tokens=2, session=Session(llama, past=past))
 
 
 def test_a_past_goes_into_the_caches_that_are_there(llama, whole):
     """Recorded calls read the caches where they are."""
     options = dict(max_new_tokens=12, eos_token_id=[])
-    session = generate(llama, IDS, keep_cache=True, **options).session
+    session = Session(llama)
+    generate(llama, IDS, session=session, **options)
     addresses = [cache.data_ptr() for layer in session.caches for cache in layer]
     past = [tuple(x[:, :3].clone() for x in layer) for layer in session.caches]
     for keys, values in session.caches:
         keys.zero_(), values.zero_()
-    got = generate(llama, IDS, session=session, past=(past, 3), keep_cache=True, **options)
-    assert torch.equal(got.sequences, whole)
-    assert [cache.data_ptr() for layer in got.session.caches for cache in layer] == addresses
+    session.past = past, 3
+    assert torch.equal(generate(llama, IDS, session=session, **options).sequences, whole)
+    assert [cache.data_ptr() for layer in session.caches for cache in layer] == addresses
+    session.past = keys_and_values(layers=3), 3
     with pytest.raises(ValueError, match="past must be of each layer, 2, got 3"):
-        generate(llama, IDS, session=session, past=(keys_and_values(layers=3), 3), **options)
+        generate(llama, IDS, session=session, **options)
+    session.past = keys_and_values(heads=1), 3
     with pytest.raises(ValueError, match=r"layer 0: .* \[2, 64\] .* given now torch.float32 \[1, 64\]"):
-        generate(llama, IDS, session=session, past=(keys_and_values(heads=1), 3), **options)
+        generate(llama, IDS, session=session, **options)
 
 
 def test_a_session_does_not_write_into_the_embeddings_it_began_with(llama):
@@ -86,7 +90,8 @@ def test_a_session_does_not_write_into_the_embeddings_it_began_with(llama):
     kept = [parameter.clone() for parameter in first.parameters()]
     tree = Tree.chain(4)
     options = dict(max_new_tokens=6, eos_token_id=[])
-    session = generate(llama, IDS, PaSS(first, tree=tree, rows=16), keep_cache=True, **options).session
+    session = Session(llama)
+    generate(llama, IDS, PaSS(first, tree=tree, rows=16), session=session, **options)
     generate(llama, IDS, PaSS(second, tree=tree, rows=16), session=session, **options)
     assert all(torch.equal(now, then) for now, then in zip(first.parameters(), kept, strict=True))
 
@@ -102,7 +107,8 @@ def test_a_used_session_takes_over_the_vectors_of_layers(llama):
 
     alone = [generate(llama, IDS, method(seed), **options).stats.acceptance_histogram for seed in (1, 2)]
     assert alone[0] != alone[1]
-    session = generate(llama, IDS, method(1), keep_cache=True, **options).session
+    session = Session(llama)
+    generate(llama, IDS, method(1), session=session, **options)
     assert generate(llama, IDS, method(2), session=session, **options).stats.acceptance_histogram == alone[1]
 
 
@@ -128,11 +134,26 @@ def test_inference_mode_and_sessions(whole):
     with torch.inference_mode():
         model = small_model("llama")
         method = PaSS(slots_for(model, rank=3, deep_layers=2), tree=Tree.chain(3), rows=16, slots=3)
-        inside = generate(model, IDS, method, keep_cache=True, **options)
-    outside = generate(model, IDS, method, session=inside.session, keep_cache=True, **options)
+        session = Session(model)
+        inside = generate(model, IDS, method, session=session, **options)
+    outside = generate(model, IDS, method, session=session, **options)
     with torch.inference_mode():
-        again = generate(model, IDS, method, session=outside.session, **options)
-        past = [tuple(x[:, :3].clone() for x in layer) for layer in inside.session.caches]
-    after = generate(model, IDS, method, session=inside.session, past=(past, 3), **options)
+        again = generate(model, IDS, method, session=session, **options)
+        session.past = [tuple(x[:, :3].clone() for x in layer) for layer in session.caches], 3
+    after = generate(model, IDS, method, session=session, **options)
     for got in (inside, outside, again, after):
         assert torch.equal(got.sequences, whole)
+
+
+def test_a_session_made_for_longer_texts_serves_several_generations(llama, whole):
+    """Otherwise its room is that of its first texts, and its requests are theirs."""
+    roomy, first = Session(llama, room=40), Session(llama)
+    for session in (roomy, first):
+        assert torch.equal(
+            generate(llama, IDS, session=session, max_new_tokens=6, eos_token_id=[]).sequences, whole[:, :11]
+        )
+    assert torch.equal(generate(llama, IDS, session=roomy, max_new_tokens=12, eos_token_id=[]).sequences, whole)
+    with pytest.raises(ValueError, match="2 requests and room for 17 tokens; it is of 2 requests and 11 tokens"):
+        generate(llama, IDS, session=first, max_new_tokens=12, eos_token_id=[])
+    with pytest.raises(ValueError, match="1 requests and room for 11 tokens; it is of 2 requests and 40 tokens"):
+        generate(llama, IDS[:1], session=roomy, max_new_tokens=6, eos_token_id=[])

@@ -35,6 +35,8 @@ def test_generate():
 
 
 FACES = {
+    "Session": (pass_ext.Session, dict(model=Decoder())),
+    "SyntheticAcceptance": (pass_ext.drafting.SyntheticAcceptance, {}),
     "NGram": (pass_ext.NGram, {}),
     "PaSS": (pass_ext.PaSS, dict(lookahead=SLOTS)),
     "Speculative": (pass_ext.Speculative, dict(draft_model=Decoder())),
@@ -68,7 +70,7 @@ def test_what_a_user_makes(name):
         (dict(eos_token_id=1.5), "generate: eos_token_id must be an id, a whole number of 64 bits, got 1.5"),
         (dict(eos_token_id=[True]), "generate: eos_token_id must be an id, .*got True"),
         (dict(streamer=[]), r"generate: streamer must have put\(tokens\) and end\(\), got list"),
-        (dict(keep_cache=1), "generate: keep_cache must be True or False, got int"),
+        (dict(session=1), "generate: session must be a pass_ext.Session or None, got int"),
     ],
     ids=str,
 )

@@ -83,9 +83,9 @@ MAY_IMPORT = {
 # The same for pass_ext/decoding/, where a room may import all rooms of lines above its own.
 DECODING_FLOORS = (
     ("arguments", "sampling", "stats", "profiling"),
-    ("models", "rules"),
+    ("models",),
     ("session", "requests"),
-    ("methods",),
+    ("accept", "methods"),
     ("planning",),
     ("drafting",),
     ("loop",),

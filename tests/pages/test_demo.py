@@ -19,7 +19,7 @@ from support.small_models import BYTES, byte_tokenizer, save_byte_model
 
 import pass_ext
 from pass_ext.__main__ import main
-from pass_ext.decoding.stats import AcceptanceStats, GenerationStats
+from pass_ext.decoding.stats import GenerationStats
 from pass_ext.demo import contenders as demo_contenders
 from pass_ext.demo import show as demo_show
 from pass_ext.demo.contenders import Run
@@ -243,7 +243,7 @@ def test_the_real_model(tmp_path, capsys):
 
 @pytest.mark.parametrize("width", [60, 80])
 def test_no_word_of_the_tables_is_cut_off_in_a_narrow_window(width):
-    stats = GenerationStats.of(AcceptanceStats((1, 2), 5), model_calls=100, tokens=1200, seconds=1.0)
+    stats = GenerationStats((1, 2), 5, model_calls=100, tokens=1200, seconds=1.0)
     methods = [contender.name for contender in demo_contenders.contenders(pass_ext.LookaheadEmbedding(2, 32))]
     runs = {name: [Run([1], [], stats)] for name in methods}
     agreements = {name: [Agreement(64, None), Agreement(61, 0.25), Agreement(5, 1.0)] for name in methods}

@@ -41,13 +41,14 @@ def check_text(names):
 
 def test_the_blocks_of_the_page_run(names, capsys):
     blocks = [block for block in blocks_of(PAGE) if block[0] == "python"]
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     run_blocks(PAGE, blocks[:1], names)
     check_text(names)
     first = names.pop("model")
     run_blocks(PAGE, blocks[1:], names)
     assert names["model"] is not first and names["model"].dtype == torch.bfloat16
     assert str(names["plan"]) in capsys.readouterr().out
+    assert names["session"].prefix_lens.tolist() == [names["result"].sequences.shape[1] - 1]
 
 
 def test_the_first_block_of_the_readme_runs(names):

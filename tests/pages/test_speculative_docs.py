@@ -79,7 +79,7 @@ def test_the_page_names_every_argument_of_the_methods():
 
 def test_the_page_names_every_rule_and_field():
     page = PAGE.read_text()
-    from pass_ext.decoding.rules import DECODING_RULES
+    from pass_ext.decoding.accept import DECODING_RULES
 
     table = page[page.index("| rule |") : page.index("Which one:")]
     for rule, asks in DECODING_RULES.items():

@@ -69,7 +69,7 @@ class Prophet:
             )
 
         monkeypatch.setattr(TreeFiller, "fill", fill)
-        monkeypatch.setattr(generation, "device_rows", lambda *_: None)
+        monkeypatch.setattr(generation, "_device_rows", lambda *_: None)
 
     def tokens(self, tree, request, root_position):
         """One child of each right node is right, four times in five; the others are noise."""

@@ -1,6 +1,6 @@
 """``DraftCalls``: calls a draft model, and keeps its caches in step with the texts.
 
-    a level's call     the first levels of each request's tree, behind the text that the draft has read
+    a level's call     the first levels of each request's tree, after the text that the draft has read
     after a step       commits the rows that have become text to the draft's caches
 
 The next call reads tokens that are new to the draft (another drafter's, the target's) as a chain above the root. Long pieces,
@@ -75,7 +75,7 @@ class DraftCalls:
         if self._shares:
             self._session = session.first_layers(draft, draft.shares_layers)
         else:
-            self._session = Session(draft, session.requests, session.room + max_depth, graphs=self._graphs)
+            self._session = Session(draft, session.requests, session.room + max_depth, cuda_graphs=self._graphs)
         self._packs = TreePacks(self._session.device)
         self._held = [0] * len(texts)
         self._last: _LastCall | None = None
@@ -92,7 +92,7 @@ class DraftCalls:
             parents: the nodes of the deepest level that have children.
 
         Returns:
-            Logits ``[len(requests) * P, V]`` of the parents; and the hidden rows behind them, or None.
+            Logits ``[len(requests) * P, V]`` of the parents; and the hidden rows after them, or None.
         """
         self._release(requests)
         trees: list[Tree | None] = [None] * len(self._texts)

@@ -18,15 +18,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.drafting.levels import draw_children, drawing_mode
-from pass_ext.decoding.drafting.step import Batch, Proposal
+from pass_ext.decoding.accept import DECODING_RULES
+from pass_ext.decoding.drafting.candidates import Batch, Proposal, are_judged_by_logits, draw_children, drawing_mode
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.planning.measured import measured_times
 from pass_ext.decoding.planning.pace import Pace
 from pass_ext.decoding.planning.step_clock import step_clock
 from pass_ext.decoding.planning.step_times import StepTimes
-from pass_ext.decoding.requests.grammar.guides import Guides
-from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
+from pass_ext.decoding.requests.guides import Guides
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.session.uploads import uploaded
@@ -49,7 +48,7 @@ class Drafter(Protocol):
     pace: Pace | None = None
     """With ``context.pace(...)`` drafting pauses while it does not pay."""
     prompt_slots: int = 0
-    """Look-ahead slots behind the last token of a prompt."""
+    """Look-ahead slots after the last token of a prompt."""
     deepest_row: int = 0
     """The deepest row below a root, look-ahead slots included, if that is deeper than ``max_depth``."""
 
@@ -81,8 +80,6 @@ class DraftContext:
     """True: calls of the target with a repeated shape are CUDA graphs."""
     guides: Guides | None = None
     """The grammars of the texts; None: none has one."""
-    may_record: bool = False
-    """True: a loop may make a CUDA graph of its steps if the model allows it."""
 
     @property
     def device(self) -> torch.device:
@@ -97,7 +94,17 @@ class DraftContext:
     @property
     def needs_draft_logits(self) -> bool:
         """True: the rule divides by the distribution that candidates were drawn from."""
-        return self.is_sampled and DECODING_RULES[self.rule].needs_draft_logits
+        return are_judged_by_logits(self.sampling, self.rule)
+
+    @property
+    def target_adds(self) -> bool:
+        """True: the target adds a token after the accepted ones, and greedy texts do not depend on the rule."""
+        return DECODING_RULES[self.rule].target_adds
+
+    @property
+    def is_judged_by_rule(self) -> bool:
+        """True: the text depends on the rule, which must be able to judge the candidates."""
+        return self.is_sampled or not self.target_adds
 
     @property
     def chains_only(self) -> bool:
@@ -138,9 +145,9 @@ class DraftContext:
 
     def check_origins(self, *origins: str) -> None:
         """Refuses a rule that cannot judge candidates of these origins in one tree."""
-        if self.rule == LONGEST_BRANCH and origins != (DRAFT_MODEL,):
+        if not self.target_adds and origins != (DRAFT_MODEL,):
             raise ValueError(
-                "generate: rule 'longest_branch' judges the candidates of a draft model alone: method must be "
+                f"generate: rule {self.rule!r} judges the candidates of a draft model alone: method must be "
                 f"MultiCandidate(...) without lookahead or ngram, got {' and '.join(origins) or 'no'} candidates"
             )
         if self.needs_draft_logits and len(origins) > 1:

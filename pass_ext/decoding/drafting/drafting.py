@@ -1,22 +1,29 @@
-"""``Drafting``: merges the candidates of all drafters into one step per request."""
+"""``Drafting``: the drafters of a method, whose candidates it merges into the rows of each request.
+
+``_make`` is the table of drafters by the method's class. Any other object may make its own: ``DraftingMethod``. A new method of
+the package is a class in methods.py, a file here with its drafters, and a line in this table.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import singledispatch
 from typing import Any
 
 from torch import Tensor
 
+from pass_ext.decoding.arguments import type_of
+from pass_ext.decoding.drafting.candidates import Batch, Candidates, Proposal, StepRows, join
 from pass_ext.decoding.drafting.drafter import DraftContext, Drafter, DraftingMethod
+from pass_ext.decoding.drafting.from_draft_model import multi_candidate_drafters, speculative_drafters
+from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
 from pass_ext.decoding.drafting.lookahead.device_rows import ChosenRows, DrafterOnDevice, FixedRows, HostDecides
-from pass_ext.decoding.drafting.of_method import drafters_of
-from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal, Step, join
-from pass_ext.decoding.methods import Method
-from pass_ext.decoding.requests.grammar.guide import Guide
-from pass_ext.decoding.requests.grammar.trees import allowed_nodes, forced_chains
-from pass_ext.decoding.rules import LONGEST_BRANCH
+from pass_ext.decoding.drafting.lookahead.of_pass import lookahead_drafters
+from pass_ext.decoding.methods import Method, MultiCandidate, NGram, PaSS, Plain, Speculative
+from pass_ext.decoding.requests.grammar import Guide
+from pass_ext.decoding.requests.guides import allowed_nodes, forced_chains
 from pass_ext.decoding.session.session import Session
 from pass_ext.tree import MAX_TREE_NODES, Tree
 
@@ -40,9 +47,9 @@ class Drafting:
         self.deepest_row = max((drafter.deepest_row for drafter in self.drafters), default=0)
         self.deepest_row = max(self.deepest_row, self.max_depth)
         self.prompt_slots = max((drafter.prompt_slots for drafter in self.drafters), default=0)
-        # Rule "longest_branch" cannot emit a token without candidates, so it never pauses.
+        # Without candidates nobody would emit a token where the target adds none.
         paces = [drafter.pace for drafter in self.drafters if drafter.pace is not None]
-        self.pace = paces[0] if paces and context.rule != LONGEST_BRANCH else None
+        self.pace = paces[0] if paces and context.target_adds else None
         """When drafting pauses; None: never."""
         self._context = context
 
@@ -59,9 +66,9 @@ class Drafting:
         for drafter in self.drafters:
             drafter.begin(session)
 
-    def first(self, text: Sequence[int]) -> Step:
-        """The step of a prompt: its last token, with look-ahead slots behind it."""
-        return Step(text[-1], Candidates(_ROOT, groups=((0, self.prompt_slots),) if self.prompt_slots else ()))
+    def first(self, text: Sequence[int]) -> StepRows:
+        """The step of a prompt: its last token, with look-ahead slots after it."""
+        return StepRows(text[-1], Candidates(_ROOT, groups=((0, self.prompt_slots),) if self.prompt_slots else ()))
 
     def device_rows(self, *, is_synthetic: bool) -> FixedRows | ChosenRows:
         """The rows of steps that the device makes; raises ``HostDecides`` where it cannot."""
@@ -72,7 +79,7 @@ class Drafting:
             raise HostDecides("candidates do not come from look-ahead slots alone")
         return drafter.device_rows(is_synthetic=is_synthetic)
 
-    def propose(self, batch: Batch) -> list[Step | None]:
+    def propose(self, batch: Batch) -> list[StepRows | None]:
         """The next step of each request that still has to write; None for the others."""
         proposals = [drafter.propose(batch) for drafter in self.drafters]
         for drafter, proposal in zip(self.drafters, proposals, strict=True):
@@ -81,7 +88,9 @@ class Drafting:
         self.draft_logits = proposals[0].draft_logits if proposals and self._needs_draft_logits else None
         self.draft_allowed = proposals[0].draft_allowed if self.draft_logits is not None else None
         return [
-            Step(text[-1], self._guided(b, merged(text[-1], [p.candidates[b] for p in proposals]), batch.remaining[b]))
+            StepRows(
+                text[-1], self._guided(b, merged(text[-1], [p.candidates[b] for p in proposals]), batch.remaining[b])
+            )
             if batch.remaining[b]
             else None
             for b, text in enumerate(batch.texts)
@@ -112,15 +121,15 @@ def merged(root: int, parts: Iterable[Candidates | None]) -> Candidates:
 def guided(
     guide: Guide, candidates: Candidates, levels: int, most_forced: int, *, drawn: bool, leaves_only: bool
 ) -> Candidates:
-    """The candidates that a grammar allows, and the tokens that it forces behind the root and the leaves.
+    """The candidates that a grammar allows, and the tokens that it forces after the root and the leaves.
 
-    A node's look-ahead slots move to the end of the chain behind it, where the next step begins if the chain is right.
+    A node's look-ahead slots move to the end of the chain after it, where the next step begins if the chain is right.
 
     Args:
         levels: how deep candidates may be.
         most_forced: the most tokens of all chains.
         drawn: some candidates were drawn from a distribution that the rule divides by.
-        leaves_only: no chain behind a root that has children: a node's children are all drawn, or the rule takes chains.
+        leaves_only: no chain after a root that has children: a node's children are all drawn, or the rule takes chains.
     """
     tree, tokens = candidates.tree, [-1, *candidates.tokens]
     rows = list(candidates.draft_rows or ()) if drawn else []
@@ -170,3 +179,34 @@ def _check(drafter: Drafter, proposal: Any, requests: int) -> None:
             f"{type(drafter).__name__}.propose: candidates must be at most max_depth {drafter.max_depth} levels deep, "
             f"got {depth}"
         )
+
+
+def drafters_of(method: Any, context: DraftContext) -> Sequence[Drafter]:
+    """New drafters for one generation; refuses a rule that cannot judge what they propose."""
+    drafters = _make(method, context)
+    context.check_origins(*(drafter.name for drafter in drafters))
+    for drafter in drafters:
+        if context.is_judged_by_rule and context.rule not in drafter.rules:
+            raise ValueError(
+                f"generate: rule must be {' or '.join(map(repr, drafter.rules))} for {drafter.name} candidates, got "
+                f"{context.rule!r}"
+            )
+    return drafters
+
+
+@singledispatch
+def _make(method: Any, context: DraftContext) -> Sequence[Drafter]:
+    make = getattr(method, "drafters", None)
+    if isinstance(method, type) or not callable(make):
+        raise TypeError(
+            "generate: method must be Plain(), NGram(...), PaSS(...), Speculative(...), MultiCandidate(...), or an object with "
+            f"drafters(context) (pass_ext.DraftingMethod), got {type_of(method)}"
+        )
+    return make(context)
+
+
+_make.register(Plain, lambda method, context: [])
+_make.register(NGram, ngram_drafters)
+_make.register(PaSS, lookahead_drafters)
+_make.register(Speculative, speculative_drafters)
+_make.register(MultiCandidate, multi_candidate_drafters)

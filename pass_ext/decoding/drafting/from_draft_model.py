@@ -1,9 +1,9 @@
 """Candidates from a draft model, level by level: one draft call per level, for all requests together.
 
-    level s: the draft reads the first s levels of each tree behind its text (``Tree.slice`` cuts them from the largest tree);
+    level s: the draft reads the first s levels of each tree after its text (``Tree.slice`` cuts them from the largest tree);
     the children of level s are drawn from its logits; the decision selects the requests that draft on
 
-Tokens stay on the device until the last level.
+Tokens stay on the device until the last level; a decision's scores are read at each.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.accept import DECODING_RULES
+from pass_ext.decoding.drafting.candidates import (
+    Batch,
+    Candidates,
+    Proposal,
+    draw_children,
+    drawing_mode,
+    levels_of,
+)
 from pass_ext.decoding.drafting.draft_calls import DraftCalls
 from pass_ext.decoding.drafting.drafter import DRAFT_MODEL, LOOK_AHEAD, N_GRAM, DraftContext, Drafter
-from pass_ext.decoding.drafting.early_stop import EarlyFlag
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
-from pass_ext.decoding.drafting.levels import are_judged_by_logits, draw_children, drawing_mode, levels_of
-from pass_ext.decoding.drafting.longest_branch import first_level
 from pass_ext.decoding.drafting.lookahead.of_pass import lookahead_drafter
-from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
 from pass_ext.decoding.methods import MultiCandidate, Speculative
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.vocabulary import check_pair
 from pass_ext.decoding.planning.for_draft_model import call_times, draft_plan
 from pass_ext.decoding.planning.pace import Pace
-from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.session.uploads import uploaded
 from pass_ext.modules.decision import DraftLevel
@@ -71,14 +75,12 @@ class ModelDrafter(Drafter):
         self._draft, self._sampling = draft, context.sampling
         self._decision = _on(decision, self._device)
         self._mode = drawing_mode(context.sampling, context.rule)
-        self._are_judged_by_logits = are_judged_by_logits(context.sampling, context.rule)
         self._levels = levels_of(tree, self._device)
         self._slices = [tree.slice(levels) for levels in range(tree.max_depth + 1)]
         self._needs_hidden = bool(getattr(decision, "needs_hidden", False))
         self._threshold = float(getattr(decision, "threshold", 0.5))
 
     def attached(self) -> AbstractContextManager[None]:
-        """As ``Drafter``."""
         return self._draft.attached()
 
     def begin(self, session: Session) -> None:
@@ -94,12 +96,11 @@ class ModelDrafter(Drafter):
         )
 
     def propose(self, batch: Batch) -> Proposal:
-        """As ``Drafter``. Rule "longest_branch" draws the first level from the target's own logits."""
-        if self._context.rule != LONGEST_BRANCH:
+        if self._context.target_adds:
             return self.draft(batch.levels)
-        width = len(self.tree.children(0))
-        positions = [len(text) for text in batch.texts]
-        return self.draft(batch.levels, first_level(batch.last_logits(), width, self._sampling, positions))
+        width, positions = len(self.tree.children(0)), [len(text) for text in batch.texts]
+        rule = DECODING_RULES[self._context.rule]
+        return self.draft(batch.levels, rule.first_level(batch.last_logits(), width, self._sampling, positions))
 
     def draft(self, levels: Sequence[int], first: Tensor | None = None) -> Proposal:
         """Drafts candidates of at most ``levels[b]`` levels for request b; None where that is 0.
@@ -118,14 +119,13 @@ class ModelDrafter(Drafter):
         drawn_under: list[Tensor] = []
         guides = self._context.guides
         places = uploaded([len(text) - 1 for text in self._texts], self._device)
-        flag = EarlyFlag(len(depths), self.tree.max_depth, self._device)
         begin = 0
         if first is not None:
             tokens[:, self._levels[0].children[0]] = first
             begin = 1
         self._calls.read_text([b for b, depth in enumerate(depths) if depth > begin])
         for depth in range(begin, self.tree.max_depth):
-            going = [b for b, most in enumerate(depths) if most > depth and flag.may_go_on(b, depth)]
+            going = [b for b, most in enumerate(depths) if most > depth]
             if not going:
                 break
             self.levels_asked += len(going)
@@ -140,7 +140,7 @@ class ModelDrafter(Drafter):
                 logits, width, self._mode, sampling, places[at], depth + 1, level.parents, allowed=allowed
             )
             tokens[at[:, None, None], level.children] = drawn.view(len(going), -1, width)
-            if self._are_judged_by_logits:
+            if self._context.needs_draft_logits:
                 before = sum(len(rows) for rows in drawn_from)
                 for place, b in enumerate(going):
                     for i, parent in enumerate(level.numbers):
@@ -149,13 +149,13 @@ class ModelDrafter(Drafter):
                 drawn_under += [] if allowed is None else [allowed]
             if self._decision is not None and depth + 1 < self.tree.max_depth:
                 requests = at.repeat_interleave(len(level.parents))
-                scores = self._scores(DraftLevel(logits, hidden, drawn, logprobs, requests, depth + 1))
-                flag.update(scores, requests, depth + 1)
-        drafted, reached = flag.read(tokens[:, :nodes])
+                goes_on = self._scores(DraftLevel(logits, hidden, drawn, logprobs, requests, depth + 1))
+                for b in set(going) - set(requests[goes_on].tolist()):
+                    depths[b] = depth + 1
+        drafted = tokens[:, :nodes].tolist()
         self._calls.set_tokens(drafted)
         candidates = [
-            self._candidates(min(depth, reached[b]), drafted[b], draft_rows[b] if drawn_from else None)
-            for b, depth in enumerate(depths)
+            self._candidates(depth, drafted[b], draft_rows[b] if drawn_from else None) for b, depth in enumerate(depths)
         ]
         return Proposal(
             candidates,
@@ -187,7 +187,7 @@ class ModelDrafter(Drafter):
 def speculative_drafters(method: Speculative, context: DraftContext) -> list[Drafter]:
     """The drafters of ``Speculative``: the draft model, if it is expected to gain anything, and n-grams."""
     context.check_origins(*([N_GRAM] if method.ngram else []), DRAFT_MODEL)
-    if context.rule == LONGEST_BRANCH or (context.is_sampled and context.rule in _WITH_REPLACEMENT):
+    if not context.target_adds or (context.is_sampled and context.rule in _WITH_REPLACEMENT):
         raise ValueError(
             f"Speculative: rule {context.rule!r} judges several candidates of one parent: use MultiCandidate, got a chain"
         )
@@ -201,7 +201,7 @@ def multi_candidate_drafters(method: MultiCandidate, context: DraftContext) -> l
     origins = {N_GRAM: method.ngram, LOOK_AHEAD: method.lookahead}
     context.check_origins(*(name for name, part in origins.items() if part is not None), DRAFT_MODEL)
     replaced = context.rule in _WITH_REPLACEMENT
-    if (context.is_sampled or context.rule == LONGEST_BRANCH) and method.replacement != replaced:
+    if context.is_judged_by_rule and method.replacement != replaced:
         rules = " or ".join(_WITH_REPLACEMENT)
         raise ValueError(
             f"MultiCandidate: rule {context.rule!r} and replacement={method.replacement} do not go together: candidates must "
@@ -229,7 +229,7 @@ def model_drafter(
     if tree is None:
         options = dict(graphs=context.graphs, chain=context.chains_only)
         plan = draft_plan(method, target, draft, len(context.texts), **options)
-        if plan.is_plain and context.rule != LONGEST_BRANCH:
+        if plan.is_plain and context.target_adds:
             return None
         tree = Tree.chain(1) if plan.is_plain else plan.tree
         pace = context.pace(call_times(target, draft, graphs=context.graphs)[0])

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from pass_ext.decoding.drafting.candidates import Batch, Candidates, Proposal
 from pass_ext.decoding.drafting.drafter import N_GRAM, DraftContext, Drafter
-from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
 from pass_ext.decoding.methods import NGram
 from pass_ext.decoding.requests.corpus import CorpusText
-from pass_ext.decoding.requests.grammar.guide import Guide
-from pass_ext.decoding.requests.grammar.guides import Guides
+from pass_ext.decoding.requests.grammar import Guide
+from pass_ext.decoding.requests.guides import Guides
 
 _MOST_PLACES = 32
 """How many places of one n-gram are searched, the latest first: a frequent n-gram may have thousands that continue alike."""
@@ -24,9 +24,6 @@ _MOST_PLACES = 32
 
 class NGramIndex:
     """The places of every n-gram of one growing text.
-
-    An n-gram's number is looked up by the number of its first n - 1 tokens and its last token, so each new token costs one
-    look-up per n.
 
     Args:
         longest, shortest: lengths of the n-grams, longest first.
@@ -38,9 +35,7 @@ class NGramIndex:
         self.longest = longest
         self.shortest = shortest
         self._text: list[int] = []
-        self._numbers: dict[tuple[int, int], int] = {}
-        self._places: list[list[int]] = [[]]  # by number; number 0 is the empty n-gram
-        self._ending: list[int] = [0]  # the numbers of the 0-gram, 1-gram, ... that the text ends in
+        self._places: dict[tuple[int, ...], list[int]] = {}  # of the last token of each n-gram
 
     def __len__(self) -> int:
         return len(self._text)
@@ -48,16 +43,14 @@ class NGramIndex:
     def extend(self, tokens: Iterable[int]) -> None:
         """Adds committed tokens to the text."""
         for token in tokens:
-            place, ending = len(self._text), [0]
             self._text.append(int(token))
-            for n, shorter in enumerate(self._ending[: self.longest], 1):
-                number = self._numbers.setdefault((shorter, self._text[place]), len(self._places))
-                if number == len(self._places):
-                    self._places.append([])
-                if n >= self.shortest:
-                    self._places[number].append(place)
-                ending.append(number)
-            self._ending = ending
+            for ngram in self._ngrams():
+                self._places.setdefault(ngram, []).append(len(self._text) - 1)
+
+    def _ngrams(self) -> Iterator[tuple[int, ...]]:
+        """Those that the text ends in, longest first."""
+        for n in range(min(self.longest, len(self._text)), self.shortest - 1, -1):
+            yield tuple(self._text[-n:])
 
     def proposals(
         self, tokens: int, branches: int, allowed: Callable[[Sequence[int]], int] | None = None
@@ -80,9 +73,8 @@ class NGramIndex:
         return [list(chain) for chain in chains]
 
     def _earlier_places(self) -> Iterator[int]:
-        for n in range(len(self._ending) - 1, self.shortest - 1, -1):
-            places = self._places[self._ending[n]]
-            yield from places[-2 : -2 - _MOST_PLACES : -1]  # the last place is the end of the text itself
+        for ngram in self._ngrams():
+            yield from self._places[ngram][-2 : -2 - _MOST_PLACES : -1]  # the last place is the end of the text itself
 
     def _continuation(self, end: int, tokens: int) -> tuple[int, ...]:
         begin, period = end + 1, len(self._text) - 1 - end
@@ -111,7 +103,6 @@ class NGramDrafter(Drafter):
         self._texts = [None if corpus is None else corpus.open() for _ in range(requests)]
 
     def propose(self, batch: Batch) -> Proposal:
-        """As ``Drafter``."""
         for entry, text in zip(self._texts, batch.texts, strict=True):
             if entry is not None:
                 entry.extend(text[len(entry) :])

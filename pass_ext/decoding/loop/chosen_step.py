@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.accept import AcceptFunction
 from pass_ext.decoding.drafting.lookahead.device_rows import ChosenRows
 from pass_ext.decoding.loop.device_step import DeviceStep, Records
-from pass_ext.decoding.loop.synthetic import Synthetic
 from pass_ext.decoding.planning.pace import Pace
 from pass_ext.decoding.profiling import profiled
 from pass_ext.decoding.sampling import BatchSampling
@@ -35,15 +35,14 @@ class ChosenStep(DeviceStep):
         session: Session,
         plan: ChosenRows,
         sampling: BatchSampling,
-        *,
+        accept: AcceptFunction,
         records: Records,
-        synthetic: Synthetic | None = None,
     ) -> None:
         device, requests, rows, slots = session.device, session.requests, plan.choice.rows, plan.prompt_slots
         deepest = Tree.chain(slots)
         shape = rows, deepest, slots, TREE_REPORT_NUMBERS
         recalls = plan.offers.recalls
-        super().__init__(session, *shape, sampling, recalls=recalls, records=records, synthetic=synthetic)
+        super().__init__(session, *shape, sampling, accept, records, recalls=recalls)
         self._plan = plan
         probe = Tree.chain(0).with_lookahead({0: slots})
         unused = rows - len(probe)
@@ -65,7 +64,6 @@ class ChosenStep(DeviceStep):
         self._advance(self._accept(logits, *self._roots(self._prompt_slots), 0), logits, 1)
 
     def price_by(self, pace: Pace, requests: int) -> None:
-        """As ``Step``."""
         if self._price is not None and (prices := pace.prices(len(self._price), requests)) is not None:
             self._price.copy_(torch.tensor(prices))
 

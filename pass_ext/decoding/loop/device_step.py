@@ -21,17 +21,16 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.loop.reports import Reports
-from pass_ext.decoding.loop.step import Step
-from pass_ext.decoding.loop.synthetic import Synthetic, spine_of
-from pass_ext.decoding.loop.texts import Report, Texts
+from pass_ext.decoding.accept import AcceptFunction, JudgedRows
+from pass_ext.decoding.loop.loop import Step
+from pass_ext.decoding.loop.texts import Report, Reports, Texts
 from pass_ext.decoding.profiling import profiled
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.session.reading import read_prompts
 from pass_ext.decoding.session.recording import record_graph
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.session.uploads import uploaded
-from pass_ext.ops.accept import AcceptResult, accept_tree
+from pass_ext.ops.accept import AcceptResult
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
 _EAGER_STEPS = 2  # before the one that is recorded: kernels load, libraries allocate
@@ -48,10 +47,10 @@ class DeviceStep(Step):
         prompt_slots: look-ahead slots behind the last token of a prompt.
         report_numbers: in front of the emitted tokens of the report.
         sampling: of the batch.
-        recalls: the steps read the texts, to which each adds its tokens.
+        accept: judges drafts as rule "coupled" does, from nothing but the device's tensors.
         records: whether steps become a CUDA graph. "if possible": a model that no graph can hold goes on without one, with a
             warning.
-        synthetic: accepts in place of rule "coupled"; None: the rule does.
+        recalls: the steps read the texts, to which each adds its tokens.
     """
 
     def __init__(
@@ -62,16 +61,15 @@ class DeviceStep(Step):
         prompt_slots: int,
         report_numbers: int,
         sampling: BatchSampling,
+        accept: AcceptFunction,
+        records: Records,
         *,
         recalls: bool,
-        records: Records,
-        synthetic: Synthetic | None = None,
     ) -> None:
         device, requests = session.device, session.requests
         self._session, self._depth, self._report_numbers = session, candidates.max_depth, report_numbers
         self._prompt_slots = prompt_slots
-        self._synthetic = synthetic
-        self._spines = torch.tensor([spine_of(candidates)] * requests, device=device)
+        self._function = accept
         self._rows = torch.zeros(3, requests, rows, dtype=torch.int64, device=device)
         # The same memory, [B, R] each, and all requests' rows one behind the other.
         self._row_ids, self._row_tokens, self._row_positions = self._rows.unbind()
@@ -98,11 +96,9 @@ class DeviceStep(Step):
 
     @property
     def unread(self) -> int:
-        """As ``Step``."""
         return len(self._reports)
 
     def begin(self, texts: Texts, known: int) -> int:
-        """As ``Step``."""
         self._texts, session = texts, self._session
         self._rows.zero_()
         self._row_tokens.fill_(-1)
@@ -123,7 +119,6 @@ class DeviceStep(Step):
         """The first step. logits: ``[B * (1 + slots), V]``, of the prompts' last tokens and the slots behind them."""
 
     def __call__(self, *, drafts: bool) -> None:
-        """As ``Step``."""
         if not self._lag:
             self._run_needed(drafts)
         elif self._graph is not None:
@@ -136,7 +131,6 @@ class DeviceStep(Step):
         self._reports.send()
 
     def read(self) -> list[Report]:
-        """As ``Step``."""
         self._read_rows = rows = self._reports.read()
         return [Report(row[0], row[1], row[2], row[self._report_numbers :]) for row in rows]
 
@@ -199,19 +193,8 @@ class DeviceStep(Step):
 
     def _accept(self, logits: Tensor, tokens: Tensor, trees: PackedTrees, depth: int) -> AcceptResult:
         with profiled("accept"):
-            if self._synthetic is not None:
-                roots, spines = trees.cu_nodes[:-1].long(), self._spines[:, : depth + 1]
-                return self._synthetic.accept(logits, tokens, spines, roots, self._lengths, self._sampling)
-            return accept_tree(
-                logits,
-                tokens,
-                trees.parents,
-                trees.cu_nodes,
-                depth,
-                rule="coupled",
-                positions=self._lengths,
-                **self._parameters,
-            )
+            rows = JudgedRows(logits, tokens, trees, depth, self._lengths, self._sampling)
+            return self._function.accept(rows)
 
 
 def _copy(value: Tensor | None) -> Tensor | None:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.accept import AcceptFunction
 from pass_ext.decoding.drafting.lookahead.device_rows import FixedRows
 from pass_ext.decoding.loop.device_step import DeviceStep, Records
-from pass_ext.decoding.loop.synthetic import Synthetic
 from pass_ext.decoding.loop.texts import Texts
 from pass_ext.decoding.profiling import profiled
 from pass_ext.decoding.sampling import BatchSampling
@@ -31,15 +31,14 @@ class FixedStep(DeviceStep):
         session: Session,
         plan: FixedRows,
         sampling: BatchSampling,
-        *,
+        accept: AcceptFunction,
         records: Records,
-        synthetic: Synthetic | None = None,
     ) -> None:
         device, requests, tree = session.device, session.requests, plan.tree
         nodes = plan.candidates.num_nodes
         recalls = plan.offers is not None and plan.offers.recalls
         shape = len(tree), plan.candidates, plan.prompt_slots, REPORT_NUMBERS
-        super().__init__(session, *shape, sampling, recalls=recalls, records=records, synthetic=synthetic)
+        super().__init__(session, *shape, sampling, accept, records, recalls=recalls)
         self._plan, self._nodes, self._slots = plan, nodes, len(tree) - nodes
         self._trees = pack_trees([tree] * requests, device)
         self._parents = self._trees.parents[: len(tree)].clone()
@@ -50,7 +49,6 @@ class FixedStep(DeviceStep):
         self._of_slots = self._sampling.repeated(self._slots)
 
     def begin(self, texts: Texts, known: int) -> int:
-        """As ``Step``."""
         for name, value in self._of_slots.keywords().items():
             if value is not None:
                 value.copy_(self._sampling.repeated(self._slots).keywords()[name])

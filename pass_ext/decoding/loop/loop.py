@@ -1,19 +1,56 @@
-"""``Loop``: repeats a step until every text has ended.
+"""``Loop``: repeats a ``Step`` until every text has ended.
 
     step    draft, verify, accept, commit       step 1   step 2   step 3   …
     host    texts, ends, streamer, criteria              read 1   read 2   …
 
 With lag 1 the host begins a step before it has read the one before, so a GPU never waits for it. The texts are the same. A text
 that ends on the host (an end token, a stopping criterion) is written on for a step, whose tokens are thrown away.
+
+A step drafts, verifies, accepts and commits. host_step.py: the host drafts, once it has read the step before. fixed_step.py,
+chosen_step.py: the device makes the rows.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
-from pass_ext.decoding.loop.step import Step
-from pass_ext.decoding.loop.texts import Texts
+from pass_ext.decoding.loop.texts import Report, Texts
 from pass_ext.decoding.planning.pace import Pace
+
+
+class Step(ABC):
+    """The step of a generation."""
+
+    rows = 0
+    """Rows of the last call, all requests together."""
+
+    @property
+    @abstractmethod
+    def unread(self) -> int:
+        """Steps that were run and not read, the prompts' included."""
+
+    @abstractmethod
+    def begin(self, texts: Texts, known: int) -> int:
+        """Reads the prompts, whose first ``known`` tokens the session holds, and accepts the target's first tokens -> the
+        number of calls."""
+
+    @abstractmethod
+    def __call__(self, *, drafts: bool) -> None:
+        """Runs a step. drafts: False: without candidates and look-ahead slots."""
+
+    @abstractmethod
+    def read(self) -> list[Report]:
+        """Waits for the oldest step that was not read, the prompts' first."""
+
+    def follow(self, gained: Sequence[int]) -> None:
+        """Learns what the texts have taken of the step just read. gained: tokens of each text."""
+        return
+
+    def price_by(self, pace: Pace, requests: int) -> None:
+        """Learns what rows cost so many requests."""
+        return
 
 
 class Loop:
@@ -23,7 +60,7 @@ class Loop:
         step: of the batch.
         texts: of the requests.
         pace: when drafting pauses, which takes a lag of 0; None: never.
-        lag: steps that the host may be behind, 0 or more.
+        lag: steps that the host may be late, 0 or more.
     """
 
     def __init__(self, step: Step, texts: Texts, pace: Pace | None, lag: int) -> None:
@@ -32,7 +69,7 @@ class Loop:
         self.prompt_calls = 0
         """How many of them read the prompts."""
         self.surplus_calls = 0
-        """Calls behind the end of all texts; their tokens are thrown away."""
+        """Calls after the end of all texts; their tokens are thrown away."""
         self._step, self._texts, self._pace, self._lag = step, texts, pace, lag
         self._begun: float | None = None
         self._drafts = True

@@ -67,9 +67,8 @@ def _map_rows(
     """Applies ``function(logits of some rows, number of the text, the rows)`` to all rows -> one tensor per text."""
     results = []
     with torch.no_grad(), model.attached():
-        session = Session(model, 1, max(map(len, texts)))
         for text, tokens in enumerate(texts):
-            session.begin(model)
+            session = Session(model, 1, len(tokens))
             parts = []
             for first in range(0, len(tokens), _ROWS):
                 ids = torch.tensor(tokens[first : first + _ROWS], device=session.device)

@@ -75,7 +75,7 @@ class _Calls:
     """
 
     def __init__(self, model: Adapted, graphs: bool, adapted: LookaheadEmbedding | None = None) -> None:
-        self._session = Session(model, 1, _PREFIX + MAX_PLANNED_ROWS, graphs=graphs)
+        self._session = Session(model, 1, _PREFIX + MAX_PLANNED_ROWS, cuda_graphs=graphs)
         self._slots = 0
         if adapted is not None:
             self._slots = adapted.num_lookahead

@@ -1,7 +1,7 @@
 """``Corpus``: texts whose continuations are candidates for other texts: samples of one prompt, earlier answers, documents.
 
     a text ends in tokens that some text of the corpus has before place e: its tokens from e on are a candidate,
-    the candidates behind longer matches first, then the latest
+    the candidates after longer matches first, then the latest
 
 Memory: at most ``most_tokens`` tokens; the texts that were opened first are dropped whole.
 """
@@ -59,7 +59,7 @@ class Corpus:
         self.shortest = shortest
         self._texts: deque[CorpusText] = deque()
         self._tokens = 0
-        self._places: dict[tuple[int, ...], deque[tuple[CorpusText, int]]] = {}  # text and the place behind the tokens
+        self._places: dict[tuple[int, ...], deque[tuple[CorpusText, int]]] = {}  # text and the place after the tokens
         self._lock = Lock()
 
     def __len__(self) -> int:

@@ -1,10 +1,13 @@
-"""Reads padded prompts ``[B, T]`` into lists of tokens, and writes ``sequences``: the prompts with the new tokens behind."""
+"""Reads padded prompts ``[B, T]`` into lists of tokens, and writes ``sequences``: the prompts, then the new tokens. Also the
+tokens that end texts and that fill them."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +34,7 @@ class Prompts:
         return torch.cat([self.input_ids.long(), tail.to(self.input_ids.device)], dim=1)
 
 
-def read_prompts(
+def prompts_of(
     input_ids: Tensor,
     attention_mask: Tensor | None,
     vocabulary: int,
@@ -87,6 +90,50 @@ def read_prompts(
     return Prompts(texts, padding, input_ids)
 
 
+def special_tokens(
+    eos_token_id: int | Sequence[int] | Tensor | None, config: Any, model_config: Any, model_name: str
+) -> tuple[frozenset[int], frozenset[int], int | None]:
+    """The tokens that end texts here, these and those that usually do, and the token of padding.
+
+    Args:
+        eos_token_id: the caller's; None: those of the configs.
+        config: the caller's ``GenerationConfig`` or None.
+        model_config: the model's own; None: it is no generating model of transformers.
+    """
+    if config is not None and model_config is None:
+        raise TypeError(
+            f"generate: generation_config must be None for {model_name}, no generating model of transformers, got "
+            f"{type(config).__name__}; give eos_token_id and logits_processor instead"
+        )
+
+    def first_given(name: str) -> Any:
+        values = (getattr(each, name, None) for each in (config, model_config))
+        return next((value for value in values if value is not None), None)
+
+    usual, pad = _token_ids(first_given("eos_token_id")), first_given("pad_token_id")
+    ends = usual if eos_token_id is None else _token_ids(eos_token_id)
+    pad = min(ends, default=None) if pad is None else _token_id("pad_token_id", pad)
+    return ends, ends | usual, pad
+
+
+def _token_ids(tokens: int | Sequence[int] | Tensor | None) -> frozenset[int]:
+    if isinstance(tokens, Tensor) and (tokens.dim() > 1 or tokens.is_floating_point() or tokens.is_complex()):
+        raise ValueError(f"generate: eos_token_id must be one id or some, got {tokens.dtype} {list(tokens.shape)}")
+    ids = tokens.flatten().tolist() if isinstance(tokens, Tensor) else () if tokens is None else tokens
+    ids = ids if isinstance(ids, (list, tuple, set, frozenset)) else [ids]
+    return frozenset(_token_id("eos_token_id", token) for token in ids)
+
+
+def _token_id(name: str, token: Any) -> int:
+    try:
+        number = index(token)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or isinstance(token, bool) or not -(2**63) <= number < 2**63:
+        raise TypeError(f"generate: {name} must be an id, a whole number of 64 bits, got {token!r}")
+    return number
+
+
 def _inferred(rows: Sequence[Sequence[int]], pad: int | None, ends: Collection[int]) -> list[list[bool]]:
     """The mask that transformers infers (``_prepare_attention_mask_for_generation``), and its warning where it cannot."""
     if pad is None or pad not in ends:
@@ -101,7 +148,7 @@ def _inferred(rows: Sequence[Sequence[int]], pad: int | None, ends: Collection[i
 
 
 def warn_of_length(text: int, longest: int, most_positions: int) -> None:
-    """Transformers' own warning, once, for a text that goes on behind the model's positions.
+    """Transformers' own warning, once, for a text that goes on after the model's positions.
 
     Args:
         text: the tokens of the longest text.

@@ -1,1 +1,1 @@
-"""The keys and values of one batch, and the model's calls that extend them."""
+"""The KV cache of one batch, and the model's calls that extend it."""

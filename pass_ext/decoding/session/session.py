@@ -1,4 +1,4 @@
-"""``Session``: the keys and values of one batch, and the model's calls on packed rows.
+"""``Session``: the KV cache of one batch, and the model's calls on packed rows.
 
 Caches are ``[B, room, KV heads, D]`` per layer; on the CPU they begin with fewer positions and grow with the texts. A call's
 new keys and values stay outside the caches until ``commit`` moves the accepted ones in, so a call never changes the text.
@@ -6,12 +6,15 @@ new keys and values stay outside the caches until ``commit`` moves the accepted 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.arguments import instance, type_of, whole_number
+from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.slots import PlacedSlots
 from pass_ext.decoding.session.graphs import RecordedCalls
@@ -20,55 +23,79 @@ from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.tree import PackedTrees
 
+Past = tuple[Sequence[tuple[Tensor, Tensor]], int]
+"""Keys and values of each layer, and their number of tokens."""
+
+_MOST = 1 << 30  # positions are int32
 _FIRST_POSITIONS = 1024
 """Of caches on the CPU. On CUDA recorded calls read them where they are, so they have all at once."""
 
 
 class Session:
-    """The caches of one batch of B requests, and the calls that extend them.
+    """The KV cache of one batch of texts, the model's calls that extend it, and how they run.
+
+    ``generate(model, input_ids, session=session)`` leaves in ``caches`` the keys and values of all tokens but each text's last
+    one, ``prefix_lens`` of them. The next generation of as many texts uses the caches and CUDA graphs again.
 
     Args:
-        model: the adapted model.
-        requests: B.
-        room: the most text positions of each request.
-        graphs: on CUDA, calls of a repeated shape are CUDA graphs.
+        model: as ``generate`` takes it.
+        requests, room: the number of texts, and the most tokens of each; None: what the first generation needs.
+        past: the keys and values of the first n tokens of every prompt, ``[B, n, heads, D]`` per layer; and n. The next
+            generation begins with them; set ``session.past`` for a later one.
+        cuda_graphs: True: on CUDA, calls of a repeated shape are CUDA graphs. False: none are. None: where all steps have one
+            shape (``run_ahead``), the step is one graph, unless the model does what a graph cannot hold: then it warns.
+        run_ahead: True: the host begins each step before it has read the one before, so a GPU never waits for it; texts are the
+            same. Refused where the host decides between steps: with logits processors, grammars, ``logprobs``, methods other
+            than ``Plain`` and ``PaSS``, and sampled rules other than "coupled". None: where it is possible and pays. False: the
+            host makes the rows of each step.
     """
 
     def __init__(
         self,
-        model: Adapted,
-        requests: int,
-        room: int,
+        model: Any,
+        requests: int | None = None,
+        room: int | None = None,
         *,
-        graphs: bool = False,
+        past: Past | None = None,
+        cuda_graphs: bool | None = None,
+        run_ahead: bool | None = None,
     ) -> None:
-        self.model = model
-        self.requests = requests
-        self.room = room
-        table = model.table
-        self.slots = PlacedSlots(table.new_empty(0, table.shape[1]))
-        self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
+        if past is not None and not (isinstance(past, (list, tuple)) and len(past) == 2):
+            raise TypeError(
+                f"Session: past must be the keys and values of every layer, and the number of tokens, got {type_of(past)}"
+            )
+        for name, number in (("requests", requests), ("room", room)):
+            if number is not None:
+                whole_number(f"Session: {name}, if not None,", number, most=_MOST)
+        for name, switch in (("cuda_graphs", cuda_graphs), ("run_ahead", run_ahead)):
+            instance(f"Session: {name}", switch, (bool, NoneType), "True, False or None")
+        self.past, self.cuda_graphs, self.run_ahead = past, cuda_graphs, run_ahead
+        self.model: Adapted = packed_model(model)
         self.caches: list[tuple[Tensor, Tensor]] = []
         self._stack: Tensor | None = None  # all caches, if all layers' are alike
-        self._positions = min(room, _FIRST_POSITIONS) if table.is_cpu else room  # that the caches hold now
         self.head_dims: list[tuple[int, int]] = []  # of keys and values, before padding to a head size of the kernel
-        self.fixed_steps: dict[Any, Any] = {}
-        """Recorded steps of fixed plans, by their shape and parameters."""
+        self.fixed_steps: dict[Hashable, object] = {}
+        """Steps that may be CUDA graphs, by their rows and parameters."""
         self.is_undisturbed = False
         """No code of the caller's runs between calls: what a call finds out about the model holds for the next ones."""
         self._has_called = False
         self._new: NewRows = []
-        self._recorded = RecordedCalls(self._forward) if graphs and table.is_cuda else None
+        self._recorded = RecordedCalls(self._forward) if cuda_graphs and self.model.table.is_cuda else None
+        self._allocate(requests or 0, room or 0)
+
+    def _allocate(self, requests: int, room: int) -> None:
+        table = self.model.table
+        self.requests, self.room = requests, room
+        # Inference tensors would break a session that is used again outside the caller's inference mode.
+        with torch.inference_mode(False):
+            self.slots = PlacedSlots(table.new_empty(0, table.shape[1]))
+            self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
+        self._positions = min(room, _FIRST_POSITIONS) if table.is_cpu else room  # that the caches hold now
 
     @property
     def device(self) -> torch.device:
         """The device of the model and the caches."""
         return self.prefix_lens.device
-
-    @property
-    def records(self) -> bool:
-        """True: calls of a repeated shape are CUDA graphs."""
-        return self._recorded is not None
 
     def call(
         self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None, *, may_hold_slots: bool = True
@@ -125,13 +152,13 @@ class Session:
         self.prefix_lens.add_((num_accepted + 1).where(trees.cu_nodes.diff() > 0, 0))
 
     def store(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
-        """Puts these keys and values behind the texts; the texts' lengths ``prefix_lens`` stay as they are."""
+        """Puts these keys and values after the texts; the texts' lengths ``prefix_lens`` stay as they are."""
         if self._positions < self.room:
             self._hold(int(self.prefix_lens.max()) + path.shape[1])
         cache_commit_(self.all_caches(), self.prefix_lens, trees.cu_nodes, path, num_accepted, new=self._new)
 
     def keep(self, lengths: Sequence[int]) -> None:
-        """Drops the keys and values behind the first ``lengths[b]`` tokens of each text."""
+        """Drops the keys and values after the first ``lengths[b]`` tokens of each text."""
         most = torch.tensor(lengths, dtype=torch.int32, device=self.device)
         self.prefix_lens.copy_(self.prefix_lens.minimum(most))
 
@@ -172,9 +199,25 @@ class Session:
                 groups.append([b])
         return groups
 
-    def begin(self, model: Adapted) -> None:
-        """Drops the texts; caches and recorded calls stay for the next texts. model: the same model, adapted anew."""
+    def begin(self, model: Adapted, requests: int, longest: int, max_depth: int, deepest_row: int) -> None:
+        """Drops the texts; caches and recorded calls stay for the next ones, which must fit.
+
+        Args:
+            model: the same model, adapted anew.
+            longest: the length that the longest text may reach.
+            max_depth: of a step's candidates, some of which the last step may accept beyond the limit.
+            deepest_row: of a step, below the text's end.
+        """
+        _check_positions(model, longest, deepest_row)
+        room = longest + max_depth
+        if self.model.model is not model.model or requests != (self.requests or requests) or room > (self.room or room):
+            raise ValueError(
+                f"session must be of this model, {requests} requests and room for {room} tokens; it is of "
+                f"{self.requests} requests and {self.room} tokens"
+            )
         self.model = model
+        if not self.requests or not self.room:
+            self._allocate(requests, self.room or room)
         self.is_undisturbed = False
         self._has_called = False
         self.prefix_lens.zero_()
@@ -194,16 +237,24 @@ class Session:
         """A session on the same texts for a model of this model's first layers. It reads these caches and commits nothing."""
         return _FirstLayers(self, model, count)
 
-    def fill(self, past: Sequence[tuple[Tensor, Tensor]], length: int) -> None:
-        """Starts from keys and values, ``[B, n, KV heads, D]`` per layer, of the first ``length`` tokens of every text.
+    def fill(self, texts: Sequence[Sequence[int]], samples: int = 1) -> int:
+        """Takes the keys and values of ``past`` -> how many tokens of each text they are of. samples: texts of each prompt.
 
         Existing caches are written in place, because recorded calls read them there.
         """
+        if self.past is None:
+            return 0
+        (past, length), self.past = self.past, None
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ValueError(f"past must be of 1 token or more, got {length!r}")
+        if min(map(len, texts)) <= length:
+            raise ValueError(f"past holds {length} tokens, so prompts must be longer, got {min(map(len, texts))}")
         first = not self.caches
         if not past or (not first and len(past) != len(self.caches)):
             raise ValueError(f"past must be of each layer, {len(self.caches) or '1 or more'}, got {len(past)}")
         self._hold(min(length, self.room))
-        for layer, pair in enumerate(past):
+        for layer, given in enumerate(past):
+            pair = given if samples == 1 else [x.repeat_interleave(samples, 0) for x in given]
             for x in pair:
                 if x.dim() != 4 or x.shape[0] != self.requests or x.shape[1] < length:
                     raise ValueError(
@@ -218,6 +269,7 @@ class Session:
             for cache, x in zip(self.caches[layer], rows, strict=True):
                 cache[:, :length] = x
         self.prefix_lens.fill_(length)
+        return length
 
     def all_caches(self) -> list[Tensor] | Tensor:
         """Keys and values of layer 0, of layer 1 …: ``[2 * layers, B, room, KV heads, D]`` if they are alike, else a list."""
@@ -274,3 +326,19 @@ class _FirstLayers(Session):
         """As ``Session``."""
         self.caches = self._whole.caches[: self._count]
         return super().call(trees, ids, wanted, may_hold_slots=may_hold_slots)
+
+
+def _check_positions(model: Adapted, longest_text: int, deepest_row: int) -> None:
+    """Refuses texts longer than the model's positions."""
+    limit, longest = model.rope_limit, longest_text + deepest_row
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"{model.name} changes its rotary frequencies behind {limit} tokens, and earlier keys would not "
+            f"fit: prompt, max_new_tokens and the deepest draft must stay within them, got {longest}"
+        )
+    positions = model.known_positions
+    if positions is not None and longest_text > positions + 1:  # + 1: the model never reads the last new token
+        raise ValueError(
+            f"{model.name} has a table of {positions} positions and none behind them: prompt and "
+            f"max_new_tokens must stay within {positions + 1} tokens, got {longest_text}"
+        )

@@ -18,11 +18,13 @@ from pass_ext.decoding.generation import Generation, generate
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.cache_name import cache_name, given_cache
-from pass_ext.decoding.requests.node_processor import NodeProcessor
+from pass_ext.decoding.requests.processors import NodeProcessor
+from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.stats import GenerationStats
 from pass_ext.integrations.grammar import grammars_of
 from pass_ext.integrations.transformers.cache import cache_length, read_cache, write_cache
-from pass_ext.integrations.transformers.processors import NodeCriteria, sampling_parameters, step_logits, step_scores
+from pass_ext.integrations.transformers.processors import NodeCriteria, sampling_parameters
+from pass_ext.integrations.transformers.step_rows import NotedRows, step_scores
 
 _DROPPED = ("streamer", "assistant_model", "synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask")
 # Model arguments that transformers prepares for a decoding loop; pass_ext computes its own or does not need them.
@@ -38,7 +40,6 @@ _ASSISTED = {
     "use_mtp": "custom_generate(pass_ext.PaSS(slots))",
 }
 _REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
-_ROW_OUTPUTS = ("output_scores", "output_logits")
 _FULL_LAYERS = ("DynamicLayer", "StaticLayer")
 _SLIDING_LAYERS = ("DynamicSlidingWindowLayer", "StaticSlidingWindowLayer")
 
@@ -83,9 +84,8 @@ class CustomGenerate:
     Args:
         method: the decoding method, as in ``pass_ext.generate``.
         rule: the accept rule, as in ``pass_ext.generate``.
-        seeds: one for all prompts (the k-th of ``num_return_sequences`` gets ``seeds + k``), or one for each row.
-            ``model.generate(..., seeds=...)`` overrides it.
-        generator: draws seeds if none are given.
+        seeds: one for all prompts (the k-th of ``num_return_sequences`` gets ``seeds + k``), one for each row, or a
+            ``torch.Generator`` that draws them. ``model.generate(..., seeds=...)`` overrides it.
 
     transformers drops ``tokenizer=``: instead of ``stop_strings=`` give
     ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``. Criteria run after each token on one text at a time; logits
@@ -98,12 +98,11 @@ class CustomGenerate:
         method: Method | DraftingMethod | None = None,
         *,
         rule: str = "coupled",
-        seeds: int | Sequence[int] | Tensor | None = None,
-        generator: torch.Generator | None = None,
+        seeds: int | Sequence[int] | Tensor | torch.Generator | None = None,
     ) -> None:
         self.method: Method | DraftingMethod = Plain() if method is None else method
         self.stats: GenerationStats | None = None
-        self._rule, self._seeds, self._generator = rule, seeds, generator
+        self._rule, self._seeds = rule, seeds
 
     def __call__(
         self,
@@ -112,7 +111,7 @@ class CustomGenerate:
         logits_processor: Sequence[Any] = (),
         stopping_criteria: Sequence[Any] = (),
         generation_config: Any = None,
-        seeds: int | Sequence[int] | Tensor | None = None,
+        seeds: int | Sequence[int] | Tensor | torch.Generator | None = None,
         **model_kwargs: Any,
     ) -> Any:
         """Decodes with the arguments that transformers prepared; ``seeds`` come from ``generate``."""
@@ -140,6 +139,14 @@ class CustomGenerate:
         parameters, processors = sampling_parameters(others, sample=bool(generation_config.do_sample))
         padding = _padding(input_ids, mask)
         pad = generation_config._pad_token_tensor
+        session = Session(model, past=past)
+        logits = NotedRows() if _gives(generation_config, "output_logits") else None
+        scores = NotedRows() if _gives(generation_config, "output_scores") else None
+        nodes = NodeProcessor(processors, padding) if processors else None
+        if grammars is not None and scores is not None:
+            raise ValueError(
+                "custom_generate: output_scores must be False with a grammar, whose masks act later, got True"
+            )
         result = generate(
             model,
             input_ids,
@@ -152,20 +159,17 @@ class CustomGenerate:
             ),
             rule=self._rule,
             eos_token_id=sorted(end_tokens),
-            pad_token_id=None if pad is None else int(pad),
             streamer=None if streamer is None else Continued(streamer),
             stopping=NodeCriteria(criteria, padding) if criteria else None,
-            logits_processor=NodeProcessor(processors, padding) if processors else None,
+            logits_processor=[each for each in (logits, nodes, scores) if each is not None],
             grammar=grammars,
-            generation_config=GenerationConfig(),  # transformers has turned its own into processors
-            generator=self._generator,
-            past=past,
-            keep_cache=fills_cache,
-            keep_logits=any(_gives(generation_config, name) for name in _ROW_OUTPUTS),
+            # transformers has turned its own into processors
+            generation_config=GenerationConfig(pad_token_id=None if pad is None else int(pad)),
+            session=session,
         )
         self.stats = result.stats
         if fills_cache:
-            cache = _filled(cache, result, mask)
+            cache = _filled(cache, session, result, mask)
         if not generation_config.return_dict_in_generate:
             return result.sequences
         from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -173,8 +177,8 @@ class CustomGenerate:
         warpers = list(logits_processor)[len(processors) :]
         outputs = {
             cache_name(GenerateDecoderOnlyOutput): cache,
-            "scores": step_scores(result, warpers) if _gives(generation_config, "output_scores") else None,
-            "logits": step_logits(result) if _gives(generation_config, "output_logits") else None,
+            "scores": None if scores is None else step_scores(scores.of(result), result, warpers),
+            "logits": None if logits is None else tuple(logits.of(result)),
         }
         return GenerateDecoderOnlyOutput(sequences=result.sequences, **outputs)  # type: ignore[arg-type]
 
@@ -329,9 +333,8 @@ def _past(cache: Any, mask: Tensor) -> tuple[list[tuple[Tensor, Tensor]], int] |
     return layers, common
 
 
-def _filled(cache: Any, result: Generation, mask: Tensor) -> Any:
+def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> Any:
     """The cache with every text but its last token, in the columns of ``sequences``. A sliding cache is replaced."""
-    assert result.session is not None
     columns = mask.shape[1] + max(result.lengths) - 1
     lengths = mask.sum(1) + torch.tensor(result.lengths, device=mask.device) - 1
     # Padding repeats a token of the text, because transformers 4.57 takes a column of zeros for the end of a static cache.
@@ -341,7 +344,7 @@ def _filled(cache: Any, result: Generation, mask: Tensor) -> Any:
         from transformers import DynamicCache
 
         cache = DynamicCache()
-    for layer, (tensors, dims) in enumerate(zip(result.session.caches, result.session.head_dims, strict=True)):
+    for layer, (tensors, dims) in enumerate(zip(session.caches, session.head_dims, strict=True)):
         keys, values = (
             _gathered(tensor[..., :dim], rows).transpose(1, 2) for tensor, dim in zip(tensors, dims, strict=True)
         )

@@ -132,8 +132,7 @@ def generate(
     method_settings: Mapping[str, Any] | None = None,
     slots: str | os.PathLike[str] | LookaheadEmbedding | None = None,
     rule: str = "coupled",
-    seeds: int | Sequence[int] | Tensor | None = None,
-    generator: torch.Generator | None = None,
+    seeds: int | Sequence[int] | Tensor | torch.Generator | None = None,
     assistant_model: Any = None,
     tokenizer: Any = None,
     assistant_tokenizer: Any = None,
@@ -147,7 +146,7 @@ def generate(
         method: "plain", "ngram", "pass", "speculative" or "multi_candidate", or a method as in ``pass_ext.generate``.
         method_settings: the arguments of the method's class, as ``{"rows": 16}`` for "pass"; ``ngram`` may be a dictionary.
         slots: look-ahead embeddings: a shipped name, a file, or a ``LookaheadEmbedding``.
-        rule, seeds, generator: as in ``pass_ext.custom_generate``.
+        rule, seeds: as in ``pass_ext.custom_generate``.
         assistant_model: the draft model; with ``tokenizer`` and ``assistant_tokenizer``, which are refused if they disagree.
     """
     _refuse_assisted(arguments, generation_config)
@@ -159,7 +158,7 @@ def generate(
     drafting = named_method(
         method, method_settings, slots=slots, assistant_model=assistant_model, tokenizers=tokenizers
     )
-    loop = CustomGenerate(drafting, rule=rule, seeds=seeds, generator=generator)
+    loop = CustomGenerate(drafting, rule=rule, seeds=seeds)
     generation_config, stopping_criteria = _without_stop_strings(
         stop_strings, generation_config, stopping_criteria, tokenizer
     )

@@ -2,12 +2,6 @@
 
 The ops compute softmax over min-p of top-p of top-k of logits / temperature, so warpers at the end of the list, in that order,
 need not run. The processors before them run on each node's logits.
-
-``step_logits``, ``step_scores``: ``output_logits`` and ``output_scores`` of transformers, a tensor ``[B, V]`` per new token.
-
-logits   the model's, in float32          scores   the same behind all logits processors and warpers
-
-Rows of texts that have ended are 0: transformers puts there what the model says behind padding.
 """
 
 from __future__ import annotations
@@ -18,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from pass_ext.decoding.generation import Generation
 
 # Warpers in the order in which the ops apply them: class, its attribute, the op's parameter.
 _WARPERS = (
@@ -68,27 +60,3 @@ class NodeCriteria:
     def __call__(self, ids: Tensor, scores: Any) -> bool:
         """Not used: the loop calls ``stops``."""
         raise NotImplementedError
-
-
-def step_logits(result: Generation) -> tuple[Tensor, ...]:
-    """The model's rows."""
-    return tuple(_steps(result, 0))
-
-
-def step_scores(result: Generation, warpers: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The rows behind the processors. warpers: those that ran as sampling parameters; they look at the scores alone."""
-    scores = _steps(result, 1)
-    first = result.sequences.shape[1] - len(scores)
-    for step, rows in enumerate(scores):
-        has_token = torch.tensor([length > step for length in result.lengths], device=rows.device)[:, None]
-        for warper in warpers:
-            rows = warper(result.sequences[:, : first + step], rows)
-        scores[step] = rows.where(has_token, 0.0)
-    return tuple(scores)
-
-
-def _steps(result: Generation, kind: int) -> list[Tensor]:
-    assert result.logits is not None
-    texts = [rows[kind].float() for rows in result.logits]
-    padded = torch.nn.utils.rnn.pad_sequence(texts)
-    return list(padded.unbind(0))

@@ -78,7 +78,7 @@ def sample(
         max_new_tokens=new_tokens,
         attention_mask=mask,
         temperature=temperature,
-        generator=generator,
+        seeds=generator,
         eos_token_id=sorted(stop),
         generation_config=GenerationConfig(),  # the model's own law, whatever penalties its folder asks for
     )

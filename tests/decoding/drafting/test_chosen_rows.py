@@ -11,7 +11,7 @@ from support.generation import Prophet, slots_for
 from support.grammars import random_automaton
 from support.small_models import VOCABULARY, ragged_prompts
 
-from pass_ext import PaSS, Plain, generate
+from pass_ext import PaSS, Plain, Session, generate
 from pass_ext.decoding.drafting.lookahead.chosen_rows import Offer, choose_rows
 from pass_ext.decoding.drafting.lookahead.tree_filler import TreeFiller
 from pass_ext.decoding.planning.step_times import StepTimes
@@ -169,7 +169,7 @@ def test_texts_of_a_batch_are_those_of_plain_decoding(llama, monkeypatch, rows_c
             monkeypatch,
             [text + row[width:].tolist() for text, row in zip(texts, plain.sequences, strict=True)],
         )
-    got = generate(llama, ids, PaSS(slots), eos_token_id=ends, run_ahead=False, **options)
+    got = generate(llama, ids, PaSS(slots), eos_token_id=ends, session=Session(llama, run_ahead=False), **options)
     assert torch.equal(got.sequences, plain.sequences) and got.lengths == plain.lengths
     if foresees:
         assert got.stats.num_draft_tokens > 0

@@ -8,8 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pass_ext.decoding.drafting import from_ngrams
+from pass_ext.decoding.drafting.candidates import join
 from pass_ext.decoding.drafting.from_ngrams import NGramIndex
-from pass_ext.decoding.drafting.step import join
 
 
 def searched(text, longest, shortest, tokens, branches, looked_at=from_ngrams._MOST_PLACES):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.grammars import Automaton
 
-from pass_ext import LookaheadEmbedding, PaSS, Plain, Tree, generate, reference
+from pass_ext import LookaheadEmbedding, PaSS, Plain, Session, Tree, generate, reference
 from pass_ext.decoding.drafting.lookahead.recall import GrowingTexts, Recall
 from pass_ext.testing import assert_same_bits
 
@@ -90,7 +90,8 @@ def test_a_text_that_repeats_itself_takes_fewer_calls(count, rank, method, run_a
     calls = {}
     for recall in (False, True):
         pass_method = PaSS(slots_of(rank), recall=recall, **method)
-        got = generate(Round(), prompts, pass_method, run_ahead=run_ahead, **options)
+        model = Round()
+        got = generate(model, prompts, pass_method, session=Session(model, run_ahead=run_ahead), **options)
         assert got.sequences.tolist() == want.sequences.tolist()
         calls[recall] = got.stats.model_calls
     assert calls[True] < 0.7 * calls[False], calls
@@ -105,10 +106,13 @@ GRAMMAR = {0: {token: 1 - token % 2 for token in range(12)}, 1: dict.fromkeys(ra
 def test_every_rule_gains(rule, grammar):
     """Texts are the model's law in test_generate.py and test_grammar.py; here that what is drawn follows the text."""
     tree = Tree.chain(3) if rule == "block" else Tree.from_branching((2, 1, 1))
-    options = dict(max_new_tokens=96, eos_token_id=[], temperature=0.4, rule=rule, seeds=[5], run_ahead=False)
+    options = dict(max_new_tokens=96, eos_token_id=[], temperature=0.4, rule=rule, seeds=[5])
     options |= {} if grammar is None else {"grammar": Automaton(grammar)}
     calls = {}
     for recall in (False, True):
         method = PaSS(slots_of(), recall=recall, tree=tree, rows=16)
-        calls[recall] = generate(Round(), torch.arange(12).repeat(1, 2), method, **options).stats.model_calls
+        model = Round()
+        session = Session(model, run_ahead=False)
+        got = generate(model, torch.arange(12).repeat(1, 2), method, session=session, **options)
+        calls[recall] = got.stats.model_calls
     assert calls[True] < 0.75 * calls[False], calls

@@ -11,8 +11,8 @@ from support.small_models import VOCABULARY
 from pass_ext import Tree
 from pass_ext.decoding.drafting.lookahead.short_rows import rows_of
 from pass_ext.decoding.drafting.lookahead.tree_filler import TreeFiller
-from pass_ext.decoding.requests.grammar.guide import Guide
-from pass_ext.decoding.requests.grammar.guides import Guides
+from pass_ext.decoding.requests.grammar import Guide
+from pass_ext.decoding.requests.guides import Guides
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.reference.recall import recall
 
@@ -35,7 +35,7 @@ class Filling:
 
     def __init__(self, model, rank, recalls, logits, guides=None):
         table = model.get_input_embeddings().weight.detach()
-        sampling = SamplingParams().for_batch(2, table.device, None)
+        sampling = SamplingParams().for_batch(2, table.device)
         options = dict(guides=guides, has_probabilities=True, recalls=recalls)
         filler = TreeFiller(slots_for(model, rank=rank), TREE, table, sampling, "coupled", **options)
         with torch.no_grad():

@@ -13,9 +13,8 @@ from support.small_models import ARCHITECTURES, JUDGED, VOCABULARY, ragged_promp
 
 import pass_ext
 from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Speculative, Tree, generate
-from pass_ext.decoding.drafting.early_stop import EarlyFlag
+from pass_ext.decoding.drafting.candidates import Proposal
 from pass_ext.decoding.drafting.from_draft_model import ModelDrafter
-from pass_ext.decoding.drafting.step import Proposal
 from pass_ext.decoding.session.packs import TreePacks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -443,12 +442,12 @@ def test_plans_that_come_out_plain(llama, near):
 
 
 def test_drafting_never_waits_for_the_gpu(cuda, llama, near):
-    """Drafting synchronises once only, to read the tokens."""
+    """Drafting without a decision synchronises once only, to read the tokens."""
     ids, mask = (x.cuda() for x in ragged_prompts(4, longest=12))
     target, draft = copy.deepcopy(llama).cuda(), copy.deepcopy(near).cuda()
-    methods = [MultiCandidate(draft, (3, 2, 1), decision=confident), Speculative(draft, 4)]
+    methods = [MultiCandidate(draft, (3, 2, 1)), Speculative(draft, 4)]
     options = dict(attention_mask=mask, temperature=0.8, seeds=[1, 2, 3, 4], rule="rejection", **LIMITS)
-    true, read = ModelDrafter.draft, EarlyFlag.read
+    true, read = ModelDrafter.draft, torch.Tensor.tolist
 
     def watched(self, *arguments):
         torch.cuda.set_sync_debug_mode("error")
@@ -457,15 +456,15 @@ def test_drafting_never_waits_for_the_gpu(cuda, llama, near):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    def awaited(self, tokens):
+    def awaited(self):
         torch.cuda.set_sync_debug_mode("default")
-        return read(self, tokens)
+        return read(self)
 
     for method in methods:
         generate(target, ids, method, **options)  # trees are packed for the first time, kernels loaded
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ModelDrafter, "draft", watched)
-            patch.setattr(EarlyFlag, "read", awaited)
+            patch.setattr(torch.Tensor, "tolist", awaited)
             patch.setattr(TreePacks, "__call__", packed_before(TreePacks.__call__))
             generate(target, ids, method, **options)
 

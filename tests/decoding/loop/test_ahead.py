@@ -12,7 +12,8 @@ pytest.importorskip("transformers")
 from support.generation import BUSHY, Decoder, Mixer, NoHostReads, slots_for, unpadded
 from support.small_models import VOCABULARY, ragged_prompts, small_model, whole_prompts
 
-from pass_ext import LookaheadEmbedding, MultiCandidate, NGram, PaSS, Plain, Tree, generate
+from pass_ext import LookaheadEmbedding, MultiCandidate, NGram, PaSS, Plain, Session, Tree, generate
+from pass_ext.decoding.accept import accept_function
 from pass_ext.decoding.drafting.lookahead.device_rows import FixedRows
 from pass_ext.decoding.drafting.lookahead.slot_tokens import SlotTokens
 from pass_ext.decoding.drafting.lookahead.tree_filler import Filled, TreeFiller
@@ -20,7 +21,6 @@ from pass_ext.decoding.loop import fixed_step
 from pass_ext.decoding.loop.fixed_step import FixedStep
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.sampling import SamplingParams
-from pass_ext.decoding.session.session import Session
 
 ENDS = [5, 6, 7]
 GREEDY, WARM = dict(), dict(temperature=0.8, seeds=31)
@@ -47,10 +47,11 @@ def run_ahead(lag):
     return True if lag else None
 
 
-def both(model, ids, method, lag=1, **options):
+def both(model, ids, method, lag=1, cuda_graphs=None, **options):
     """The results of the host's steps and of the device's; texts, counts and calls are equal."""
-    waiting = generate(model, ids, method, run_ahead=False, **options)
-    ahead = generate(model, ids, method, run_ahead=run_ahead(lag), **options)
+    waiting = generate(model, ids, method, session=Session(model, run_ahead=False), **options)
+    session = Session(model, cuda_graphs=cuda_graphs, run_ahead=run_ahead(lag))
+    ahead = generate(model, ids, method, session=session, **options)
     assert torch.equal(ahead.sequences, waiting.sequences) and ahead.lengths == waiting.lengths
     assert counts_of(ahead) == counts_of(waiting)
     assert waiting.stats.ahead_calls == waiting.stats.surplus_calls == 0
@@ -174,7 +175,7 @@ def test_streamers_and_stopping_criteria(llama, monkeypatch, lag):
 
             got = generate(
                 llama, ids, method, max_new_tokens=20, eos_token_id=[], streamer=recorder, stopping=stopping,
-                run_ahead=ahead,
+                session=Session(llama, run_ahead=ahead),
             )  # fmt: skip
             assert torch.equal(got.sequences, whole[:, :length])
             heard.append((recorder.calls, seen, counts_of(got)))
@@ -188,15 +189,16 @@ def test_sessions(llama, monkeypatch, lag):
     method = methods_of(llama)["tree with transitions"]
     options = dict(max_new_tokens=16, attention_mask=mask, eos_token_id=ENDS)
     Seer(monkeypatch, unpadded(generate(llama, ids, **options).sequences, mask))
-    waiting = generate(llama, ids, method, keep_cache=True, run_ahead=False, **options)
-    ahead = generate(llama, ids, method, keep_cache=True, run_ahead=run_ahead(lag), **options)
-    lengths = waiting.session.prefix_lens
-    assert torch.equal(ahead.session.prefix_lens, lengths)
+    waits, ahead = Session(llama, run_ahead=False), Session(llama, run_ahead=run_ahead(lag))
+    waiting = generate(llama, ids, method, session=waits, **options)
+    generate(llama, ids, method, session=ahead, **options)
+    lengths = waits.prefix_lens
+    assert torch.equal(ahead.prefix_lens, lengths)
     for b, length in enumerate(lengths.tolist()):
-        for ours, theirs in zip(ahead.session.caches, waiting.session.caches, strict=True):
+        for ours, theirs in zip(ahead.caches, waits.caches, strict=True):
             for x, y in zip(ours, theirs, strict=True):
                 torch.testing.assert_close(x[b, :length], y[b, :length])
-    again = generate(llama, ids, method, session=ahead.session, run_ahead=run_ahead(lag), **options)
+    again = generate(llama, ids, method, session=ahead, **options)
     assert torch.equal(again.sequences, waiting.sequences)
 
 
@@ -233,8 +235,8 @@ def test_the_host_keeps_what_it_decides(llama, method, options, reason):
         "draft model": MultiCandidate(llama, (2,)),
     }.get(method, method)  # fmt: skip
     ids = whole_prompts(1)
-    with pytest.raises(ValueError, match=f"generate: run_ahead must be False or None, because {reason}.*, got True"):
-        generate(llama, ids, method, max_new_tokens=4, run_ahead=True, **options)
+    with pytest.raises(ValueError, match=f"Session: run_ahead must be False or None, because {reason}.*, got True"):
+        generate(llama, ids, method, max_new_tokens=4, session=Session(llama, run_ahead=True), **options)
     assert generate(llama, ids, method, max_new_tokens=4, **options).stats.ahead_calls == 0
 
 
@@ -269,7 +271,8 @@ def test_a_text_that_has_ended_rests(llama, monkeypatch):
         lengths.append(self._lengths.tolist())
 
     monkeypatch.setattr(FixedStep, "_advance", recorded)
-    got = generate(llama, ids, max_new_tokens=30, attention_mask=mask, eos_token_id=[end], run_ahead=True)
+    session = Session(llama, run_ahead=True)
+    got = generate(llama, ids, max_new_tokens=30, attention_mask=mask, eos_token_id=[end], session=session)
     assert got.lengths[0] < 5 and got.lengths[1] == 30
     prompts = mask.sum(1).tolist()
     assert lengths[-1] == [prompts[0] + got.lengths[0] + 1, prompts[1] + 30], "one token behind the end, and no more"
@@ -319,7 +322,9 @@ def test_a_step_reads_nothing_on_the_host(llama, no_host_reads, name, law):
     """The model is one that reads nothing: on the CPU others may."""
     ids, mask = ragged_prompts(3)
     method = methods_of(llama, deep_layers=0)[name]
-    generate(Mixer("cpu"), ids, method, max_new_tokens=12, attention_mask=mask, run_ahead=True, **law)
+    model = Mixer("cpu")
+    session = Session(model, run_ahead=True)
+    generate(model, ids, method, max_new_tokens=12, attention_mask=mask, session=session, **law)
     steps = no_host_reads[2:]  # the first two are not recorded: a model shows in them what its Python does
     assert len(steps) > 1
     assert all(len(mode.ops) == len(steps[0].ops) for mode in steps), "every step is the same"
@@ -340,7 +345,9 @@ def test_a_step_is_few_ops(no_host_reads, monkeypatch, rank):
             return call(self, *arguments)
 
     monkeypatch.setattr(Mixer, "__call__", uncounted)
-    generate(Mixer("cpu"), whole_prompts(1), method, max_new_tokens=6, run_ahead=True, eos_token_id=[])
+    model = Mixer("cpu")
+    session = Session(model, run_ahead=True)
+    generate(model, whole_prompts(1), method, max_new_tokens=6, session=session, eos_token_id=[])
     launched = [op.split(".")[1] for op in no_host_reads[-1].ops if op.split(".")[1] not in VIEWS]
     assert launched == ["lookahead_embed", "accept_tree", "cache_commit_", "draft_sample", "next_rows_"]
 
@@ -364,7 +371,7 @@ def test_a_step_runs_where_no_numbers_are(law, rank, recalls):
     sampling = SamplingParams(**law).for_batch(requests, torch.device("cpu"))
     sampling = type(sampling)(**{name: v if v is None else v.to(device) for name, v in sampling.keywords().items()})
     rows = FixedRows(tree, ((0, 3), (2, 3)), 3, SlotTokens(lookahead, tree, model.embedding, recalls=recalls))
-    step = FixedStep(session, rows, sampling, records="never")
+    step = FixedStep(session, rows, sampling, accept_function("coupled"), "never")
     step.renew(sampling, 1)
     step._accept_prompts(torch.empty(requests * 4, 9, device=device))
     step._run()
@@ -400,15 +407,17 @@ def test_steps_on_a_gpu_never_synchronise(cuda, no_synchronisation, name, law, g
     model = small_model("llama").to(cuda.device)
     ids, mask = (x.to(cuda.device) for x in ragged_prompts(4))
     method = methods_of(model)[name]
-    options = dict(max_new_tokens=25, attention_mask=mask, eos_token_id=ENDS, cuda_graphs=graphs, **law)
-    both(model, ids, method, **options)
+    options = dict(max_new_tokens=25, attention_mask=mask, eos_token_id=ENDS, **law)
+    both(model, ids, method, cuda_graphs=graphs, **options)
     assert generate(model, ids, method, **options).stats.ahead_calls > 0, "the default on a GPU"
-    first = generate(model, ids, method, keep_cache=True, **options)
+    session = Session(model, cuda_graphs=graphs)
+    generate(model, ids, method, session=session, **options)
     other = dict(options, seeds=77) if law else options
-    again = generate(model, ids.flip(1), method, session=first.session, **dict(other, attention_mask=mask.flip(1)))
-    alone = generate(model, ids.flip(1), method, run_ahead=False, **dict(other, attention_mask=mask.flip(1)))
+    again = generate(model, ids.flip(1), method, session=session, **dict(other, attention_mask=mask.flip(1)))
+    waits = Session(model, run_ahead=False)
+    alone = generate(model, ids.flip(1), method, session=waits, **dict(other, attention_mask=mask.flip(1)))
     assert torch.equal(again.sequences, alone.sequences)
-    assert bool(first.session.fixed_steps) == bool(graphs)
+    assert bool(session.fixed_steps) == (graphs is not False)
 
 
 def test_a_model_that_no_graph_can_hold_runs_on_without_one(cuda):
@@ -424,7 +433,7 @@ def test_a_model_that_no_graph_can_hold_runs_on_without_one(cuda):
         assert torch.equal(generate(model, ids, Plain(), **options).sequences, want)
     assert torch.cuda.current_stream() == stream
     with pytest.raises(RuntimeError):
-        generate(model, ids, Plain(), cuda_graphs=True, **options)
+        generate(model, ids, Plain(), session=Session(model, cuda_graphs=True), **options)
     assert torch.cuda.current_stream() == stream
     hook.remove()
     assert torch.equal(generate(model, ids, Plain(), **options).sequences, want)
@@ -435,5 +444,6 @@ def test_a_step_is_recorded_on_the_devices_own_stream(cuda):
     """Another device is current: kernels on a stream of its own would run at once, and the graph would be empty."""
     model = small_model("llama").to("cuda:1")
     ids, mask = (x.to("cuda:1") for x in ragged_prompts(3))
-    want = generate(model, ids, Plain(), attention_mask=mask, max_new_tokens=20, cuda_graphs=False).sequences
+    session = Session(model, cuda_graphs=False)
+    want = generate(model, ids, Plain(), attention_mask=mask, max_new_tokens=20, session=session).sequences
     assert torch.equal(generate(model, ids, Plain(), attention_mask=mask, max_new_tokens=20).sequences, want)

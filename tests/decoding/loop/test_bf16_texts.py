@@ -10,7 +10,7 @@ from support.generation import Prophet, methods_for, unpadded
 from support.small_models import VOCABULARY, small_model
 from torch import nn
 
-from pass_ext import NGram, PaSS, Plain, Speculative, generate
+from pass_ext import NGram, PaSS, Plain, Session, Speculative, generate
 from pass_ext.decoding.models.patching import few_rows
 from pass_ext.decoding.models.patching.few_rows import most_few_rows
 
@@ -34,9 +34,10 @@ def prompt(length, seed=0):
 
 def text_of(model, ids, method, **options):
     """The text, and the keys and values of all its tokens but the last."""
-    got = generate(model, ids, method, max_new_tokens=NEW, eos_token_id=[], keep_cache=True, **options)
+    session = Session(model)
+    got = generate(model, ids, method, max_new_tokens=NEW, eos_token_id=[], session=session, **options)
     length = got.sequences.shape[1] - 1
-    return got, torch.stack([torch.stack(pair)[:, :, :length] for pair in got.session.caches])
+    return got, torch.stack([torch.stack(pair)[:, :, :length] for pair in session.caches])
 
 
 def assert_same(got, want, name):

@@ -9,8 +9,9 @@ pytest.importorskip("transformers")
 from support.generation import Mixer, NoHostReads, slots_for
 from support.small_models import VOCABULARY, ragged_prompts, small_model, whole_prompts
 
-from pass_ext import LookaheadEmbedding, NGram, PaSS, Plain, Tree, generate
+from pass_ext import LookaheadEmbedding, NGram, PaSS, Plain, Session, Tree, generate
 from pass_ext.decoding.loop.chosen_step import ChosenStep
+from pass_ext.drafting import SyntheticAcceptance
 
 ENDS = [5, 6, 7]
 GREEDY, WARM = dict(), dict(temperature=0.8, seeds=31)
@@ -44,7 +45,8 @@ def test_one_text_is_that_of_plain_decoding(llama, chosen, rows_called, law, ran
             chosen.clear()
             ours = generate(llama, ids, method, **options)
             assert torch.equal(plain.sequences, ours.sequences)
-            assert torch.equal(generate(llama, ids, method, run_ahead=False, **options).sequences, ours.sequences)
+            waiting = generate(llama, ids, method, session=Session(llama, run_ahead=False), **options)
+            assert torch.equal(waiting.sequences, ours.sequences)
             stats = ours.stats
             assert stats.ahead_calls == stats.model_calls - 1 == len(chosen) - 1
             used, nodes = zip(*(step[0] for step in chosen[:-1]), strict=True) if len(chosen) > 1 else ((), ())
@@ -67,7 +69,7 @@ def test_batches_with_ragged_ends(llama, chosen, rows_called, law, rank, ahead):
         plain = generate(llama, ids, Plain(), **options)
         rows_called.clear()
         chosen.clear()
-        ours = generate(llama, ids, method, run_ahead=ahead, **options)
+        ours = generate(llama, ids, method, session=Session(llama, run_ahead=ahead), **options)
         assert torch.equal(plain.sequences, ours.sequences) and plain.lengths == ours.lengths
         assert ours.stats.ahead_calls == ours.stats.model_calls - 1
         for called, step in zip(rows_called[1:], chosen, strict=False):
@@ -153,7 +155,7 @@ def test_candidates_that_come_true(llama, chosen, monkeypatch):
         (8, dict(passes=2)),
         (8, dict(ngram=NGram())),
         (8, dict(rule="rejection", temperature=1.0)),
-        (8, dict(synthetic=0.7)),
+        (8, dict(rule=SyntheticAcceptance(0.7))),
         (8, dict(run_ahead=False)),
         (8, dict(logprobs=0)),
     ],
@@ -162,7 +164,8 @@ def test_candidates_that_come_true(llama, chosen, monkeypatch):
 def test_other_generations_follow_their_plan(llama, chosen, rows, options):
     asked = {name: options[name] for name in options if name not in ("tree", "passes", "ngram")}
     method = PaSS(slots_for(llama), rows=rows, **{name: options[name] for name in options.keys() - asked.keys()})
-    generate(llama, whole_prompts(1), method, max_new_tokens=8, **asked)
+    session = Session(llama, run_ahead=asked.pop("run_ahead", None))
+    generate(llama, whole_prompts(1), method, max_new_tokens=8, session=session, **asked)
     assert not chosen
 
 
@@ -183,7 +186,9 @@ def test_a_step_reads_nothing_on_the_host(llama, monkeypatch, law, rank):
     ids, mask = ragged_prompts(3)
     method = PaSS(slots_for(llama, rank=rank), rows=9)
     monkeypatch.setattr(ChosenStep, "_run", run)
-    generate(Mixer("cpu"), ids, method, max_new_tokens=12, attention_mask=mask, run_ahead=True, **law)
+    model = Mixer("cpu")
+    session = Session(model, run_ahead=True)
+    generate(model, ids, method, max_new_tokens=12, attention_mask=mask, session=session, **law)
     steps = modes[2:]  # the first two are not recorded: a model shows in them what its Python does
     assert len(steps) > 1 and all(mode.ops == steps[0].ops for mode in steps)
     ours = [op.split(".")[1] for op in steps[0].ops if op.startswith("pass_ext.")]
@@ -197,13 +202,14 @@ def test_steps_on_a_gpu_are_one_graph(cuda, law, graphs):
     model = small_model("llama").to(cuda.device)
     ids, mask = (x.to(cuda.device) for x in ragged_prompts(4))
     method = PaSS(slots_for(model, rank=3), rows=11)
-    options = dict(max_new_tokens=25, attention_mask=mask, eos_token_id=ENDS, cuda_graphs=graphs, **law)
+    options = dict(max_new_tokens=25, attention_mask=mask, eos_token_id=ENDS, **law)
     plain = generate(model, ids, Plain(), **options)
-    first = generate(model, ids, method, keep_cache=True, **options)
+    session = Session(model, cuda_graphs=graphs)
+    first = generate(model, ids, method, session=session, **options)
     assert torch.equal(plain.sequences, first.sequences) and first.stats.ahead_calls > 0
-    again = generate(model, ids, method, session=first.session, **options)
+    again = generate(model, ids, method, session=session, **options)
     assert torch.equal(plain.sequences, again.sequences)
-    assert bool(first.session.fixed_steps) == bool(graphs)
+    assert bool(session.fixed_steps) == (graphs is not False)
 
 
 def test_on_every_backend(backend):
@@ -215,6 +221,6 @@ def test_on_every_backend(backend):
     for law in (GREEDY, dict(WARM, seeds=3)):
         options = dict(max_new_tokens=6, attention_mask=mask, eos_token_id=ENDS, **law)
         model = Mixer(backend.device)
-        plain = generate(model, ids, Plain(), run_ahead=False, **options)
-        got = generate(model, ids, PaSS(slots, rows=8), run_ahead=True, **options)
+        plain = generate(model, ids, Plain(), session=Session(model, run_ahead=False), **options)
+        got = generate(model, ids, PaSS(slots, rows=8), session=Session(model, run_ahead=True), **options)
         assert torch.equal(plain.sequences, got.sequences)

@@ -13,11 +13,11 @@ from support.grammars import Automaton, distribution_of_texts, plain_text, rando
 from support.small_models import VOCABULARY, ragged_prompts, small_model
 
 import pass_ext
-from pass_ext import EarlyExitDraft, Grammar, MultiCandidate, NGram, PaSS, Plain, Speculative, Tree, generate
+from pass_ext import EarlyExitDraft, Grammar, MultiCandidate, NGram, PaSS, Plain, Session, Speculative, Tree, generate
 from pass_ext.decoding.drafting import drafting as drafting_module
-from pass_ext.decoding.requests.grammar.guide import Guide
-from pass_ext.decoding.requests.grammar.guides import Guides
-from pass_ext.decoding.session.session import Session
+from pass_ext.decoding.requests.grammar import Guide
+from pass_ext.decoding.requests.guides import Guides
+from pass_ext.drafting import SyntheticAcceptance
 from pass_ext.integrations.grammar import allow_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -141,9 +141,11 @@ def test_logits_processors_come_before_the_mask(llama):
 
 def test_used_again_in_a_session(llama):
     ids = ragged_prompts(1, seed=8)[0][:, -6:]
-    options = dict(max_new_tokens=12, eos_token_id=[], grammar=random_automaton(VOCABULARY, seed=1), keep_cache=True)
+    options = dict(
+        max_new_tokens=12, eos_token_id=[], grammar=random_automaton(VOCABULARY, seed=1), session=Session(llama)
+    )
     first = generate(llama, ids, NGram(shortest=1), **options)
-    again = generate(llama, ids, NGram(shortest=1), session=first.session, **options)
+    again = generate(llama, ids, NGram(shortest=1), **options)
     assert torch.equal(first.sequences, again.sequences)
 
 
@@ -470,6 +472,11 @@ REFUSED = {
         "got str without accept, rollback, fill_mask, forced, fork",
     ),
     "run ahead": (dict(grammar=Free(), run_ahead=True), ValueError, "a grammar's masks are made on the host, got True"),
+    "coins": (
+        dict(grammar=Free(), rule=SyntheticAcceptance(0.5)),
+        ValueError,
+        "rule must be a name with a grammar, .* got Synth",
+    ),
     "longest branch": (dict(grammar=Free(), rule="longest_branch"), ValueError, "grammar must be None .* got Free"),
 }
 
@@ -477,6 +484,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(llama, name):
     arguments, error, message = REFUSED[name]
+    arguments = {**arguments, "session": Session(llama, run_ahead=arguments.get("run_ahead"))}
+    arguments.pop("run_ahead", None)
     with pytest.raises(error, match=message):
         generate(llama, torch.tensor([[3, 4], [5, 6]]), max_new_tokens=5, **arguments)
 
@@ -484,7 +493,7 @@ def test_refusals(llama, name):
 def test_none_for_all_is_no_grammar(llama):
     """Then the loop may run ahead as usual."""
     ids = torch.tensor([[3, 4]])
-    options = dict(max_new_tokens=5, eos_token_id=[], run_ahead=True)
+    options = dict(max_new_tokens=5, eos_token_id=[], session=Session(llama, run_ahead=True))
     assert generate(llama, ids, grammar=[None], **options).stats.ahead_calls > 0
 
 

@@ -16,8 +16,8 @@ from pass_ext import Tree
 from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.drafting import guided
 from pass_ext.decoding.models.adapt import packed_model
-from pass_ext.decoding.requests.grammar.guide import Guide
-from pass_ext.decoding.requests.grammar.guides import Guides
+from pass_ext.decoding.requests.grammar import Guide
+from pass_ext.decoding.requests.guides import Guides
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session.session import Session
 from pass_ext.reference.accept import Walk

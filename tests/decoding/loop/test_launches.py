@@ -12,7 +12,7 @@ from emulator.ops import KERNELS
 from support.generation import slots_for
 from support.small_models import ragged_prompts, small_model
 
-from pass_ext import PaSS, Tree, generate, testing
+from pass_ext import PaSS, Session, Tree, generate, testing
 from pass_ext.decoding.loop.chosen_step import ChosenStep
 from pass_ext.decoding.loop.fixed_step import FixedStep
 from pass_ext.decoding.models.patching import model_plan
@@ -67,7 +67,8 @@ def test_launches_of_a_step(steps, architecture, of_layer, adapted):
         slots = slots_for(model, adapters=adapters)
         method = PaSS(slots, tree=Tree.from_branching((2,)).with_lookahead({0: 2, 1: 2, 2: 2}), rows=9)
         with testing.rerouted_backend("emulated", KERNELS).active():
-            generate(model, ragged_prompts(1, longest=9)[0], method, max_new_tokens=4, run_ahead=True, eos_token_id=[])
+            session = Session(model, run_ahead=True)
+            generate(model, ragged_prompts(1, longest=9)[0], method, max_new_tokens=4, session=session, eos_token_id=[])
         ops = steps[-1]
         assert layers <= ops.count("attention_tree") <= 2 * layers
         assert ops.count("layer_before_attention") + ops.count("layer_after_attention") == of_layer * layers
@@ -86,7 +87,8 @@ def test_chosen_rows_take_one_launch_more_than_fixed_ones(steps):
         steps.clear()
         with testing.rerouted_backend("emulated", KERNELS).active():
             # Two texts: one on the CPU has a loop that is its own.
-            generate(model, ids.repeat(2, 1), method, max_new_tokens=4, run_ahead=True, eos_token_id=[])
+            session = Session(model, run_ahead=True)
+            generate(model, ids.repeat(2, 1), method, max_new_tokens=4, session=session, eos_token_id=[])
         found.append(steps[-1])
     chosen, fixed = ({name: ops.count(name) for name in set(ops)} for ops in found)
     assert chosen["tree_prepare"] == chosen["next_tree_"] == fixed["next_rows_"] == 1

@@ -14,10 +14,9 @@ pytest.importorskip("transformers")
 from support.generation import methods_for
 from support.small_models import ragged_prompts, small_model
 
-from pass_ext import NGram, Plain, Speculative, generate
+from pass_ext import NGram, Plain, Session, Speculative, generate
 from pass_ext.decoding.session import reading
 from pass_ext.decoding.session.reading import Beginning, shared_beginnings
-from pass_ext.decoding.session.session import Session
 from pass_ext.drafting import Corpus
 
 OPTIONS = dict(max_new_tokens=8, eos_token_id=[], temperature=1.0)
@@ -63,8 +62,8 @@ def test_arguments_of_each_prompt_are_those_of_its_samples(llama):
     hot = dict(temperature=2.0, top_k=5, max_new_tokens=8, eos_token_id=[], attention_mask=mask[1:])
     for k in range(2):
         assert torch.equal(got[2 + k], generate(llama, ids[1:], seeds=5 + k, **hot).sequences[0])
-    fresh = generate(llama, ids, temperature=1.0, generator=torch.Generator().manual_seed(3), **shared).sequences
-    again = generate(llama, ids, temperature=1.0, generator=torch.Generator().manual_seed(3), **shared).sequences
+    fresh = generate(llama, ids, temperature=1.0, seeds=torch.Generator().manual_seed(3), **shared).sequences
+    again = generate(llama, ids, temperature=1.0, seeds=torch.Generator().manual_seed(3), **shared).sequences
     assert torch.equal(fresh, again) and not torch.equal(fresh[0], fresh[1])
 
 
@@ -126,10 +125,11 @@ def test_past_and_used_sessions_begin_behind_what_they_know(llama, rows_read):
     options = OPTIONS | dict(seeds=3, num_return_sequences=3)
     fresh = generate(llama, ids, **options)
     rows_read.clear()
-    got = generate(llama, ids, past=(past, 20), keep_cache=True, **options)
+    session = Session(llama, past=(past, 20))
+    got = generate(llama, ids, session=session, **options)
     assert rows_read[:2] == [39, 3] and torch.equal(got.sequences, fresh.sequences)
     rows_read.clear()
-    again = generate(llama, ids, session=got.session, **options)
+    again = generate(llama, ids, session=session, **options)
     assert rows_read[:2] == [59, 3] and torch.equal(again.sequences, fresh.sequences)
 
 
@@ -199,14 +199,15 @@ def test_requests_whose_past_differs_share_nothing(llama, rows_read):
     shape = (llama.config.num_key_value_heads, llama.config.hidden_size // llama.config.num_attention_heads)
     past = [tuple(torch.randn(2, 10, *shape) for _ in range(2)) for _ in range(llama.config.num_hidden_layers)]
     options = dict(max_new_tokens=8, eos_token_id=[])
-    got = generate(llama, ids.repeat(2, 1), past=(past, 10), **options)
+    got = generate(llama, ids.repeat(2, 1), session=Session(llama, past=(past, 10)), **options)
     assert rows_read[0] == 2 * 60
     for b in range(2):
-        alone = generate(llama, ids, past=([tuple(x[b : b + 1] for x in pair) for pair in past], 10), **options)
+        own = [tuple(x[b : b + 1] for x in pair) for pair in past]
+        alone = generate(llama, ids, session=Session(llama, past=(own, 10)), **options)
         assert torch.equal(got.sequences[b], alone.sequences[0])
     rows_read.clear()
     same = [tuple(x[:1].repeat(2, 1, 1, 1) for x in pair) for pair in past]
-    got = generate(llama, ids.repeat(2, 1), past=(same, 10), **options)
+    got = generate(llama, ids.repeat(2, 1), session=Session(llama, past=(same, 10)), **options)
     assert rows_read[:2] == [59, 2] and torch.equal(got.sequences[0], got.sequences[1])
 
 

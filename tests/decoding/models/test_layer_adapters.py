@@ -12,7 +12,7 @@ from support.generation import Decoder, slots_for
 from support.small_models import ARCHITECTURES, MASKS_KNOW_WINDOWS, prompts, small_model
 
 import pass_ext
-from pass_ext import PaSS, Plain, Tree, generate
+from pass_ext import PaSS, Plain, Session, Tree, generate
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.patching import layer_adapters, model_plan, own_forward
 from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
@@ -250,7 +250,8 @@ def test_one_call_for_all_layers_with_adapters(added, monkeypatch):
 def test_used_sessions_take_later_adapters(llama):
     first, second = adapted_slots(llama, seed=1), adapted_slots(llama, seed=2)
     fresh = generate(llama, IDS, method_of(second), **OPTIONS)
-    used = generate(llama, IDS, method_of(first), keep_cache=True, **OPTIONS).session
+    used = Session(llama)
+    generate(llama, IDS, method_of(first), session=used, **OPTIONS)
     got = generate(llama, IDS, method_of(second), session=used, **OPTIONS)
     assert torch.equal(got.sequences, fresh.sequences)
     assert got.stats.acceptance_histogram == fresh.stats.acceptance_histogram

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from support.generation import slots_for
 from support.small_models import prompts, small_model
 
-from pass_ext import NGram, PaSS, Tree, generate
+from pass_ext import NGram, PaSS, Session, Tree, generate
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
 from pass_ext.decoding.models.slots import PlacedSlots
@@ -52,9 +52,10 @@ def test_deep_slots_shift_layers_with_a_used_session_too(llama, deep, monkeypatc
     shifted = []
     embed = torch.Tensor.__add__  # every shift is a sum; the model's own are counted alike in both runs
     monkeypatch.setattr(torch.Tensor, "__add__", lambda a, b: shifted.append(1) or embed(a, b))
-    first = generate(llama, IDS, deep, keep_cache=True, **OPTIONS)
+    session = Session(llama)
+    first = generate(llama, IDS, deep, session=session, **OPTIONS)
     sums = len(shifted)
-    again = generate(llama, IDS, deep, session=first.session, **OPTIONS)
+    again = generate(llama, IDS, deep, session=session, **OPTIONS)
     assert torch.equal(again.sequences, first.sequences)
     assert len(shifted) == 2 * sums
     assert again.stats.acceptance_histogram == first.stats.acceptance_histogram

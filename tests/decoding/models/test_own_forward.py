@@ -19,7 +19,7 @@ from support.generation import slots_for
 from support.small_models import ARCHITECTURES, prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pass_ext import NGram, PaSS, Tree, generate
+from pass_ext import NGram, PaSS, Session, Tree, generate
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.patching import own_forward
 from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
@@ -173,7 +173,8 @@ def test_adapters_that_a_used_session_takes_over(calls):
     expected = [generated(model, ids, method_of(seed))[1] for seed in (1, 2)]
     assert not torch.equal(expected[0][2], expected[1][2])
     with packed_model(model).attached():
-        session = generate(model, ids, method_of(1), keep_cache=True, **OPTIONS).session
+        session = Session(model)
+        generate(model, ids, method_of(1), session=session, **OPTIONS)
         got = generated(model, ids, method_of(2), session=session)[1]
     assert calls["adapters"]
     for mine, other in zip(got[1:], expected[1][1:], strict=True):
@@ -454,7 +455,8 @@ def test_an_undisturbed_generation_looks_for_changes_once(calls, monkeypatch):
 def test_a_used_session_looks_for_changes_again(calls):
     model, ids = model_of("llama"), prompts(1, 7)[0]
     with packed_model(model).attached():  # so that the parts in place stay the same
-        session = generate(model, ids, keep_cache=True, **OPTIONS).session
+        session = Session(model)
+        generate(model, ids, session=session, **OPTIONS)
         model.lm_head.weight = nn.Parameter(-model.lm_head.weight, requires_grad=False)
         ours = generated(model, ids, session=session)
     other = model_of("llama")

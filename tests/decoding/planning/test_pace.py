@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from pass_ext import LookaheadEmbedding, PaSS, Plain, Tree, generate
+from pass_ext import LookaheadEmbedding, PaSS, Plain, Session, Tree, generate
 
 _begin = itertools.count(10_000, 10_000)  # so that no test remembers another's steps
 
@@ -47,12 +47,14 @@ def slots():
     return made
 
 
-def speed(monkeypatch, seconds, method, right=0.0, requests=1, tokens=256, seed=0, sureness=12.0, **options):
+def speed(
+    monkeypatch, seconds, method, right=0.0, requests=1, tokens=256, seed=0, sureness=12.0, run_ahead=None, **options
+):
     """The speed against plain decoding with the same seconds, the statistics, and the rows of the calls."""
     ids, options = torch.tensor([[0, 1, 2]] * requests), dict(max_new_tokens=tokens, eos_token_id=[], **options)
     plain = generate(Machine(monkeypatch, seconds), ids, Plain(), **options)
     machine = Machine(monkeypatch, seconds, right, seed, sureness)
-    got = generate(machine, ids, method, **options)
+    got = generate(machine, ids, method, session=Session(machine, run_ahead=run_ahead), **options)
     assert torch.equal(got.sequences, plain.sequences)
     return plain.stats.seconds / got.stats.seconds, got.stats, machine.calls[-got.stats.model_calls + 1 :]
 

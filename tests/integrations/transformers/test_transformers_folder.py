@@ -108,7 +108,7 @@ def test_a_method_by_name_writes_the_text_of_transformers(llama, draft, loops, n
     options = {key: values.get(value, value) if isinstance(value, str) else value for key, value in options.items()}
     got = run(llama, ids, mask, folder=True, **options)
     assert torch.equal(got, run(llama, ids, mask))
-    direct = pass_ext.generate(llama, ids, attention_mask=mask, max_new_tokens=NEW, eos_token_id=[5, 6], pad_token_id=0)
+    direct = pass_ext.generate(llama, ids, attention_mask=mask, max_new_tokens=NEW, eos_token_id=[5, 6])
     assert torch.equal(got, direct.sequences)
     (loop,) = loops
     method = loop.method
@@ -180,7 +180,7 @@ def test_sampled_texts_depend_on_their_seeds_alone(llama, draft):
     other = run(llama, ids, mask, folder=True, seeds=[7, 8, 9], **options)
     assert other.shape != expected.shape or not torch.equal(other, expected)
     first, again = (
-        run(llama, ids, mask, folder=True, generator=torch.Generator().manual_seed(3), **options) for _ in range(2)
+        run(llama, ids, mask, folder=True, seeds=torch.Generator().manual_seed(3), **options) for _ in range(2)
     )
     assert torch.equal(first, again)
 

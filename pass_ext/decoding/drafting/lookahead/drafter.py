@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from pass_ext.decoding.drafting.candidates import Batch, Candidates, Groups, Proposal
 from pass_ext.decoding.drafting.drafter import LOOK_AHEAD, DraftContext, Drafter
 from pass_ext.decoding.drafting.lookahead.chosen_rows import Offer, RowChoice, choose_rows
 from pass_ext.decoding.drafting.lookahead.device_rows import ChosenRows, FixedRows, HostDecides
 from pass_ext.decoding.drafting.lookahead.recall import GrowingTexts
 from pass_ext.decoding.drafting.lookahead.short_rows import rows_of
 from pass_ext.decoding.drafting.lookahead.tree_filler import Filled, TreeFiller
-from pass_ext.decoding.drafting.step import Batch, Candidates, Groups, Proposal
 from pass_ext.decoding.planning.lookahead_tree import Plan
 from pass_ext.decoding.planning.pace import Pace
 from pass_ext.decoding.session.session import Session

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pass_ext.decoding.drafting.candidates import drawing_mode
 from pass_ext.decoding.drafting.drafter import LOOK_AHEAD, N_GRAM, DraftContext, Drafter
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
-from pass_ext.decoding.drafting.levels import drawing_mode
 from pass_ext.decoding.drafting.lookahead.chosen_rows import RowChoice
 from pass_ext.decoding.drafting.lookahead.drafter import LookaheadDrafter
 from pass_ext.decoding.methods import PaSS

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from pass_ext.decoding.drafting.levels import are_judged_by_logits, draw_children, drawing_mode, levels_of
+from pass_ext.decoding.drafting.candidates import are_judged_by_logits, draw_children, drawing_mode, levels_of
 from pass_ext.decoding.drafting.lookahead.recall import Recall
 from pass_ext.decoding.drafting.lookahead.short_rows import ShortRows
 from pass_ext.decoding.drafting.lookahead.slot_tokens import SlotTokens
 from pass_ext.decoding.models.logit_shards import LogitShards
-from pass_ext.decoding.requests.grammar.guides import Guides
+from pass_ext.decoding.requests.guides import Guides
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.next import next_rows_

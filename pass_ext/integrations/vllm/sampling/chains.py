@@ -15,7 +15,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.loop.synthetic import Synthetic
+from pass_ext.decoding.accept.synthetic import SyntheticAcceptance
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.ops.accept import accept_tree
 from pass_ext.ops.common.rules import ACCEPT_RULES
@@ -130,17 +130,16 @@ def accept_chains(
     return emitted
 
 
-def synthetic_of(vllm_config: Any, device: torch.device) -> Synthetic | None:
+def synthetic_of(vllm_config: Any) -> SyntheticAcceptance | None:
     """The coins of an engine; None unless its configuration asks for them."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.rejection_sample_method != "synthetic":
         return None
-    rates = list(speculative.synthetic_acceptance_rates)
-    return Synthetic(rates, device, len(rates))
+    return SyntheticAcceptance(list(speculative.synthetic_acceptance_rates))
 
 
 def accept_by_coins(
-    synthetic: Synthetic,
+    synthetic: SyntheticAcceptance,
     chains: PackedChains,
     logits: Tensor,
     tokens: Tensor,
@@ -150,7 +149,7 @@ def accept_by_coins(
     """The tokens that one step gives to each request, as ``accept_chains`` returns them."""
     places = torch.arange(chains.width, device=logits.device)
     spines = places.where(places <= chains.draft_counts[:, None], -1)
-    emitted = synthetic.accept(logits, tokens, spines, chains.cu_nodes[:-1].long(), positions, sampling).emitted
+    emitted = synthetic.along(logits, tokens, spines, chains.cu_nodes[:-1].long(), positions, sampling).emitted
     emitted[:, 0].clamp_(min=0)
     return emitted
 

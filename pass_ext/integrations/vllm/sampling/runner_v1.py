@@ -57,7 +57,7 @@ class AcceptStep:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.rule = refuse_options(runner.vllm_config).rule
-        self._synthetic = synthetic_of(runner.vllm_config, runner.device)
+        self._synthetic = synthetic_of(runner.vllm_config)
         self._chains = PackedChains.of((), runner.device)
         self._seeds: tuple[Any, Tensor | None] = (None, None)
 

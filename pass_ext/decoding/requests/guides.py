@@ -1,17 +1,64 @@
-"""``Guides``: the guides of a batch, and their masks as the ops take them, ``[rows, ceil(V / 32)]`` int32 words."""
+"""``Guides``: the guides of a batch, and their masks as the ops take them, ``[rows, ceil(V / 32)]`` int32 words. Also a guide's
+view of a tree of candidates: the nodes that it allows, and the chains that it forces after them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.requests.grammar.guide import Guide
-from pass_ext.decoding.requests.grammar.protocol import Grammar
-from pass_ext.decoding.requests.grammar.trees import path_to
+from pass_ext.decoding.requests.grammar import Grammar, Guide
 from pass_ext.tree import Tree
+
+
+def path_to(tree: Tree, tokens: Sequence[int], node: int) -> list[int]:
+    """The drafted tokens on the way to a node. tokens: of each node, the root's first."""
+    return [tokens[v] for v in tree.path(node)[1:]]
+
+
+def allowed_nodes(guide: Guide, tree: Tree, tokens: Sequence[int], fixed_parents: Sequence[bool]) -> list[int]:
+    """The nodes worth a row of the model's call: those that the guide allows, in their order.
+
+    A child that was drawn from the draft's distribution stays even if it is forbidden, as a leaf: the rules that divide by that
+    distribution must reject it, or the rest would be judged wrongly. Without a mask at drafting such children exist.
+
+    Args:
+        tokens: of each node, the root's first; -1: no token.
+        fixed_parents: of each node: True: its children are fixed proposals.
+    """
+    allowed = {0}
+    kept = [0]
+    for node in range(1, tree.num_nodes):
+        parent = tree.parents[node]
+        if parent not in allowed or tokens[node] < 0:
+            continue
+        if guide.allows(path_to(tree, tokens, node)):
+            allowed.add(node)
+        elif fixed_parents[parent]:
+            continue
+        kept.append(node)
+    return kept
+
+
+def forced_chains(
+    guide: Guide, tree: Tree, tokens: Sequence[int], nodes: Iterable[int], levels: int, most: int
+) -> dict[int, list[int]]:
+    """The tokens that the grammar forces after these nodes, at most ``most`` in all, no deeper than ``levels``."""
+    chains: dict[int, list[int]] = {}
+    for node in nodes:
+        path = path_to(tree, tokens, node)
+        room = min(most, levels - len(path))
+        if room <= 0 or not guide.allows(path):
+            continue
+        chain = guide.forced(path, room)
+        if chain:
+            chains[node] = chain
+            most -= len(chain)
+    return chains
+
 
 _METHODS = ("accept", "rollback", "fill_mask", "forced", "fork")
 
@@ -34,7 +81,7 @@ class Guides:
         return self._guides[request]
 
     def of_nodes(self, trees: Sequence[Tree | None], tokens: Sequence[Sequence[int]], *, slots: bool) -> Tensor:
-        """The masks behind all nodes of these trees, request by request.
+        """The masks after all nodes of these trees, request by request.
 
         Args:
             trees: with or without look-ahead slots.
@@ -73,17 +120,18 @@ class Guides:
 
 
 def guides_of(
-    grammar: Any, requests: int, vocabulary: int, ends: Collection[int], device: torch.device
+    grammar: Any, prompts: int, vocabulary: int, ends: Collection[int], device: torch.device, samples: int = 1
 ) -> Guides | None:
     """The guides of a batch; None without a grammar.
 
     Args:
-        grammar: one for all requests, or one or None for each.
+        grammar: one for all prompts, or one or None for each.
+        samples: texts of each prompt.
     """
-    each = list(grammar) if isinstance(grammar, (list, tuple)) else [grammar] * requests
-    if len(each) != requests:
+    each = list(grammar) if isinstance(grammar, (list, tuple)) else [grammar] * prompts
+    if len(each) != prompts:
         raise ValueError(
-            f"generate: grammar must be one for all, or one or None for each of the {requests} requests, got {len(each)}"
+            f"generate: grammar must be one for all, or one or None for each of the {prompts} requests, got {len(each)}"
         )
     for entry in each:
         missing = [name for name in _METHODS if not callable(getattr(entry, name, None))]
@@ -96,7 +144,9 @@ def guides_of(
             )
     if all(entry is None for entry in each):
         return None
-    return Guides([None if entry is None else Guide(entry, vocabulary, ends) for entry in each], vocabulary, device)
+    entries = [entry for entry in each for _ in range(samples)]
+    guides = [None if entry is None else Guide(entry, vocabulary, ends) for entry in entries]
+    return Guides(guides, vocabulary, device)
 
 
 GrammarArgument = Grammar | Sequence[Grammar | None] | None

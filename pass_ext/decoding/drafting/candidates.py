@@ -2,7 +2,15 @@
 
 Batch        all requests between two steps
 Candidates   the drafts of one request        Proposal   the drafts of all requests
-Step         the rows of one request in the model's call: its root, candidates, and look-ahead slots
+StepRows     the rows of one request in the model's call: its root, candidates, and look-ahead slots
+Level        the nodes of a tree that have children at one depth
+
+Children are drawn in a mode of ``draft_sample``; each accept rule judges the candidates of one of them:
+
+    coupled    the best under the target's own noise at the child's text position
+    without    draws without replacement, in the order of drawing
+    with       independent draws
+    top        the draft's best
 """
 
 from __future__ import annotations
@@ -11,14 +19,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.accept import DECODING_RULES
+from pass_ext.decoding.sampling import BatchSampling
+from pass_ext.ops.draft import draft_sample
 from pass_ext.tree import Tree
 
 Groups = tuple[tuple[int, int], ...]
-"""Nodes with look-ahead slots behind them, and how many slots."""
+"""Nodes with look-ahead slots after them, and how many slots."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +42,7 @@ class Candidates:
         tokens: the tokens of nodes 1, 2, …; -1: no token.
         draft_rows: for each node the row of the proposal's ``draft_logits`` that its children were drawn from, or -1. None:
             nothing was drawn, candidates are fixed proposals.
-        groups: nodes with look-ahead slots behind them, and how many slots.
+        groups: nodes with look-ahead slots after them, and how many slots.
     """
 
     tree: Tree
@@ -77,7 +89,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepRows:
     """One request's rows in one call."""
 
     root: int
@@ -112,7 +124,7 @@ class Batch:
 
     texts: Sequence[Sequence[int]]
     """The tokens of each request, its prompt included."""
-    steps: Sequence[Step | None]
+    steps: Sequence[StepRows | None]
     """Each request's step in the call; None: it was not in the call."""
     logits: Tensor
     """``[N, V]``, of the rows of ``steps``, request by request. Valid until the next call."""
@@ -173,3 +185,68 @@ def join(parents: Sequence[int], tokens: Sequence[int], chains: Iterable[Sequenc
 @lru_cache(maxsize=1024)
 def _with_groups(candidates: Tree, groups: Groups) -> Tree:
     return candidates.with_lookahead(dict(groups)) if groups else candidates
+
+
+class Level(NamedTuple):
+    """The nodes of one depth that have children."""
+
+    parents: Tensor
+    """``[P]`` node numbers."""
+    children: Tensor
+    """``[P, K]`` node numbers, by rank. Missing children are the number of nodes, an entry that is cut off later."""
+    numbers: tuple[int, ...]
+    """The parents, on the host."""
+
+
+def levels_of(tree: Tree, device: torch.device) -> list[Level]:
+    """The levels that have children, the root's first."""
+    levels = []
+    for depth in range(tree.max_depth):
+        parents = [v for v in range(tree.num_nodes) if tree.depths[v] == depth and tree.children(v)]
+        width = max(len(tree.children(v)) for v in parents)
+        children = [[*tree.children(v), *[tree.num_nodes] * (width - len(tree.children(v)))] for v in parents]
+        level = torch.tensor(parents, device=device), torch.tensor(children, device=device)
+        levels.append(Level(*level, tuple(parents)))
+    return levels
+
+
+def drawing_mode(sampling: BatchSampling, rule: str) -> str:
+    """The mode that draws candidates for this rule. Greedy candidates are the draft's best, which is "coupled" too."""
+    return "coupled" if sampling.is_greedy else DECODING_RULES[rule].drafts
+
+
+def are_judged_by_logits(sampling: BatchSampling, rule: str) -> bool:
+    """True if the rule divides by the distribution that candidates were drawn from."""
+    return not sampling.is_greedy and DECODING_RULES[rule].needs_draft_logits
+
+
+def draw_children(
+    logits: Tensor,
+    width: int,
+    mode: str,
+    sampling: BatchSampling,
+    places: Tensor,
+    depth: int,
+    parents: Tensor,
+    allowed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draws ``width`` children below every parent.
+
+    Args:
+        logits: ``[n * P, V]``, request by request.
+        sampling: the parameters of the n requests.
+        places: ``[n]``, the text positions of their roots.
+        depth: the children's depth.
+        parents: ``[P]``, the parents' node numbers.
+        allowed: ``[n * P, ceil(V / 32)]`` int32 words, the tokens that a grammar allows; None: all.
+
+    Returns:
+        ``(tokens, logprobs)``, ``[n * P, width]``; -1 beyond the support.
+    """
+    count = len(parents)
+    parameters = sampling.repeated(count).keywords()
+    if mode == "coupled":
+        positions = (places + depth).repeat_interleave(count)
+        return draft_sample(logits, width, mode=mode, positions=positions, allowed=allowed, **parameters)
+    positions, nodes = (places + 1).repeat_interleave(count), parents.repeat(len(places))
+    return draft_sample(logits, width, mode=mode, positions=positions, nodes=nodes, allowed=allowed, **parameters)

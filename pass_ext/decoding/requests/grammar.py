@@ -1,42 +1,114 @@
-"""``Guide``: a grammar at the end of one text, and its masks behind every path of drafted tokens.
+"""``Grammar``: the interface of a grammar that a text follows. ``allow_tokens``: writes a mask from a list of tokens.
 
-A step's paths share their beginnings, so places form a trie below the text's end. The grammar walks to a path by rolling back
-to the common beginning and accepting the rest; each place's mask is filled once, at first use. When a step's tokens have
-become text, the place behind them is the next step's root: masks below it stay.
+    accept(token)     moves on by a token, or says that it is forbidden
+    rollback(count)   moves back
+    fill_mask(words)  the tokens that may follow, as bits
+    may_end           whether the text may end here
+    forced()          tokens that probably follow, for jump-forward drafts
+    fork()            a copy with a place of its own
+
+docs/guide/grammar.md has an example; ``pass_ext.integrations.grammar`` has xgrammar's and llguidance's grammars. ``Guide``: a
+grammar at the end of one text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import copy
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.requests.grammar.protocol import Grammar
+_INT32_SIGN = 1 << 31
+
+
+class Grammar(Protocol):
+    """A grammar at a place in a text, after the tokens that it has accepted. A class that inherits from it defines ``accept``,
+    ``rollback``, ``fill_mask`` and ``may_end``; the rest has a default.
+
+    ``generate`` forks it once for every text, and moves only the forks. The allowed tokens must depend on the accepted tokens
+    alone, not on moves back and forth.
+    """
+
+    @abstractmethod
+    def accept(self, token: int) -> bool:
+        """Moves past this token. False: the grammar forbids it here, and nothing has changed. It is never an end token."""
+        ...
+
+    @abstractmethod
+    def rollback(self, count: int) -> None:
+        """Moves back by the last ``count`` accepted tokens."""
+        ...
+
+    @abstractmethod
+    def fill_mask(self, words: Tensor) -> None:
+        """Overwrites ``words``, ``[ceil(V / 32)]`` int32 on the CPU: bit ``v % 32`` of word ``v // 32`` is 1 if token v may
+        follow. Bits of end tokens are ignored: ``may_end`` decides about them."""
+        ...
+
+    @property
+    @abstractmethod
+    def may_end(self) -> bool:
+        """True: the text is complete, and may end here."""
+        ...
+
+    def forced(self) -> Sequence[int]:
+        """Tokens that probably follow, because the grammar leaves little choice; they are drafted, and judged like all drafts.
+        A token that is the only allowed one is drafted without this."""
+        return ()
+
+    def fork(self) -> Grammar:
+        """A copy at the same place, which moves on its own."""
+        return copy.deepcopy(self)
+
+
+def allow_tokens(words: Tensor, tokens: Iterable[int]) -> None:
+    """Overwrites a mask for ``Grammar.fill_mask``: these tokens are allowed, all others are not.
+
+    Args:
+        words: ``[ceil(V / 32)]`` int32.
+        tokens: ids from 0 to V - 1.
+    """
+    if not isinstance(words, Tensor) or words.dtype != torch.int32 or words.dim() != 1:
+        came = f"{words.dtype} {list(words.shape)}" if isinstance(words, Tensor) else type(words).__name__
+        raise TypeError(f"allow_tokens: words must be one row of int32, as fill_mask gets it, got {came}")
+    bits: dict[int, int] = {}
+    for token in tokens:
+        bits[token // 32] = bits.get(token // 32, 0) | 1 << token % 32
+    words.zero_()
+    for word, value in bits.items():
+        words[word] = value - 2 * (value & _INT32_SIGN)
+
 
 _ALL = -1  # every bit of a word
 
 
 class _Place:
-    """A place behind a path of tokens."""
+    """A place after a path of tokens."""
 
     __slots__ = ("below", "forced", "has_ended", "is_finished", "mask", "only")
 
     def __init__(self, has_ended: bool = False) -> None:
         self.below: dict[int, _Place | None] = {}
-        """The places behind tokens that were tried; None: forbidden."""
+        """The places after tokens that were tried; None: forbidden."""
         self.mask: Tensor | None = None
         self.only: int | None = None
         """The only allowed token, if there is one; known once the mask is filled."""
         self.has_ended = has_ended
-        """True: behind an end token."""
+        """True: after an end token."""
         self.is_finished = False
         """True: no token may follow, and the text is complete; known once the mask is filled."""
         self.forced: list[int] | None = None
 
 
 class Guide:
-    """A grammar at the end of one text.
+    """A grammar at the end of one text, and its masks after every path of drafted tokens.
+
+    A step's paths share their beginnings, so places form a trie below the text's end. The grammar walks to a path by rolling
+    back to the common beginning and accepting the rest; each place's mask is filled once, at first use. When a step's tokens
+    have become text, the place after them is the next step's root: masks below it stay.
 
     Args:
         grammar: is forked; the caller's stays where it is.
@@ -48,7 +120,7 @@ class Guide:
         self._grammar = grammar.fork()
         self._vocabulary, self._ends = vocabulary, [end for end in ends if 0 <= end < vocabulary]
         self._root = _Place()
-        self._path: list[int] = []  # where the grammar stands, behind the text's end
+        self._path: list[int] = []  # where the grammar stands, after the text's end
         self._every = torch.full((-(-vocabulary // 32),), _ALL, dtype=torch.int32)
 
     def allows(self, path: Sequence[int]) -> bool:
@@ -60,7 +132,7 @@ class Guide:
         return next((count for count in range(len(chain)) if not self.allows(chain[: count + 1])), len(chain))
 
     def has_ended(self, path: Sequence[int]) -> bool:
-        """True if nothing may follow these tokens: an end token is among them, or the grammar is finished behind them."""
+        """True if nothing may follow these tokens: an end token is among them, or the grammar is finished after them."""
         place = self._place(path)
         if place is None or place.has_ended:
             return True
@@ -70,7 +142,7 @@ class Guide:
     def mask(self, path: Sequence[int]) -> Tensor:
         """``[ceil(V / 32)]`` int32 on the CPU: the tokens that may follow the text and these tokens. Not to be written to.
 
-        All tokens where the text has ended: rows behind an end are never used, but must not be empty. None of them behind a
+        All tokens where the text has ended: rows after an end are never used, but must not be empty. None of them after a
         forbidden path.
         """
         place = self._place(path)
@@ -79,7 +151,7 @@ class Guide:
         return self._every if self._has_ended_on(path) else torch.zeros_like(self._every)
 
     def forced(self, path: Sequence[int], most: int) -> list[int]:
-        """Up to ``most`` tokens that the grammar forces behind this path, end tokens included."""
+        """Up to ``most`` tokens that the grammar forces after this path, end tokens included."""
         chain: list[int] = []
         while len(chain) < most:
             here = [*path, *chain]
@@ -93,7 +165,7 @@ class Guide:
         """Takes new tokens of the text.
 
         Returns:
-            How many of them belong to it; and whether it ends behind them because no token may follow.
+            How many of them belong to it; and whether it ends after them because no token may follow.
         """
         for count in range(1, len(tokens) + 1):
             path = tokens[:count]
@@ -132,7 +204,7 @@ class Guide:
         return False
 
     def _tried(self, place: _Place, path: Sequence[int], token: int) -> _Place | None:
-        """The place behind one more token; None if the mask or the grammar forbids it."""
+        """The place after one more token; None if the mask or the grammar forbids it."""
         if place.has_ended or not 0 <= token < self._vocabulary:
             return None
         mask = self._filled(place, path)
@@ -189,7 +261,7 @@ class Guide:
         return place.forced[: self.allowed_count([*path, *place.forced]) - len(path)]
 
     def _move(self, path: Sequence[int]) -> None:
-        """Moves the grammar behind an allowed path."""
+        """Moves the grammar past an allowed path."""
         same = next((i for i, (a, b) in enumerate(zip(self._path, path, strict=False)) if a != b), None)
         same = min(len(self._path), len(path)) if same is None else same
         if same < len(self._path):

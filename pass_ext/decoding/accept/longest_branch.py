@@ -1,0 +1,123 @@
+"""Rule "longest_branch": the published selection of target-initialised multi-candidate decoding. Approximate.
+
+    first level    w tokens of the target's distribution at the last accepted node, drawn without replacement (greedy: its best)
+    below it       the draft's tokens, judged by rule "rejection", branch by branch
+    result         the longest accepted chain, the first of equal ones. The target adds no token: the next first level does
+
+Choosing the branch whose drafts do best changes the distribution of the text; docs/guide/speculative.md says by how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pass_ext.decoding.accept.function import DecodingRule, JudgedRows
+from pass_ext.decoding.requests.processors import Processor, processor_names
+from pass_ext.decoding.sampling import BatchSampling
+from pass_ext.ops.accept import AcceptResult, accept_tree
+from pass_ext.ops.draft import draft_sample
+from pass_ext.tree import Tree, pack_trees
+
+_SEED_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # between the seeds of branches, so that their coins are independent
+
+
+@dataclass(frozen=True)
+class LongestBranch(DecodingRule):
+    """The rule. Its results are without the target's own token: ``emitted`` holds accepted nodes only, and ``path`` has
+    ``num_accepted + 1`` nodes below the root, the last of which is the next root."""
+
+    exact: bool = False
+    drafts: str = "without"
+    needs_draft_logits: bool = True
+    name: str = "longest_branch"
+
+    target_adds: ClassVar[bool] = False
+    by_ops: ClassVar[bool] = False
+
+    def check(self, processors: Sequence[Processor], grammar: Any) -> None:
+        if processors:
+            raise ValueError(
+                f"generate: rule {self.name!r} takes no logits_processor, because it draws a first level before processors "
+                f"run; {processor_names(processors)}"
+            )
+        if grammar is not None:
+            raise ValueError(
+                f"generate: grammar must be None with rule {self.name!r}, which draws a first level without masks, got "
+                f"{type(grammar).__name__}"
+            )
+
+    def first_level(self, logits: Tensor, width: int, sampling: BatchSampling, positions: Sequence[int]) -> Tensor:
+        if sampling.is_greedy:
+            return draft_sample(logits, width, mode="top")[0]
+        at = torch.tensor(positions, device=logits.device)
+        return draft_sample(logits, width, mode="without", positions=at, **sampling.keywords())[0]
+
+    def accept(self, rows: JudgedRows) -> AcceptResult:
+        parents, bounds, device = rows.trees.parents.tolist(), rows.trees.cu_nodes.tolist(), rows.logits.device
+        branches: list[tuple[int, list[int]]] = []  # request, its nodes in the tree
+        places: list[int] = []  # among the request's branches
+        numbers: list[int] = []
+        shapes: list[Tree] = []
+        for b, (first, last) in enumerate(pairwise(bounds)):
+            tree = Tree(parents[first:last]) if last > first else Tree.chain(0)
+            for place, top in enumerate(tree.children(0)):
+                nodes = [top]
+                for node in nodes:
+                    nodes += tree.children(node)
+                number = {node: i for i, node in enumerate(nodes)}
+                branches.append((b, nodes))
+                places.append(place)
+                shapes.append(Tree([-1, *(number[tree.parents[node]] for node in nodes[1:])]))
+                numbers += (first + node for node in nodes)
+        packed, at = pack_trees(shapes, device), torch.tensor(numbers, device=device)
+        owner = torch.tensor([b for b, _ in branches], device=device)
+        each = rows.sampling.of_requests(owner)
+        if each.seeds is not None:
+            each = replace(each, seeds=each.seeds + (torch.tensor(places, device=device) + 1) * _SEED_STEP)
+        judged = accept_tree(
+            rows.logits[at],
+            rows.tokens[at],
+            packed.parents,
+            packed.cu_nodes,
+            max(shape.max_depth for shape in shapes),
+            rule="rejection",
+            draft_logits=rows.draft_logits,
+            draft_rows=None if rows.draft_rows is None else rows.draft_rows[at],
+            positions=rows.positions[owner] + 1,
+            **each.keywords(),
+        )
+        each_tokens = [rows.tokens[first:last].tolist() for first, last in pairwise(bounds)]
+        return _longest(each_tokens, branches, judged)
+
+
+def _longest(
+    tokens: Sequence[Sequence[int]],
+    branches: Sequence[tuple[int, list[int]]],
+    judged: AcceptResult,
+) -> AcceptResult:
+    paths, status = judged.path.tolist(), judged.status.tolist()
+    best: dict[int, list[int]] = {}
+    wrong = [0] * len(tokens)
+    for (b, nodes), path, count, bits in zip(branches, paths, judged.num_accepted.tolist(), status, strict=True):
+        wrong[b] |= bits
+        if tokens[b][nodes[0]] >= 0 and count + 1 > len(best.get(b, ())):
+            best[b] = [nodes[place] for place in path[: count + 1]]
+    width = 1 + max(map(len, best.values()), default=1)
+
+    def filled(numbers: Sequence[int]) -> list[int]:
+        return [*numbers, *[-1] * (width - len(numbers))]
+
+    chosen = [best.get(b, []) for b in range(len(tokens))]
+    device = judged.path.device
+    return AcceptResult(
+        torch.tensor([filled([tokens[b][node] for node in path]) for b, path in enumerate(chosen)], device=device),
+        torch.tensor([filled([0, *path]) for path in chosen], dtype=torch.int32, device=device),
+        torch.tensor([max(len(path) - 1, 0) for path in chosen], dtype=torch.int32, device=device),
+        torch.tensor(wrong, dtype=torch.int32, device=device),
+    )
