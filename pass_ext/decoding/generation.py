@@ -24,7 +24,7 @@ from pass_ext.decoding.loop.step import Step
 from pass_ext.decoding.loop.synthetic import Rates, Synthetic
 from pass_ext.decoding.loop.texts import Texts
 from pass_ext.decoding.methods import Method, Plain
-from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.requests.config_processor import config_processor
 from pass_ext.decoding.requests.grammar.guides import GrammarArgument, guides_of
 from pass_ext.decoding.requests.listener import Listener

@@ -116,12 +116,11 @@ _OWN_FORWARD = ["tests/decoding/models/test_own_forward.py", "tests/decoding/mod
 
 # Path below pass_ext/decoding/ -> the tests.
 _PYTHON: dict[str, list[str]] = {
-    "models/patching/attention_arguments": ["tests/decoding/models/test_decoded_models.py"],
-    "models/patching/shadow": ["tests/decoding/models/test_model_meanwhile.py"],
-    "models/placeholders": ["tests/decoding/models/test_decoded_models.py"],
+    "models/shadow": ["tests/decoding/models/test_model_meanwhile.py", "tests/decoding/models/test_layer_adapters.py"],
+    "models/limits": ["tests/decoding/models/test_decoded_models.py", "tests/decoding/models/test_adapted_models.py"],
     "planning/calibration": ["tests/decoding/planning/test_calibration.py"],
     "requests/config_processor": ["tests/decoding/test_generation_config.py"],
-    "models/vocabulary": _SPECULATIVE,
+    "models/vocabulary": ["tests/decoding/test_tensor_parallel.py", *_SPECULATIVE],
     "planning/draft_tree": ["tests/decoding/planning/test_draft_plan.py"],
     "drafting/drafting": [
         "tests/decoding/planning/test_pace.py",
@@ -129,13 +128,16 @@ _PYTHON: dict[str, list[str]] = {
         *_BOTH[:-1],
         f"{_BOTH[-1]} or drafting_method",
     ],
-    "models/early_exit/model": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
+    "models/early_exit": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
     "drafting/early_stop": ["tests/decoding/drafting/test_early_flag.py"],
-    "models/logit_shards": ["tests/decoding/test_tensor_parallel.py"],
-    "models/patching/layer_parts": ["tests/decoding/models/test_layers_one_by_one.py"],
-    **{f"models/patching/{name}": _OWN_FORWARD for name in ("own_forward", "model_plan", "comparison", "way")},
+    **{f"models/{name}": _OWN_FORWARD for name in ("own_forward", "parts", "way")},
     "session/step_attention": ["tests/decoding/test_session.py", "tests/decoding/models/test_own_forward.py"],
-    "models/patching/few_rows": ["tests/ops/test_linear.py", "-k", "not thread"],
+    "models/module_ops": [
+        "tests/decoding/models/test_known_parts.py",
+        "tests/ops/test_linear.py",
+        "-k",
+        "not thread",
+    ],
     "loop/loop": [*_AHEAD, *_PACE],
     "loop/step": _AHEAD,
     "loop/choice": _AHEAD,
@@ -157,21 +159,14 @@ _PYTHON: dict[str, list[str]] = {
         "tests/decoding/planning/test_pass_plan.py",
         "tests/decoding/planning/test_calibration.py",
     ],
-    "models/hidden_rows": _SPECULATIVE,
-    "models/patching/layer_adapters": ["tests/decoding/models/test_layer_adapters.py"],
     "arguments": ["tests/decoding/test_wrong_types.py"],
     "models/slots": ["tests/decoding/models/test_layer_adapters.py", "tests/decoding/test_session.py"],
-    "models/cache_name": ["tests/decoding/models/test_cache_name.py"],
-    "models/patching/layer_offsets": ["tests/training/test_lookahead_embedding.py"],
     "drafting/levels": _SPECULATIVE,
     "requests/corpus": ["tests/decoding/drafting/test_corpus.py"],
     "requests/listener": _GENERATE,
     "drafting/longest_branch": ["tests/decoding/drafting/test_speculative_laws.py"],
-    "models/patching/mask_patterns": ["tests/decoding/models/test_row_attention.py"],
     "generation": _BOTH,
     "methods": _BOTH,
-    "models/adapt": ["tests/decoding/test_generate.py", "-k", "refusals"],
-    "models/early_exit/draft": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
     "drafting/of_method": [
         "tests/decoding/planning/test_model_plan.py",
         "tests/decoding/drafting/test_drafting_method.py",
@@ -206,13 +201,6 @@ _PYTHON: dict[str, list[str]] = {
     "drafting/lookahead/recall": ["tests/decoding/drafting/test_recalling_drafts.py"],
     "drafting/lookahead/tree_filler": _LOOK_AHEAD,
     "planning/for_lookahead": ["tests/decoding/planning/test_pass_plan.py"],
-    "models/peft_adapters": ["tests/decoding/models/test_adapted_models.py"],
-    "models/plain_tensors": [
-        "tests/decoding/models/test_adapted_models.py",
-        "tests/ops/test_linear.py",
-        "-k",
-        "not thread",
-    ],
     "planning/lookahead_tree": ["tests/decoding/planning/test_planner.py", "tests/decoding/planning/test_pass_plan.py"],
     "requests/processors": _GENERATE,
     "requests/grammar/guide": _GRAMMAR,
@@ -222,7 +210,10 @@ _PYTHON: dict[str, list[str]] = {
     "requests/prompts": _GENERATE,
     "rules": _SPECULATIVE,
     "profiling": _GENERATE,
-    "models/patching/row_attention": ["tests/decoding/models/test_row_attention.py"],
+    "models/row_attention": [
+        "tests/decoding/models/test_row_attention.py",
+        "tests/decoding/models/test_decoded_models.py",
+    ],
     "sampling": ["tests/decoding/loop/test_several_texts.py", *_GENERATE],
     "session/opening": [
         "tests/decoding/test_session.py",
@@ -230,7 +221,7 @@ _PYTHON: dict[str, list[str]] = {
         "-k",
         "test_session or longest_text",
     ],
-    "session/packs": _GENERATE,
+    "session/step_inputs": _GENERATE,
     "session/reading": [
         "tests/decoding/loop/test_several_texts.py",
         *_GENERATE[:-1],
@@ -239,7 +230,6 @@ _PYTHON: dict[str, list[str]] = {
     "session/session": ["tests/decoding/test_session.py", *_GENERATE[:-1], f"{_GENERATE[-1]} or test_session"],
     "requests/stateful_processors": ["tests/decoding/test_stateful_processors.py"],
     "stats": ["tests/decoding/test_stats.py"],
-    "models/patching/known_parts": ["tests/decoding/models/test_known_parts.py"],
     "planning/step_times": ["tests/decoding/planning/test_step_times.py"],
     "models/transformers": ["tests/decoding/models/test_decoded_models.py"],
 }
@@ -249,4 +239,4 @@ TARGETS |= {f"pass_ext/decoding/{name}.py": ([], tests) for name, tests in _PYTH
 # Files without tests here: they choose among instruction sets, need a GPU or hold no code.
 LEFT_OUT = ["csrc/core/platform.h", "csrc/core/grid.h"]
 LEFT_OUT += [f"csrc/cpu/{name}" for name in ("isa.h", "isa.cpp", "each_isa.h", "buffer.h")]
-LEFT_OUT += [f"pass_ext/decoding/{name}.py" for name in ("session/graphs", "session/recording", "session/uploads")]
+LEFT_OUT += [f"pass_ext/decoding/{name}.py" for name in ("session/recording",)]

@@ -27,9 +27,9 @@ from pass_ext.decoding.profiling import profiled
 from pass_ext.decoding.requests.processors import processed
 from pass_ext.decoding.requests.stateful_processors import Processor
 from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
-from pass_ext.decoding.session.packs import TreePacks
 from pass_ext.decoding.session.reading import read_prompts
 from pass_ext.decoding.session.session import Session
+from pass_ext.decoding.session.step_inputs import TreePacks
 from pass_ext.ops.accept import AcceptResult, accept_tree
 from pass_ext.tree import Tree
 

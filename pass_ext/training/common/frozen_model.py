@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.checkpoint import load_checkpoint
-from pass_ext.decoding.models.cache_name import cache_name
+from pass_ext.decoding.models.parts import cache_name
 
 _DIGESTED = 64  # elements of a parameter, evenly spread
 

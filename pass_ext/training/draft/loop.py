@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.models.early_exit.draft import exit_parts
+from pass_ext.decoding.models.early_exit import exit_parts
 from pass_ext.modules.exit_adapter import ExitAdapter
 from pass_ext.training.common.loss import distillation_loss
 from pass_ext.training.common.trainer import Trainer, rate_at

@@ -6,14 +6,13 @@ their own. Slot i predicts the token at a + 2 + i, as the ordinary row at a + 1 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.models.cache_name import cache_name
-from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets
+from pass_ext.decoding.models.parts import cache_name
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.training.lookahead.adapters import adapters_in_training
 
@@ -41,13 +40,11 @@ def slot_rows(
     length, decoder = past.get_seq_length(), model.get_decoder()
     ids = (-1 - torch.arange(slots, device=anchors.device)).repeat(batch, count)
     positions = anchors[..., None] + 1 + torch.arange(slots, device=anchors.device)
-    with (
-        LayerOffsets(model).attached() if embedding.deep is not None else nullcontext() as shifted,
-        adapters_in_training(model, embedding.adapters, ids),
-    ):
-        if shifted is not None and embedding.deep is not None:
-            # A tensor by layer: the gradient of an index into one tensor of all layers is as large as that tensor.
-            shifted.offsets = embedding.deep[:, :slots].to(table.dtype).repeat(1, count, 1).unbind()
+    offsets: Sequence[Tensor] = ()
+    if embedding.deep is not None:
+        # A tensor by layer: the gradient of an index into one tensor of all layers is as large as that tensor.
+        offsets = embedding.deep[:, :slots].to(table.dtype).repeat(1, count, 1).unbind()
+    with adapters_in_training(model, embedding.adapters, ids, offsets):
         hidden = decoder(
             inputs_embeds=embedding(ids, table),
             position_ids=positions.flatten(1),

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from pass_ext.checkpoint import with_dtype
-from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
 from pass_ext.modules.files import pretrained_path
 from pass_ext.modules.fingerprint import fingerprint_of
 from pass_ext.modules.lookahead import LookaheadEmbedding
@@ -22,6 +21,7 @@ from pass_ext.training.common.run import Run
 from pass_ext.training.common.steps import Checkpoint, take_steps, watched
 from pass_ext.training.common.windows import Windows, windows_of
 from pass_ext.training.lookahead import record
+from pass_ext.training.lookahead.adapters import adapter_sizes
 from pass_ext.training.lookahead.evaluation import evaluate
 from pass_ext.training.lookahead.loop import LookaheadTrainer, Settings
 

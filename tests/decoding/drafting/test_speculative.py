@@ -16,7 +16,7 @@ from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Specula
 from pass_ext.decoding.drafting.early_stop import EarlyFlag
 from pass_ext.decoding.drafting.from_draft_model import ModelDrafter
 from pass_ext.decoding.drafting.step import Proposal
-from pass_ext.decoding.session.packs import TreePacks
+from pass_ext.decoding.session.step_inputs import TreePacks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
