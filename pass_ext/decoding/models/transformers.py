@@ -124,7 +124,8 @@ class TransformersModel(Adapted):
             inner = unwrapped(shadow)
             attend_by_rows(inner)
             computes_by_ops(inner, are_few_of_our_call)
-            add_adapters(inner, self._adapted)
+            if self._adapted:
+                add_adapters(inner, self._adapted)
             head = inner.get_output_embeddings()
             if isinstance(head, nn.Module):
                 head.forward = partial(self._kept_before, head.forward)
