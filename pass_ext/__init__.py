@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pass_ext.decoding.drafting.drafter import Drafter, DraftingMethod
     from pass_ext.decoding.generation import generate
     from pass_ext.decoding.methods import MultiCandidate, NGram, PaSS, Plain, Speculative
-    from pass_ext.decoding.models.early_exit.draft import EarlyExitDraft
+    from pass_ext.decoding.models.early_exit import EarlyExitDraft
     from pass_ext.decoding.models.packed import PackedModel
     from pass_ext.decoding.requests.grammar import Grammar
     from pass_ext.decoding.session.session import Session
@@ -82,7 +82,7 @@ _MODULES = ("distributed", "drafting", "layers")
 _LATER = {
     "Drafter": "decoding.drafting.drafter",
     "DraftingMethod": "decoding.drafting.drafter",
-    "EarlyExitDraft": "decoding.models.early_exit.draft",
+    "EarlyExitDraft": "decoding.models.early_exit",
     "Grammar": "decoding.requests.grammar",
     "MultiCandidate": "decoding.methods",
     "NGram": "decoding.methods",

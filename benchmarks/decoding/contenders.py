@@ -145,7 +145,7 @@ def counted_calls(model: Any, enabled: bool) -> Iterator[list[int]]:
 
 def assisted_contender(model: Any, layers: int) -> Contender:
     """transformers' assisted decoding, with the model's first layers as the assistant."""
-    from pass_ext.decoding.models.early_exit.model import first_layers
+    from pass_ext.decoding.models.early_exit import first_layers
 
     assistant = first_layers(model, layers)
     assistant.generation_config = copy.deepcopy(model.generation_config)

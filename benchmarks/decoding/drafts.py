@@ -84,7 +84,7 @@ def load_drafts(options: argparse.Namespace, model: Any, tokenizer: Any) -> Draf
 def _draft(name: str, options: argparse.Namespace, model: Any, tokenizer: Any) -> Callable[[Any], Any]:
     kind, _, exit_of = name.partition(":")
     if kind == "exit":
-        from pass_ext.decoding.models.early_exit.draft import EarlyExitDraft
+        from pass_ext.decoding.models.early_exit import EarlyExitDraft
 
         how: dict[str, Any] = {"layers": int(exit_of)} if exit_of.isdigit() else {"adapter": exit_of}
         EarlyExitDraft(model, **how)  # refuses now what does not fit the model
@@ -201,7 +201,7 @@ def watched_drafters() -> Iterator[list[Any]]:
 
 def plans_of(some: Sequence[Entrant], model: Any) -> dict[str, Any]:
     """Name -> plan, for each entrant with "auto"."""
-    from pass_ext.decoding.models.adapt import packed_model
+    from pass_ext.decoding.models.early_exit import packed_model
     from pass_ext.decoding.planning.for_draft_model import draft_plan
 
     target, graphs = packed_model(model), model.device.type == "cuda"

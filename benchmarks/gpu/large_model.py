@@ -30,7 +30,7 @@ from benchmarks.harness import evidence, gpu_timing, machine
 from benchmarks.harness.cases import settings_for
 from benchmarks.harness.command import provenance
 from pass_ext import LookaheadEmbedding, PaSS, Plain, Tree
-from pass_ext.decoding.models.patching import few_rows, way
+from pass_ext.decoding.models import module_ops, way
 
 FILES = {False: "large-model.json", True: "small-model.json"}
 SMALL = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
@@ -80,12 +80,12 @@ def contenders(model: Any, ids: torch.Tensor) -> dict[str, tuple[int, int, Calla
 
     def by_other_products(method: Any) -> Callable[[int], Any]:
         def run(count: int) -> Any:
-            usual, few_rows.MOST_BYTES_ON_CUDA = few_rows.MOST_BYTES_ON_CUDA, other
+            usual, module_ops.MOST_BYTES_ON_CUDA = module_ops.MOST_BYTES_ON_CUDA, other
             way._kept.clear()  # what was chosen before
             try:
                 return pass_ext.generate(model, ids, method, max_new_tokens=count)
             finally:
-                few_rows.MOST_BYTES_ON_CUDA = usual
+                module_ops.MOST_BYTES_ON_CUDA = usual
                 way._kept.clear()
 
         return run

@@ -30,7 +30,7 @@ from pass_ext.decoding.loop.loop import Loop, Step
 from pass_ext.decoding.loop.scores import Scores
 from pass_ext.decoding.loop.texts import Listener, Texts
 from pass_ext.decoding.methods import Method, Plain
-from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.requests.guides import GrammarArgument, guides_of
 from pass_ext.decoding.requests.processors import Processor, processors_of
 from pass_ext.decoding.requests.prompts import prompts_of, special_tokens, warn_of_length

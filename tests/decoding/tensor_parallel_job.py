@@ -17,7 +17,7 @@ from transformers.distributed import DistributedConfig
 import pass_ext
 from pass_ext.decoding.drafting.lookahead.of_pass import lookahead_drafter
 from pass_ext.decoding.drafting.lookahead.slot_tokens import transition_tables
-from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.modules.files import fingerprint_of
 
 PROMPTS = torch.tensor([[1, 5, 9, 20], [7, 7, 3, 11]])

@@ -487,7 +487,7 @@ def test_drafts_by_name(model, tmp_path):
     from pass_ext.modules.decision import DecisionModel
 
     DecisionModel("entropy", threshold=0.3).save(tmp_path / "a-decision-entropy.safetensors")
-    exits = pytest.importorskip("pass_ext.decoding.models.early_exit.draft")
+    exits = pytest.importorskip("pass_ext.decoding.models.early_exit")
     arguments = [
         "--dtype",
         "float32",
@@ -544,7 +544,7 @@ def test_transformers_with_its_static_cache_writes_the_same(model):
 
 def test_the_first_layers_share_weights_and_nothing_else(model):
     from benchmarks.decoding.contenders import counted_calls
-    from pass_ext.decoding.models.early_exit.model import first_layers
+    from pass_ext.decoding.models.early_exit import first_layers
 
     part = first_layers(model, 1)
     assert part.config.num_hidden_layers == 1 and model.config.num_hidden_layers == 2

@@ -116,11 +116,10 @@ _OWN_FORWARD = ["tests/decoding/models/test_own_forward.py", "tests/decoding/mod
 
 # Path below pass_ext/decoding/ -> the tests.
 _PYTHON: dict[str, list[str]] = {
-    "models/patching/attention_arguments": ["tests/decoding/models/test_decoded_models.py"],
-    "models/patching/shadow": ["tests/decoding/models/test_model_meanwhile.py"],
-    "models/placeholders": ["tests/decoding/models/test_decoded_models.py"],
+    "models/shadow": ["tests/decoding/models/test_model_meanwhile.py", "tests/decoding/models/test_layer_adapters.py"],
+    "models/limits": ["tests/decoding/models/test_decoded_models.py", "tests/decoding/models/test_adapted_models.py"],
     "planning/calibration": ["tests/decoding/planning/test_calibration.py"],
-    "models/vocabulary": _SPECULATIVE,
+    "models/vocabulary": ["tests/decoding/test_tensor_parallel.py", *_SPECULATIVE],
     "planning/draft_tree": ["tests/decoding/planning/test_draft_plan.py"],
     "drafting/drafting": [
         "tests/decoding/planning/test_pace.py",
@@ -128,12 +127,15 @@ _PYTHON: dict[str, list[str]] = {
         *_BOTH[:-1],
         f"{_BOTH[-1]} or drafting_method",
     ],
-    "models/early_exit/model": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
-    "models/logit_shards": ["tests/decoding/test_tensor_parallel.py"],
-    "models/patching/layer_parts": ["tests/decoding/models/test_layers_one_by_one.py"],
-    **{f"models/patching/{name}": _OWN_FORWARD for name in ("own_forward", "model_plan", "comparison", "way")},
+    "models/early_exit": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
+    **{f"models/{name}": _OWN_FORWARD for name in ("own_forward", "parts", "way")},
     "session/step_attention": ["tests/decoding/test_session.py", "tests/decoding/models/test_own_forward.py"],
-    "models/patching/few_rows": ["tests/ops/test_linear.py", "-k", "not thread"],
+    "models/module_ops": [
+        "tests/decoding/models/test_known_parts.py",
+        "tests/ops/test_linear.py",
+        "-k",
+        "not thread",
+    ],
     "loop/loop": [*_AHEAD, *_PACE],
     "loop/fixed_step": _AHEAD,
     "loop/device_step": _AHEAD,
@@ -151,21 +153,14 @@ _PYTHON: dict[str, list[str]] = {
         "tests/decoding/planning/test_pass_plan.py",
         "tests/decoding/planning/test_calibration.py",
     ],
-    "models/hidden_rows": _SPECULATIVE,
-    "models/patching/layer_adapters": ["tests/decoding/models/test_layer_adapters.py"],
     "arguments": ["tests/decoding/test_wrong_types.py"],
     "models/slots": ["tests/decoding/models/test_layer_adapters.py", "tests/decoding/test_session.py"],
-    "models/cache_name": ["tests/decoding/models/test_cache_name.py"],
-    "models/patching/layer_offsets": ["tests/training/test_lookahead_embedding.py"],
-    "requests/corpus": ["tests/decoding/drafting/test_corpus.py"],
     "accept/function": _SPECULATIVE,
     "accept/longest_branch": ["tests/decoding/drafting/test_speculative_laws.py", _SPECULATIVE[0]],
     "accept/synthetic": ["tests/decoding/loop/test_synthetic.py"],
-    "models/patching/mask_patterns": ["tests/decoding/models/test_row_attention.py"],
+    "requests/corpus": ["tests/decoding/drafting/test_corpus.py"],
     "generation": _BOTH,
     "methods": _BOTH,
-    "models/adapt": ["tests/decoding/test_generate.py", "-k", "refusals"],
-    "models/early_exit/draft": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
     "drafting/drafter": ["tests/decoding/drafting/test_drafting_method.py"],
     "drafting/draft_calls": _SPECULATIVE,
     "drafting/candidates": _BOTH,
@@ -195,13 +190,6 @@ _PYTHON: dict[str, list[str]] = {
     "drafting/lookahead/recall": ["tests/decoding/drafting/test_recalling_drafts.py"],
     "drafting/lookahead/tree_filler": _LOOK_AHEAD,
     "planning/for_lookahead": ["tests/decoding/planning/test_pass_plan.py"],
-    "models/peft_adapters": ["tests/decoding/models/test_adapted_models.py"],
-    "models/plain_tensors": [
-        "tests/decoding/models/test_adapted_models.py",
-        "tests/ops/test_linear.py",
-        "-k",
-        "not thread",
-    ],
     "planning/lookahead_tree": ["tests/decoding/planning/test_planner.py", "tests/decoding/planning/test_pass_plan.py"],
     "requests/processors": [
         "tests/decoding/test_stateful_processors.py",
@@ -213,9 +201,12 @@ _PYTHON: dict[str, list[str]] = {
     "requests/guides": _GRAMMAR,
     "requests/prompts": _GENERATE,
     "profiling": _GENERATE,
-    "models/patching/row_attention": ["tests/decoding/models/test_row_attention.py"],
+    "models/row_attention": [
+        "tests/decoding/models/test_row_attention.py",
+        "tests/decoding/models/test_decoded_models.py",
+    ],
     "sampling": ["tests/decoding/loop/test_several_texts.py", *_GENERATE],
-    "session/packs": _GENERATE,
+    "session/step_inputs": _GENERATE,
     "session/reading": [
         "tests/decoding/loop/test_several_texts.py",
         *_GENERATE[:-1],
@@ -228,7 +219,6 @@ _PYTHON: dict[str, list[str]] = {
         f"{_GENERATE[-1]} or test_session or longest_text",
     ],
     "stats": ["tests/decoding/test_stats.py"],
-    "models/patching/known_parts": ["tests/decoding/models/test_known_parts.py"],
     "planning/step_times": ["tests/decoding/planning/test_step_times.py"],
     "models/transformers": ["tests/decoding/models/test_decoded_models.py"],
 }
@@ -238,4 +228,4 @@ TARGETS |= {f"pass_ext/decoding/{name}.py": ([], tests) for name, tests in _PYTH
 # Files without tests here: they choose among instruction sets, need a GPU or hold no code.
 LEFT_OUT = ["csrc/core/platform.h", "csrc/core/grid.h"]
 LEFT_OUT += [f"csrc/cpu/{name}" for name in ("isa.h", "isa.cpp", "each_isa.h", "buffer.h")]
-LEFT_OUT += [f"pass_ext/decoding/{name}.py" for name in ("session/graphs", "session/recording", "session/uploads")]
+LEFT_OUT += [f"pass_ext/decoding/{name}.py" for name in ("session/recording",)]

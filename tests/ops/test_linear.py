@@ -1,5 +1,5 @@
 """linear_rows on every backend: values against float64, bits of a row that do not depend on other rows, and
-memory that must not be read. Also `few_rows_linear`, which gives the op to a model's layers.
+memory that must not be read. Also `computes_by_ops`, which gives the op to a model's layers.
 """
 
 import sys
@@ -12,8 +12,8 @@ from torch.nn import functional
 
 import pass_ext
 from pass_ext import reference
-from pass_ext.decoding.models.patching import few_rows
-from pass_ext.decoding.models.patching.few_rows import are_few, few_rows_linear, most_few_rows
+from pass_ext.decoding.models import module_ops
+from pass_ext.decoding.models.module_ops import are_few, computes_by_ops, most_few_rows
 from pass_ext.testing import assert_error_within, assert_same_bits, cpu_backends
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -224,7 +224,7 @@ def test_compiles_whole():
     assert_same_bits(compiled(x), pass_ext.layers.linear_rows(x * 2, weight, bias) + 1)
 
 
-# ---- few_rows_linear ----
+# ---- a model's layers ----
 
 
 class Twice(nn.Linear):
@@ -244,15 +244,13 @@ def make_model():
 @pytest.fixture
 def calls(monkeypatch):
     """The number of rows of each call of the op."""
-    from pass_ext.decoding.models.patching import few_rows
-
-    seen, op = [], few_rows._op
+    seen, op = [], module_ops._linear
 
     def counting(x, weight, bias):
         seen.append(x.numel() // x.shape[-1])
         return op(x, weight, bias)
 
-    monkeypatch.setattr(few_rows, "_op", counting)
+    monkeypatch.setattr(module_ops, "_linear", counting)
     return seen
 
 
@@ -260,34 +258,31 @@ def has_own_forward(model):
     return [name for name, layer in model.named_modules() if "forward" in vars(layer)]
 
 
-def test_plain_layers_compute_through_the_op_while_it_lasts(calls):
+def test_plain_layers_compute_through_the_op(calls):
     model, x = make_model(), torch.randn(2, 3, 16).bfloat16()
     with torch.no_grad():
         expected = model(x)
-        with few_rows_linear(model):
-            assert has_own_forward(model) == ["0", "2.0"]
-            hidden = functional.gelu(pass_ext.layers.linear_rows(x, model[0].weight, model[0].bias))
-            middle = pass_ext.layers.linear_rows(hidden, model[2][0].weight)
-            assert_same_bits(model(x), model[3](middle))
-            torch.testing.assert_close(model(x), expected)
-            assert calls == [6] * 4
-        assert has_own_forward(model) == []
-        assert_same_bits(model(x), expected)
-        assert len(calls) == 4
+        computes_by_ops(model, are_few)
+        assert has_own_forward(model) == ["0", "2.0"]
+        hidden = functional.gelu(pass_ext.layers.linear_rows(x, model[0].weight, model[0].bias))
+        middle = pass_ext.layers.linear_rows(hidden, model[2][0].weight)
+        assert_same_bits(model(x), model[3](middle))
+        torch.testing.assert_close(model(x), expected)
+        assert calls == [6] * 4
 
 
 def test_many_rows_and_gradients_go_where_they_went(calls, monkeypatch):
-    monkeypatch.setattr(few_rows, "most_few_rows", lambda dtype, is_cpu: 100)
+    monkeypatch.setattr(module_ops, "most_few_rows", lambda dtype, is_cpu: 100)
     model = make_model()
     few, most, more = (torch.randn(rows, 16).bfloat16() for rows in (1, 100, 101))
-    with few_rows_linear(model):
-        model(few).sum().backward()
-        assert calls == [] and model[0].weight.grad is not None
-        with torch.inference_mode():
-            model(more)
-            assert calls == []
-            model(most)
-            assert calls == [100] * 2
+    computes_by_ops(model, are_few)
+    model(few).sum().backward()
+    assert calls == [] and model[0].weight.grad is not None
+    with torch.inference_mode():
+        model(more)
+        assert calls == []
+        model(most)
+        assert calls == [100] * 2
 
 
 @pytest.mark.parametrize(
@@ -300,7 +295,7 @@ def test_many_rows_and_gradients_go_where_they_went(calls, monkeypatch):
     ],
 )
 def test_rows_are_few_while_pytorch_is_slower(monkeypatch, machine, amx, bf16, fp16, expected):
-    monkeypatch.setattr(few_rows.platform, "machine", lambda: machine)
+    monkeypatch.setattr(module_ops.platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: fp16)
@@ -314,22 +309,6 @@ def test_rows_of_slots_do_not_count():
     assert are_few(68, 64, 4) and not are_few(69, 64, 4)
 
 
-def test_nested_and_broken_off(calls):
-    model = make_model()
-    with few_rows_linear(model), few_rows_linear(model[2]):
-        assert has_own_forward(model) == ["0", "2.0"]
-    assert has_own_forward(model) == []
-    with few_rows_linear(model[2]):
-        with pytest.raises(KeyError), few_rows_linear(model):
-            assert has_own_forward(model) == ["0", "2.0"]
-            raise KeyError
-        assert has_own_forward(model) == ["2.0"]
-        with torch.no_grad():
-            model(torch.randn(2, 16).bfloat16())
-        assert calls == [2]
-    assert has_own_forward(model) == []
-
-
 def test_layers_that_are_not_plain_are_left_alone():
     hooked = make_model()
     hooked[0].register_forward_hook(lambda *_: None)
@@ -341,11 +320,12 @@ def test_layers_that_are_not_plain_are_left_alone():
         (make_model().double(), []),
         (make_model().to("meta"), []),
     ):
-        with few_rows_linear(model):
-            assert has_own_forward(model) == changed
+        computes_by_ops(model, are_few)
+        assert has_own_forward(model) == changed
     assert own[0].forward is forward
-    with torch.autocast("cpu", torch.bfloat16), few_rows_linear(model := make_model().float()):
-        assert has_own_forward(model) == []
+    with torch.autocast("cpu", torch.bfloat16):
+        computes_by_ops(model := make_model().float(), are_few)
+    assert has_own_forward(model) == []
 
 
 class Own(torch.Tensor):
@@ -356,8 +336,8 @@ def test_weights_that_are_no_plain_tensors_are_left_alone():
     def changed(change):
         model = make_model()
         change(model[0])
-        with few_rows_linear(model):
-            return has_own_forward(model)
+        computes_by_ops(model, are_few)
+        return has_own_forward(model)
 
     def own_weight(layer):
         layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Own))
@@ -384,7 +364,8 @@ def test_weights_that_are_replaced_meanwhile_are_used(calls):
     model, x = make_model(), torch.randn(3, 16).bfloat16()
     layer = model[0]
     first, other = layer.weight, nn.Parameter(torch.randn(32, 16).bfloat16())
-    with torch.no_grad(), few_rows_linear(model):
+    computes_by_ops(model, are_few)
+    with torch.no_grad():
         layer.weight = other
         assert_same_bits(layer(x), functional.linear(x, other, layer.bias))
         layer.weight, layer.bias, bias = first, None, layer.bias

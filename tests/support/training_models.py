@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from pass_ext import LookaheadEmbedding
-from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
 from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.training.common.own_texts import Sample
 from pass_ext.training.common.run import Windows
+from pass_ext.training.lookahead.adapters import adapter_sizes
 from pass_ext.training.lookahead.loop import Settings
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from pass_ext.decoding.models.logit_shards import LogitShards
+from pass_ext.decoding.models.vocabulary import LogitShards
 from pass_ext.decoding.requests.processors import Processor
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.ops.accept import AcceptResult, accept_tree

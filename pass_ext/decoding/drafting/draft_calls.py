@@ -17,13 +17,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.models.early_exit.draft import unwrapped
-from pass_ext.decoding.models.hidden_rows import kept_hidden
 from pass_ext.decoding.models.packed import Adapted
+from pass_ext.decoding.models.parts import unwrapped
 from pass_ext.decoding.models.vocabulary import in_vocabulary
-from pass_ext.decoding.session.packs import TreePacks
 from pass_ext.decoding.session.session import Session
-from pass_ext.decoding.session.uploads import uploaded
+from pass_ext.decoding.session.step_inputs import TreePacks, uploaded
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
 _MAX_LAG = (
@@ -118,7 +116,7 @@ class DraftCalls:
         )
         self._last = _LastCall(trees, lags, packed, list(map(len, self._texts)), [])
         with ExitStack() as stack:
-            hidden_rows = stack.enter_context(kept_hidden(self._draft)) if self._keep_hidden else None
+            hidden_rows = stack.enter_context(self._draft.keeping_hidden()) if self._keep_hidden else None
             # Recorded calls compute the logits of all rows; the next call overwrites them.
             call = self._session.call
             logits = call(packed, ids)[rows] if self._graphs else call(packed, ids, rows)

@@ -28,7 +28,7 @@ from pass_ext.decoding.planning.step_times import StepTimes
 from pass_ext.decoding.requests.guides import Guides
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.session.session import Session
-from pass_ext.decoding.session.uploads import uploaded
+from pass_ext.decoding.session.step_inputs import uploaded
 from pass_ext.ops.common.rules import RULES
 
 DRAFT_MODEL, LOOK_AHEAD, N_GRAM = "draft model", "look-ahead", "n-gram"

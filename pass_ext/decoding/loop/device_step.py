@@ -29,7 +29,7 @@ from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.session.reading import read_prompts
 from pass_ext.decoding.session.recording import record_graph
 from pass_ext.decoding.session.session import Session
-from pass_ext.decoding.session.uploads import uploaded
+from pass_ext.decoding.session.step_inputs import uploaded
 from pass_ext.ops.accept import AcceptResult
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import inspect
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.logit_shards import LogitShards
-from pass_ext.decoding.models.plain_tensors import is_plain
+from pass_ext.decoding.models.module_ops import is_plain
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
+from pass_ext.decoding.models.vocabulary import LogitShards
 from pass_ext.ops.lookahead import lookahead_embed
 
 
@@ -46,29 +47,22 @@ class Attend(Protocol):
 
 
 class StepAttend(Attend, Protocol):
-    """``Attend`` of a session's call, and what a model that computes many layers at once must know of it."""
-
-    @property
-    def slot_rows(self) -> int:
-        """How many rows are look-ahead slots'; 0 where the host does not know it."""
+    """``Attend`` of a session's call, as our own models take it; ``StepAttention`` says what each does."""
 
     is_first: bool
-    """This call makes the caches."""
     may_have_changed: bool
-    """The caller's code may have run since the last call, and changed the model."""
+    options: list[dict[str, Any]]
 
-    def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
-        """The arguments of ``layer_stack`` from ``caches`` to ``depths``, for so many layers with keys ``[N, heads, head_dim]``
-        in the dtype of these rows; None if the caches are others."""
+    @property
+    def slot_rows(self) -> int: ...
 
-    def take(self, new: Tensor) -> None:
-        """Takes the keys and values ``[2 * layers, N, KV heads, D]`` that ``layer_stack`` made."""
+    def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None: ...
 
-    def again(self, rows: int) -> StepAttend:
-        """The attention of the first rows once more, after a call; what it makes reaches no cache."""
+    def take(self, new: Tensor) -> None: ...
 
-    def new_rows(self) -> list[Tensor] | Tensor:
-        """Keys and values of the rows, ``[N, KV heads, D]`` of layer 0, of layer 1 …; or all in one tensor."""
+    def again(self, rows: int) -> StepAttend: ...
+
+    def new_rows(self) -> list[Tensor] | Tensor: ...
 
 
 class Adapt(Protocol):
@@ -101,6 +95,27 @@ class PackedModel(Protocol):
         Returns:
             Logits ``[N or len(wanted), V]``.
         """
+
+
+class KeptHidden:
+    """The input rows of a model's output layer, from its last call."""
+
+    def __init__(self) -> None:
+        self._rows: Tensor | None = None
+
+    def keep(self, rows: Tensor) -> None:
+        """Keeps the rows ``[..., d]``."""
+        self._rows = rows.flatten(0, -2)
+
+    @property
+    def rows(self) -> Tensor:
+        """``[rows, d]``, one for each row of the last call's logits. Valid until the next call."""
+        if self._rows is None:
+            raise RuntimeError(
+                "no hidden rows are kept: the model was not called yet, or it does not call its output layer (a replayed "
+                "CUDA graph calls none)"
+            )
+        return self._rows
 
 
 class Adapted:
@@ -156,6 +171,27 @@ class Adapted:
         """The context in which the model is called; patches nothing here."""
         return nullcontext()
 
+    @contextmanager
+    def keeping_hidden(self) -> Iterator[KeptHidden]:
+        """Inside, where the model is attached too, the input rows of its output layer are kept from each call."""
+        head, hidden = self._output_layer(), KeptHidden()
+        with self.attached():
+            hook = head.register_forward_pre_hook(lambda _, inputs: hidden.keep(inputs[0]))
+            try:
+                yield hidden
+            finally:
+                hook.remove()
+
+    def _output_layer(self) -> nn.Module:
+        get_head = getattr(self.model, "get_output_embeddings", None)
+        head = get_head() if get_head is not None else None
+        if not isinstance(head, nn.Module):
+            raise ValueError(
+                f"hidden rows are the input of the module that get_output_embeddings() gives, and {type(self.model).__name__} "
+                "has none: use a decision model of kind 'entropy', or give the model that method"
+            )
+        return head
+
     def __call__(
         self,
         rows: Tensor,
@@ -175,16 +211,17 @@ class Adapted:
             )
         more = {} if slots is None or slots.adapters is None else {"adapt": slots.adapt_}
         logits = self.model(rows, positions, _checked(attend, len(rows)), wanted, **more)
-        self._check_logits(logits, len(rows), wanted)
-        return logits
-
-    def _check_logits(self, logits: Any, rows: int, wanted: Tensor | None) -> None:
-        count, shape = rows if wanted is None else len(wanted), list(getattr(logits, "shape", ()))
+        count, shape = len(rows if wanted is None else wanted), list(getattr(logits, "shape", ()))
         if len(shape) != 2 or shape[0] != count:
-            which = "of all rows" if wanted is None else f"of rows[wanted] alone: wanted has {count} of the {rows} rows"
+            which = (
+                "of all rows"
+                if wanted is None
+                else f"of rows[wanted] alone: wanted has {count} of the {len(rows)} rows"
+            )
             raise ValueError(
                 f"{type(self.model).__name__} must return logits [{count}, V], {which}; got {shape or type(logits).__name__}"
             )
+        return logits
 
     def check_adapters(self, adapters: PlacedAdapters) -> None:
         """Refuses adapters that calls of this model would leave out."""
@@ -201,16 +238,7 @@ class Adapted:
 def _checked(attend: Attend, rows: int) -> Attend:
     """``attend``, whose refusals name what the model gave it."""
 
-    def checked(
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None = None,
-        softcap: float = 0.0,
-        window: int = -1,
-    ) -> Tensor:
+    def checked(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         if not q.dtype == k.dtype == v.dtype:
             expected = "q, k and v must have one dtype: convert them before the call"
         elif any(x.dim() != 3 or len(x) != rows for x in (q, k, v)):
@@ -218,7 +246,7 @@ def _checked(attend: Attend, rows: int) -> Attend:
         elif k.shape[1] != v.shape[1] or q.shape[2] != k.shape[2] or not k.shape[1] or q.shape[1] % k.shape[1]:
             expected = "k must have the D of q and the heads of v, and q a multiple of these heads"
         else:
-            return attend(layer, q, k, v, scale=scale, softcap=softcap, window=window)
+            return attend(layer, q, k, v, **options)
         given = ", ".join(f"{name} {x.dtype} {list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise ValueError(f"attend, layer {layer}: {expected}; got {given}")
 

@@ -7,62 +7,32 @@ as it is       all else: the forward of its shadow on one "batch" of all rows, `
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.early_exit.draft import unwrapped
-from pass_ext.decoding.models.logit_shards import logit_shards_of
-from pass_ext.decoding.models.packed import Adapted, Attend, StepAttend
-from pass_ext.decoding.models.patching.comparison import MACHINE, believed_plan
-from pass_ext.decoding.models.patching.few_rows import are_few, few_rows_linear, most_few_rows
-from pass_ext.decoding.models.patching.known_parts import computes_by_ops
-from pass_ext.decoding.models.patching.layer_adapters import adapting, add_adapters, check_places
-from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets, decoder_layers, decoder_of
-from pass_ext.decoding.models.patching.model_plan import Unlike
-from pass_ext.decoding.models.patching.own_forward import OwnForward, is_hooked
-from pass_ext.decoding.models.patching.row_attention import (
+from pass_ext.decoding.models import limits
+from pass_ext.decoding.models.module_ops import are_few, computes_by_ops, is_plain, is_untouched, most_few_rows
+from pass_ext.decoding.models.own_forward import OwnForward, is_hooked
+from pass_ext.decoding.models.packed import Adapted, KeptHidden, StepAttend
+from pass_ext.decoding.models.parts import decoder_of, unwrapped
+from pass_ext.decoding.models.row_attention import attend_by_rows, is_being_recorded
+from pass_ext.decoding.models.shadow import (
     OurCall,
+    add_adapters,
     are_few_of_our_call,
-    attend_by_rows,
-    is_being_recorded,
     our_call,
+    shadow_of,
+    shift_layers,
 )
-from pass_ext.decoding.models.patching.shadow import own_hooks, shadow_of
-from pass_ext.decoding.models.patching.way import ModelState, Way, keep_way, known_way
-from pass_ext.decoding.models.peft_adapters import lost_adapter
-from pass_ext.decoding.models.placeholders import placeholder_ids, replaced_ids
-from pass_ext.decoding.models.plain_tensors import is_plain
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
+from pass_ext.decoding.models.vocabulary import logit_shards_of
+from pass_ext.decoding.models.way import MACHINE, ModelState, Way, keep_way, known_way, way_of
 from pass_ext.ops.lookahead import lookahead_embed
-
-_FULL = {"full_attention", "sliding_attention", "attention"}
-
-
-class KeptHidden:
-    """The input rows of a model's output layer, from its last call."""
-
-    def __init__(self) -> None:
-        self._rows: Tensor | None = None
-
-    def keep(self, rows: Tensor, wanted: Tensor | None) -> None:
-        """Keeps the rows ``[..., d]``; of all rows of a call, those ``wanted``."""
-        rows = rows.flatten(0, -2)
-        self._rows = rows if wanted is None or len(rows) == len(wanted) else rows[wanted]
-
-    @property
-    def rows(self) -> Tensor:
-        """``[rows, d]``, one for each row of the last call's logits. Valid until the next call."""
-        if self._rows is None:
-            raise RuntimeError(
-                "no hidden rows are kept: the model was not called yet, or it does not call its output layer (a replayed "
-                "CUDA graph calls none)"
-            )
-        return self._rows
 
 
 class TransformersModel(Adapted):
@@ -72,78 +42,38 @@ class TransformersModel(Adapted):
         self.model = model
         self.name = model.config.model_type
         self.generation_config = getattr(model, "generation_config", None)
-        module = model.get_input_embeddings()
-        self._embedding = module
+        self._embedding = module = model.get_input_embeddings()
         self.has_table = is_plain(module.weight)
         self.table = module.weight if self.has_table else _shape_of_table(module, self.name)
-        self._check()
+        limits.check_model(model, self.name, self.table.dtype)
         text = model.config.get_text_config(decoder=True)
         self.layers = getattr(text, "num_hidden_layers", None)
         self.most_positions = getattr(text, "max_position_embeddings", None) or self.most_positions
-        self.rope_limit = _rope_limit(text)
-        self.known_positions = _known_positions(model, self.most_positions)
-        self._kept = _kept_by_cache(text)
+        self.rope_limit = limits.rope_limit(text)
+        self.known_positions = limits.known_positions(model, self.most_positions)
+        self._kept = limits.kept_by_cache(text)
         self.logit_shards = logit_shards_of(unwrapped(model))
         self._ran = False
-        self._placeholders = placeholder_ids(model.config, len(self.table))
+        self._placeholders = limits.placeholder_ids(model.config, len(self.table))
         self._replaced: dict[int, int] | None = None
         self._users = 0
         self._hidden: KeptHidden | None = None
-        self._head_rows: Tensor | None = None
         self._end()
 
     def _end(self) -> None:
         """Lets go of all that is of one generation."""
         self._shadow: Any = None
-        self._is_watched = False
-        self._patches = ExitStack()
-        self._offsets: LayerOffsets | None = None
+        self._is_shifted = False
         self._adapted: set[str] = set()
         self._state: ModelState | None = None
         self._way: Way | None = None
         self._own: OwnForward | None = None
 
-    def _check(self) -> None:
-        config = self.model.config
-        text = config.get_text_config(decoder=True)
-        if getattr(config, "is_encoder_decoder", False):
-            raise ValueError(f"{self.name} is an encoder-decoder model; decoder-only models are supported")
-        if "position_ids" not in inspect.signature(type(unwrapped(self.model)).forward).parameters:
-            raise ValueError(
-                f"{self.name}: {type(self.model).__name__}.forward takes no position_ids, so rows of a tree cannot be given "
-                "their places in the text"
-            )
-        lost = lost_adapter(self.model)
-        if lost is not None:
-            raise ValueError(
-                f"{self.name} {lost}: pass_ext gives the model packed rows of its own making, which would leave it out; use "
-                "the model's own generate, or an adapter that changes layers only, as LoRA"
-            )
-        strange = sorted(set(getattr(text, "layer_types", None) or ()) - _FULL)
-        if strange:
-            raise ValueError(
-                f"{self.name} has layers of the kind {', '.join(strange)}: what they keep of a text cannot be cut to the "
-                "accepted tokens, so only models whose layers all attend are supported"
-            )
-        if getattr(text, "hidden_size_per_layer_input", 0):
-            raise ValueError(
-                f"{self.name} looks tokens up again in every layer, so look-ahead rows cannot be given to it"
-            )
-        if getattr(text, "attn_temperature_tuning", False):
-            raise ValueError(
-                f"{self.name} scales attention by the number of the row (attn_temperature_tuning), not by position"
-            )
-        if self.table.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise TypeError(f"the model's dtype must be float32, float16 or bfloat16, got {self.table.dtype}")
-
     def embed(self, ids: Tensor, slots: Tensor) -> Tensor:
         """The embedding rows of ids ``[N]``, by the model's own module if that does more than look up."""
         for token, stand_in in (self._replaced or {}).items():
             ids = ids.masked_fill(ids == token, stand_in)
-        return self._embed(ids, slots)
-
-    def _embed(self, ids: Tensor, slots: Tensor) -> Tensor:
-        if self.has_table and _only_looks_up(self._embedding):
+        if self.has_table and type(self._embedding) is nn.Embedding and is_untouched(self._embedding):
             return lookahead_embed(ids, self.table, slots)
         rows = self._embedding(ids.clamp(min=0))
         if not len(slots):
@@ -190,49 +120,40 @@ class TransformersModel(Adapted):
 
     def _its_shadow(self) -> Any:
         if self._shadow is None:
-            if not self._users:
-                raise RuntimeError(
-                    f"{type(self.model).__name__} is not attached: it takes packed rows inside `attached()` only"
-                )
             shadow = shadow_of(self.model)
             inner = unwrapped(shadow)
             attend_by_rows(inner)
-            computes_by_ops(inner)
-            self._patches.enter_context(few_rows_linear(inner, takes=are_few_of_our_call))
+            computes_by_ops(inner, are_few_of_our_call)
             if self._adapted:
                 add_adapters(inner, self._adapted)
+            head = inner.get_output_embeddings()
+            if isinstance(head, nn.Module):
+                head.forward = partial(self._kept_before, head.forward)
             self._shadow = shadow
-            if self._hidden is not None:
-                self._watch_head()
         return self._shadow
 
-    def _watch_head(self) -> None:
-        head = unwrapped(self._shadow).get_output_embeddings()
-        own_hooks(head)
-        head.register_forward_pre_hook(self._before_head)
-        self._is_watched = True
-
-    def _before_head(self, _module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+    def _kept_before(self, head: Any, *inputs: Any, **named: Any) -> Any:
         if self._hidden is not None:
-            self._head_rows = arguments[0]
+            self._hidden.keep(inputs[0])
+        return head(*inputs, **named)
 
     @contextmanager
-    def keeping(self, hidden: KeptHidden) -> Iterator[None]:
-        """Inside, the input rows of each call's output layer are kept."""
-        self._hidden = hidden
-        if self._shadow is not None and not self._is_watched:
-            self._watch_head()
-        try:
-            yield
-        finally:
-            self._hidden = self._head_rows = None
+    def keeping_hidden(self) -> Iterator[KeptHidden]:
+        """As ``Adapted``; other models with the same output layer keep nothing."""
+        self._output_layer()  # refuses a model without
+        with self.attached():
+            former, self._hidden = self._hidden, KeptHidden()
+            try:
+                yield self._hidden
+            finally:
+                self._hidden = former
 
     def _find_replaced(self) -> dict[int, int]:
         pad = getattr(self.model.config.get_text_config(decoder=True), "pad_token_id", None)
-        stand_ins, none = [0, *([] if pad is None else [pad])], self.table.new_empty(0, self.table.shape[1])
+        stand_ins = [0, *([] if pad is None else [pad])]
         shadow = unwrapped(self._its_shadow())
         with torch.no_grad():
-            return replaced_ids(shadow, self.name, self._placeholders, stand_ins, lambda ids: self._embed(ids, none))
+            return limits.replaced_ids(shadow, self.name, self._placeholders, stand_ins, self.embed_tokens)
 
     def __call__(
         self,
@@ -244,71 +165,70 @@ class TransformersModel(Adapted):
     ) -> Tensor:
         """Calls the model on packed rows, as ``Adapted``."""
         if not self._users:
-            self._its_shadow()  # says that it is not attached
+            raise RuntimeError(
+                f"{type(self.model).__name__} is not attached: it takes packed rows inside `attached()` only"
+            )
         if slots is not None and slots.deep is not None:
             self._check_deep(slots.deep)
         if self.known_positions is not None:  # drafts behind the last one are never accepted
             positions = positions.clamp(max=self.known_positions - 1)
-        own = self._own
-        if own is not None and attend.may_have_changed and not own.is_current():
-            own = self._own = None
+        if self._own is not None and attend.may_have_changed and not self._own.is_current():
+            self._own = None
             self._way = Way(None, "hooks or other weights have come to its modules")
-        most = most_few_rows(rows.dtype, rows.is_cpu)
-        slot_rows = attend.slot_rows if len(rows) > most else 0
         try:
-            if own is not None and own.takes(rows) and are_few(len(rows), most, slot_rows):
-                logits = own(rows, positions, attend, wanted, slots, ends_apart=self._hidden is not None)
-                if logits is not None:
-                    self._has_run(wanted)
-                    return logits
-            logits = self._as_it_is(rows, positions, attend, wanted, slots, slot_rows)
+            logits = self._computed(rows, positions, attend, wanted, slots)
         except MACHINE:
             raise
         except Exception as error:
             if self._ran or (isinstance(error, (ValueError, NotImplementedError)) and self.name in str(error)):
                 raise
             raise self._refusal(error) from error
-        self._has_run(wanted)
+        self._ran = True
         if self._way is None and not is_being_recorded(rows) and (len(rows) > 1 or not attend.is_first):
             self._compare(rows, positions, attend)
         return logits
 
-    def _has_run(self, wanted: Tensor | None) -> None:
-        self._ran = True
-        if self._hidden is not None and self._head_rows is not None:
-            self._hidden.keep(self._head_rows, wanted)
+    def _computed(
+        self, rows: Tensor, positions: Tensor, attend: StepAttend, wanted: Tensor | None, slots: CallSlots | None
+    ) -> Tensor:
+        most = most_few_rows(rows.dtype, rows.is_cpu)
+        slot_rows = attend.slot_rows if len(rows) > most else 0
+        own, hidden = self._own, self._hidden
+        if own is not None and own.takes(rows) and are_few(len(rows), most, slot_rows):
+            logits = own(rows, positions, attend, wanted, slots, ends_apart=hidden is not None)
+            if logits is not None:
+                return logits
+        logits = self._as_it_is(rows, positions, attend, wanted, slots, slot_rows)
+        if wanted is not None and len(logits) != len(wanted):  # some models of transformers 4 ignore logits_to_keep
+            if hidden is not None:
+                hidden.keep(hidden.rows[wanted])
+            return logits[wanted]
+        return logits
 
     def _as_it_is(
         self,
         rows: Tensor,
         positions: Tensor,
-        attend: Attend,
+        attend: StepAttend,
         wanted: Tensor | None = None,
         slots: CallSlots | None = None,
         slot_rows: int = 0,
     ) -> Tensor:
         """The shadow's call."""
         shadow = self._its_shadow()
+        if slots is not None and slots.deep is not None and not self._is_shifted:
+            shift_layers(unwrapped(shadow))
+            self._is_shifted = True
         seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
-        offsets = None if slots is None else slots.offsets
-        shifted = None if offsets is None else self._layer_offsets()
-        try:
-            if shifted is not None and offsets is not None:
-                shifted.offsets = offsets
-            with our_call(OurCall(attend, self.name, self._kept, seen, slot_rows)), adapting(slots):
-                logits: Tensor = shadow(
-                    inputs_embeds=rows[None],
-                    attention_mask=seen,
-                    position_ids=positions[None],
-                    use_cache=False,
-                    logits_to_keep=0 if wanted is None else wanted,
-                    return_dict=True,
-                ).logits[0]
-        finally:
-            if shifted is not None:
-                shifted.offsets = None
-        if wanted is not None and len(logits) != len(wanted):  # some models of transformers 4 ignore logits_to_keep
-            return logits[wanted]
+        with our_call(OurCall(attend, self.name, self._kept, seen, slots, slot_rows)):
+            logits: Tensor = shadow(
+                inputs_embeds=rows[None],
+                attention_mask=seen,
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=0 if wanted is None else wanted,
+                return_dict=True,
+            ).logits[0]
         return logits
 
     def _tail(self, hidden: Tensor) -> Tensor:
@@ -322,11 +242,9 @@ class TransformersModel(Adapted):
     def _compare(self, rows: Tensor, positions: Tensor, attend: StepAttend) -> None:
         """Finds out how calls of few rows are computed from now on."""
         assert self._state is not None
-        try:
-            plan = believed_plan(self.model, self._as_it_is, self._tail, rows, positions, attend)
-            way = Way(plan, "")
-        except Unlike as unlike:
-            way = Way(None, str(unlike))
+        hidden, self._hidden = self._hidden, None
+        way = way_of(self.model, self._as_it_is, self._tail, rows, positions, attend)
+        self._hidden = hidden
         keep_way(self.model, self._state, way)
         self._take(way)
 
@@ -337,7 +255,7 @@ class TransformersModel(Adapted):
                 f"{self.name}: look-ahead slots with adapters cannot be used under tensor parallelism, where each rank has a "
                 "part of a linear layer; use slots without"
             )
-        check_places(unwrapped(self.model), adapters)
+        adapters.check_places(unwrapped(self.model))
         added = adapters.pairs.keys() - self._adapted
         self._adapted |= added
         if self._shadow is not None:
@@ -345,10 +263,9 @@ class TransformersModel(Adapted):
 
     def _refusal(self, error: Exception) -> Exception:
         """The error of a failed first call, with a message that begins with the model's name."""
-        if isinstance(error, NotImplementedError):
-            return NotImplementedError(f"{self.name}: {error}")
-        if isinstance(error, ValueError):
-            return ValueError(f"{self.name}: {error}")
+        if isinstance(error, (NotImplementedError, ValueError)):
+            kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
+            return kind(f"{self.name}: {error}")
         return ValueError(
             f"{self.name}: {type(self.model).__name__}.forward fails on packed rows (inputs_embeds [1, N, d] and position_ids, "
             f"no ids and no cache), so pass_ext cannot decode it: {type(error).__name__}: {error}"
@@ -367,24 +284,9 @@ class TransformersModel(Adapted):
                 f"the slots' vectors per layer must be {text.hidden_size} wide in {self.name}, got {width}"
             )
 
-    def _layer_offsets(self) -> LayerOffsets:
-        """The hooks of the shadow that add offsets, registered at first use."""
-        if self._offsets is None:
-            inner = unwrapped(self._its_shadow())
-            for layer in decoder_layers(inner):
-                own_hooks(layer)
-            self._offsets = self._patches.enter_context(LayerOffsets(inner).attached())
-        return self._offsets
-
 
 def _nothing(layer: int, *_: Any, **__: Any) -> Tensor:
     raise RuntimeError(f"layer {layer} attends behind all layers")
-
-
-def _only_looks_up(embedding: nn.Module) -> bool:
-    """True for a plain ``nn.Embedding``: without hooks and without a replaced ``forward``."""
-    hooks = embedding._forward_hooks or embedding._forward_pre_hooks
-    return type(embedding) is nn.Embedding and "forward" not in vars(embedding) and not hooks
 
 
 def _shape_of_table(embedding: nn.Module, name: str) -> Tensor:
@@ -398,37 +300,3 @@ def _shape_of_table(embedding: nn.Module, name: str) -> Tensor:
             raise ValueError(f"{name}: the embedding table is on the meta device: load the model's weights first")
         device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     return torch.empty(1, 1, dtype=weight.dtype, device=device).expand(weight.shape)
-
-
-def _kept_by_cache(text: Any) -> tuple[int, ...]:
-    """How many keys of a text each layer of transformers' own cache keeps; -1: all."""
-    from transformers import DynamicCache
-
-    if getattr(text, "num_hidden_layers", None) is None:
-        return ()
-    return tuple(getattr(layer, "sliding_window", None) or -1 for layer in DynamicCache(config=text).layers)
-
-
-def _rope_limit(text: Any) -> int | None:
-    """The longest text for which the model's rotary frequencies are those of a short text; None: any length."""
-    parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    limits = []
-    for rope in parameters.values() if all(isinstance(v, dict) for v in parameters.values()) else (parameters,):
-        kind, limit = rope.get("rope_type", rope.get("type")), text.max_position_embeddings
-        if kind == "longrope":
-            original = rope.get("original_max_position_embeddings")
-            limits.append(original or getattr(text, "original_max_position_embeddings", None) or limit)
-        elif kind == "dynamic":
-            limits.append(limit)
-    return min(limits, default=None)
-
-
-def _known_positions(model: Any, most: int) -> int | None:
-    """``most`` if the model looks positions up in a table of that many rows, learned or a buffer; None if it computes them."""
-    tokens = (model.get_input_embeddings(), model.get_output_embeddings())
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module not in tokens]
-    rows = {table.num_embeddings - getattr(table, "offset", 0) for table in tables}
-    rows |= {
-        len(buffer) for name, buffer in model.named_buffers() if buffer.dim() == 2 and "pos" in name.rsplit(".")[-1]
-    }
-    return most if most in rows else None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.arguments import instance
-from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.planning.hit_rates import checked_count
 from pass_ext.decoding.session.session import Session

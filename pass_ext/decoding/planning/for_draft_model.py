@@ -4,8 +4,8 @@ calls."""
 from __future__ import annotations
 
 from pass_ext.decoding.methods import MAX_DRAFT_LEVELS, MultiCandidate, Speculative
-from pass_ext.decoding.models.early_exit.draft import unwrapped
 from pass_ext.decoding.models.packed import Adapted
+from pass_ext.decoding.models.parts import unwrapped
 from pass_ext.decoding.planning.constants import MOST_PLANNED_ROWS
 from pass_ext.decoding.planning.draft_tree import DraftPlan, plan_drafts
 from pass_ext.decoding.planning.lookahead_tree import assumed_hit_rates

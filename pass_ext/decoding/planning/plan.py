@@ -7,7 +7,7 @@ from functools import singledispatch
 from typing import Any
 
 from pass_ext.decoding.methods import MultiCandidate, PaSS, Speculative
-from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.planning.draft_tree import DraftPlan
 from pass_ext.decoding.planning.for_draft_model import draft_plan
 from pass_ext.decoding.planning.for_lookahead import pass_plan

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.arguments import instance, type_of, whole_number
-from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.slots import PlacedSlots
-from pass_ext.decoding.session.graphs import RecordedCalls
+from pass_ext.decoding.session.recording import RecordedCalls
 from pass_ext.decoding.session.step_attention import NewRows, StepAttention, head_dim_for, padded
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.cache import cache_commit_

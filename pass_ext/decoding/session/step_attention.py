@@ -24,14 +24,11 @@ class Caches(Protocol):
     caches: list[tuple[Tensor, Tensor]]
     head_dims: list[tuple[int, int]]
 
-    def all_caches(self) -> list[Tensor] | Tensor:
-        """Keys and values of layer 0, of layer 1 …"""
+    def all_caches(self) -> list[Tensor] | Tensor: ...
 
-    def add_layer(self, keys: Tensor, values: Tensor, dims: tuple[int, int]) -> None:
-        """Allocates the caches of a layer."""
+    def add_layer(self, keys: Tensor, values: Tensor, dims: tuple[int, int]) -> None: ...
 
-    def check_rows(self, layer: int, *rows: Tensor) -> None:
-        """Refuses rows that do not fit the caches of a layer."""
+    def check_rows(self, layer: int, *rows: Tensor) -> None: ...
 
 
 class StepAttention:
@@ -42,6 +39,7 @@ class StepAttention:
         is_first: the session has no caches yet; this call makes them.
         may_have_changed: the caller's code may have run since the session's last call.
         slot_rows: how many rows are look-ahead slots'; 0 where the host does not know it.
+        options: scale, softcap and window of each layer that has attended by itself.
     """
 
     def __init__(
@@ -53,6 +51,7 @@ class StepAttention:
         may_have_changed: bool = True,
     ) -> None:
         self.layers = 0
+        self.options: list[dict[str, Any]] = []
         self.may_have_changed = may_have_changed
         self.is_first = not session.caches
         self._session, self._trees = session, trees
@@ -90,6 +89,7 @@ class StepAttention:
         session.check_rows(layer, k, v)
         self._new += k, v
         self.layers += 1
+        self.options.append(dict(scale=scale, softcap=softcap, window=window))
         out, _ = attention_tree(
             q, *session.caches[layer], session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes,
             k_new=k, v_new=v, depths=trees.depths if window >= 0 else None, scale=scale, softcap=softcap,

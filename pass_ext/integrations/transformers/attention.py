@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pass_ext.decoding.models.patching.attention_arguments import unsupported
-from pass_ext.decoding.models.patching.mask_patterns import window_conflict
+from pass_ext.decoding.models.row_attention import unsupported, window_conflict
 from pass_ext.integrations.transformers.masks import Call, CausalRows, TreeStep, causal_calls, dense_calls
 from pass_ext.ops.attention import HEAD_DIMS, attention_tree
 

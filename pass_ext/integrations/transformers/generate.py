@@ -16,8 +16,8 @@ from torch import Tensor
 from pass_ext.decoding.drafting.drafter import DraftingMethod
 from pass_ext.decoding.generation import Generation, generate
 from pass_ext.decoding.methods import Method, Plain
-from pass_ext.decoding.models.adapt import packed_model
-from pass_ext.decoding.models.cache_name import cache_name, given_cache
+from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.parts import cache_name, given_cache
 from pass_ext.decoding.requests.processors import NodeProcessor
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.stats import GenerationStats

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.models.patching.mask_patterns import window_of
+from pass_ext.decoding.models.row_attention import window_of
 from pass_ext.tree import MAX_TREE_NODES
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pass_ext.checkpoint import load_checkpoint
 from pass_ext.decoding.generation import generate
-from pass_ext.decoding.models.cache_name import cache_name
+from pass_ext.decoding.models.parts import cache_name
 
 _DIGESTED = 64  # elements of a parameter, evenly spread
 

@@ -42,7 +42,7 @@ def load_draft(argument: str, model: Any, tokenizer: Any, dtype: torch.dtype) ->
         except ValueError as error:
             raise SystemExit(f"--draft {argument!r}: {error}") from error
         return draft
-    from pass_ext.decoding.models.early_exit.draft import EarlyExitDraft
+    from pass_ext.decoding.models.early_exit import EarlyExitDraft
 
     name = argument.removeprefix(_EXIT)
     try:

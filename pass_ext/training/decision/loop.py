@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pass_ext.decoding.models.adapt import packed_model
-from pass_ext.decoding.models.hidden_rows import kept_hidden
-from pass_ext.decoding.models.transformers import KeptHidden
+from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.packed import KeptHidden
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.decision import DecisionModel, DraftLevel
 from pass_ext.ops.draft import draft_sample
@@ -69,7 +68,7 @@ def reading(model: Any, draft_model: Any, *, hidden: bool) -> Iterator[Pair]:
     with torch.no_grad(), ExitStack() as stack:
         stack.enter_context(target.attached())
         stack.enter_context(draft.attached())
-        hidden_rows = stack.enter_context(kept_hidden(draft)) if hidden else None
+        hidden_rows = stack.enter_context(draft.keeping_hidden()) if hidden else None
         # Nothing is ever committed, so the caches need hardly any room.
         yield Pair(Reader(Session(target, 1, 1), None), Reader(Session(draft, 1, 1), hidden_rows))
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.models.early_exit.draft import exit_parts
+from pass_ext.decoding.models.early_exit import exit_parts
 from pass_ext.modules.exit_adapter import ExitAdapter
 from pass_ext.training.common.own_texts import Sample
 from pass_ext.training.common.rates import TOPS, accepted_length, hit_rates, ranks_among

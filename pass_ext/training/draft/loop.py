@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.models.early_exit.draft import exit_parts
+from pass_ext.decoding.models.early_exit import exit_parts
 from pass_ext.modules.exit_adapter import ExitAdapter
 from pass_ext.modules.files import write_tensors
 from pass_ext.training.common.documents import Document

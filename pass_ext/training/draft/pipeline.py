@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pass_ext.decoding.models.early_exit.draft import exit_parts
+from pass_ext.decoding.models.early_exit import exit_parts
 from pass_ext.modules.exit_adapter import ExitAdapter
 from pass_ext.modules.files import fingerprint_of
 from pass_ext.training.common.frozen_model import check_head

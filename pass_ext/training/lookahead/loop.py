@@ -11,48 +11,20 @@ w_i is decay^i, or a number of --slot-weights. With a curriculum the first steps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pass_ext.decoding.models.cache_name import cache_name
-from pass_ext.decoding.models.patching.layer_offsets import LayerOffsets, decoder_layers
+from pass_ext.decoding.models.parts import cache_name
 from pass_ext.modules.lookahead import LookaheadEmbedding
-from pass_ext.modules.slot_adapters import SlotAdapters
-from pass_ext.ops.adapter import adapter_rows
 from pass_ext.training.common.frozen_model import text_rows
 from pass_ext.training.common.loss import distillation_loss
 from pass_ext.training.common.run import Window, Windows
 from pass_ext.training.common.steps import Trainer, rate_at
-
-
-@contextmanager
-def adapters_in_training(model: Any, adapters: SlotAdapters | None, ids: Tensor) -> Iterator[None]:
-    """Inside, linear layers with an adapter add its product to rows of ``ids``, any shape of N slots, as ``lookahead_embed``
-    takes them."""
-    hooks = []
-    try:
-        if adapters is not None:
-            layers = decoder_layers(model)
-            for place in adapters.places:
-                number, _, name = place.partition(".")
-                module = layers[int(number)].get_submodule(name)
-                hooks.append(module.register_forward_hook(_added(*adapters.pair(place), adapters.scale, ids.flatten())))
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _added(down: Tensor, up: Tensor, scale: float, ids: Tensor) -> Callable[..., Tensor]:
-    def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return adapter_rows(output, inputs[0], ids, down, up, scale)
-
-    return hook
+from pass_ext.training.lookahead.adapters import adapters_in_training
 
 
 def group_mask(anchors: Tensor, length: int, slots: int, dtype: torch.dtype) -> Tensor:
@@ -78,13 +50,11 @@ def slot_rows(
     length, decoder = past.get_seq_length(), model.get_decoder()
     ids = (-1 - torch.arange(slots, device=anchors.device)).repeat(batch, count)
     positions = anchors[..., None] + 1 + torch.arange(slots, device=anchors.device)
-    with (
-        LayerOffsets(model).attached() if embedding.deep is not None else nullcontext() as shifted,
-        adapters_in_training(model, embedding.adapters, ids),
-    ):
-        if shifted is not None and embedding.deep is not None:
-            # A tensor by layer: the gradient of an index into one tensor of all layers is as large as that tensor.
-            shifted.offsets = embedding.deep[:, :slots].to(table.dtype).repeat(1, count, 1).unbind()
+    offsets: Sequence[Tensor] = ()
+    if embedding.deep is not None:
+        # A tensor by layer: the gradient of an index into one tensor of all layers is as large as that tensor.
+        offsets = embedding.deep[:, :slots].to(table.dtype).repeat(1, count, 1).unbind()
+    with adapters_in_training(model, embedding.adapters, ids, offsets):
         hidden = decoder(
             inputs_embeds=embedding(ids, table),
             position_ids=positions.flatten(1),

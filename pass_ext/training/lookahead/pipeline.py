@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from pass_ext.checkpoint import with_dtype
-from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
 from pass_ext.modules.files import fingerprint_of, pretrained_path
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.modules.slot_adapters import SlotAdapters
@@ -19,6 +18,7 @@ from pass_ext.training.common.options import settings_from
 from pass_ext.training.common.record import card_of, facts_of, held_out, save_before_evaluation, save_result, table
 from pass_ext.training.common.run import Run, Windows, windows_of
 from pass_ext.training.common.steps import Checkpoint, take_steps, watched
+from pass_ext.training.lookahead.adapters import adapter_sizes
 from pass_ext.training.lookahead.evaluation import evaluate
 from pass_ext.training.lookahead.loop import LookaheadTrainer, Settings
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import pass_ext.modules.files
-from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.decision import DecisionModel, DraftLevel
@@ -198,14 +198,12 @@ def test_kept_hidden_is_the_heads_input(architecture):
     pytest.importorskip("transformers")
     from support.small_models import small_model
 
-    from pass_ext.decoding.models.hidden_rows import kept_hidden
-
     adapted = packed_model(small_model(architecture))
     tree, tokens = Tree([-1, 0, 0, 1, 1, 2, 4]), [5, 9, 14, 3, 77, 40, 8]
     paths = [[tokens[node] for node in tree.path(row)] for row in range(len(tree))]
     expected = torch.stack([head_inputs(adapted.model, path)[-1] for path in paths])
     packed, ids = pack_trees([tree]), torch.tensor(tokens)
-    with torch.no_grad(), kept_hidden(adapted) as hidden:
+    with torch.no_grad(), adapted.keeping_hidden() as hidden:
         with pytest.raises(RuntimeError, match="was not called yet"):
             _ = hidden.rows
         logits = Session(adapted, 1, 1).call(packed, ids)
@@ -223,13 +221,11 @@ def test_kept_hidden_leaves_other_models_of_the_same_head_alone():
     pytest.importorskip("transformers")
     from support.small_models import small_model
 
-    from pass_ext.decoding.models.hidden_rows import kept_hidden
-
     target, draft = small_model("llama"), small_model("llama", seed=1)
     draft.set_output_embeddings(target.get_output_embeddings())
     chain, ids = pack_trees([Tree.chain(2)]), torch.tensor([4, 5, 6])
     target, draft = packed_model(target), packed_model(draft)
-    with torch.no_grad(), target.attached(), kept_hidden(draft) as hidden:
+    with torch.no_grad(), target.attached(), draft.keeping_hidden() as hidden:
         Session(draft, 1, 1).call(chain, ids)
         rows = hidden.rows.clone()
         Session(target, 1, 1).call(chain, ids)
@@ -240,8 +236,6 @@ def test_kept_hidden_of_a_model_that_computes_all_rows(monkeypatch):
     pytest.importorskip("transformers")
     from support.small_models import small_model
 
-    from pass_ext.decoding.models.hidden_rows import kept_hidden
-
     adapted = packed_model(small_model("llama"))
     kind = type(adapted.model)
     forward = kind.forward
@@ -249,7 +243,7 @@ def test_kept_hidden_of_a_model_that_computes_all_rows(monkeypatch):
         kind, "forward", lambda self, *inputs, logits_to_keep=0, **named: forward(self, *inputs, **named)
     )
     chain, ids, some = pack_trees([Tree.chain(2)]), torch.tensor([4, 5, 6]), torch.tensor([2, 0])
-    with torch.no_grad(), kept_hidden(adapted) as hidden:
+    with torch.no_grad(), adapted.keeping_hidden() as hidden:
         Session(adapted, 1, 1).call(chain, ids)
         rows = hidden.rows.clone()
         Session(adapted, 1, 1).call(chain, ids, some)
@@ -268,23 +262,19 @@ def test_kept_hidden_of_a_callable_model():
         def forward(self, rows, positions, attend, wanted):
             return self.head(rows if wanted is None else rows[wanted])
 
-    from pass_ext.decoding.models.hidden_rows import kept_hidden
-
     model, rows = Callable(), torch.randn(5, 8)
-    with kept_hidden(Adapted(model)) as hidden:
+    with Adapted(model).keeping_hidden() as hidden:
         model(rows, None, None, torch.tensor([3, 0]))
         assert torch.equal(hidden.rows, rows[[3, 0]])
 
 
 def test_models_without_an_output_layer_are_refused():
-    from pass_ext.decoding.models.hidden_rows import kept_hidden
-
     class Plain(nn.Module):
         embedding = torch.zeros(20, 8)
 
     with (
         pytest.raises(ValueError, match=r"get_output_embeddings\(\) gives, and Plain has none"),
-        kept_hidden(Adapted(Plain())),
+        Adapted(Plain()).keeping_hidden(),
     ):
         pass
 
@@ -531,9 +521,9 @@ def test_exit_drafts_are_made_when_asked_for(monkeypatch):
                 raise ValueError("'absent' is neither a file nor one of the shipped names")
             self.arguments = (model, layers, adapter)
 
-    fake = types.ModuleType("pass_ext.decoding.models.early_exit.draft")
+    fake = types.ModuleType("pass_ext.decoding.models.early_exit")
     fake.EarlyExitDraft = EarlyExitDraft
-    monkeypatch.setitem(sys.modules, "pass_ext.decoding.models.early_exit.draft", fake)
+    monkeypatch.setitem(sys.modules, "pass_ext.decoding.models.early_exit", fake)
     drafts = [command.load_draft(name, "model", None, torch.float32) for name in ("exit:3", "exit:smol")]
     assert [draft.arguments for draft in drafts] == [("model", 3, None), ("model", None, "smol")]
     with pytest.raises(SystemExit, match="--draft 'exit:absent': 'absent' is neither"):

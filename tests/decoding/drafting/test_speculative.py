@@ -15,7 +15,7 @@ import pass_ext
 from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Speculative, Tree, generate
 from pass_ext.decoding.drafting.candidates import Proposal
 from pass_ext.decoding.drafting.from_draft_model import ModelDrafter
-from pass_ext.decoding.session.packs import TreePacks
+from pass_ext.decoding.session.step_inputs import TreePacks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

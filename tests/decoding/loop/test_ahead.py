@@ -19,7 +19,7 @@ from pass_ext.decoding.drafting.lookahead.slot_tokens import SlotTokens
 from pass_ext.decoding.drafting.lookahead.tree_filler import Filled, TreeFiller
 from pass_ext.decoding.loop import fixed_step
 from pass_ext.decoding.loop.fixed_step import FixedStep
-from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.sampling import SamplingParams
 
 ENDS = [5, 6, 7]

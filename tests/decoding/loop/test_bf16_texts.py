@@ -11,8 +11,8 @@ from support.small_models import VOCABULARY, small_model
 from torch import nn
 
 from pass_ext import NGram, PaSS, Plain, Session, Speculative, generate
-from pass_ext.decoding.models.patching import few_rows
-from pass_ext.decoding.models.patching.few_rows import most_few_rows
+from pass_ext.decoding.models import module_ops
+from pass_ext.decoding.models.module_ops import most_few_rows
 
 # Around the ends of tiles of keys; a prompt that is few rows, but not with its slots; one that is not.
 MOST = most_few_rows(torch.bfloat16, True)
@@ -84,7 +84,7 @@ def test_slots_do_not_decide_how_a_prompt_is_computed(model, length, monkeypatch
     """The products of many rows are PyTorch's, which may add in another order."""
     by_torch = []
     linear = nn.functional.linear
-    monkeypatch.setattr(few_rows.functional, "linear", lambda x, *rest: by_torch.append(x.shape) or linear(x, *rest))
+    monkeypatch.setattr(module_ops.functional, "linear", lambda x, *rest: by_torch.append(x.shape) or linear(x, *rest))
     for method in (
         Plain(),
         methods_for(model)["one pass"],

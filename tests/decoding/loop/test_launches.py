@@ -15,9 +15,9 @@ from support.small_models import ragged_prompts, small_model
 from pass_ext import PaSS, Session, Tree, generate, testing
 from pass_ext.decoding.loop.chosen_step import ChosenStep
 from pass_ext.decoding.loop.fixed_step import FixedStep
-from pass_ext.decoding.models.patching import model_plan
-from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
+from pass_ext.decoding.models import parts
 from pass_ext.modules.slot_adapters import SlotAdapters
+from pass_ext.training.lookahead.adapters import adapter_sizes
 
 VIEWS = {"view", "_unsafe_view", "slice", "select", "expand", "unsqueeze", "alias", "detach", "transpose", "reshape", "t",
          "split", "split_with_sizes", "as_strided", "permute", "squeeze", "empty", "empty_strided", "new_empty"}  # fmt: skip
@@ -51,7 +51,7 @@ def steps(monkeypatch):
             modes.append(mode.ops)
 
         monkeypatch.setattr(kind, "_run", run)
-    monkeypatch.setattr(model_plan, "_stack_of", lambda *_: None)
+    monkeypatch.setattr(parts, "_stack_of", lambda *_: None)
     return modes
 
 

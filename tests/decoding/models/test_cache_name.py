@@ -9,7 +9,7 @@ import transformers
 from packaging.version import Version
 from support.small_models import small_model
 
-from pass_ext.decoding.models.cache_name import cache_name, given_cache
+from pass_ext.decoding.models.parts import cache_name, given_cache
 
 NOW = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
 

@@ -18,7 +18,7 @@ sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed p
 import pass_ext
 from benchmarks.architectures.models import tiny_model
 from pass_ext import generate
-from pass_ext.decoding.models.patching.attention_arguments import unsupported
+from pass_ext.decoding.models.row_attention import unsupported
 
 _SHAPE = dict(SIZES, num_hidden_layers=1, max_position_embeddings=64)
 _DECODER = dict(

@@ -13,9 +13,7 @@ from support.paths import ROOT
 from support.small_models import VOCABULARY, small_model
 from support.training_models import Letters, counting, tiny_llama
 
-from pass_ext.decoding.models.adapt import packed_model
-from pass_ext.decoding.models.early_exit.draft import EarlyExitDraft, exit_parts
-from pass_ext.decoding.models.early_exit.model import EarlyExitModel, first_layers
+from pass_ext.decoding.models.early_exit import EarlyExitDraft, EarlyExitModel, exit_parts, first_layers, packed_model
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.exit_adapter import ExitAdapter
 from pass_ext.tree import Tree, pack_trees

@@ -13,7 +13,7 @@ from support.small_models import ARCHITECTURES, prompts, small_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import pass_ext
-from pass_ext.decoding.models.patching import known_parts as patching
+from pass_ext.decoding.models import module_ops
 from pass_ext.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,9 +46,9 @@ def model_of(architecture, dtype=torch.float32):
 
 @contextmanager
 def by_ops(model):
-    """Inside, the parts compute by their ops, as those of a model's shadow do."""
+    """Inside, norms and MLPs compute by their ops, as those of a model's shadow do."""
     free = [part for part in model.modules() if "forward" not in vars(part)]
-    patching.computes_by_ops(model)
+    module_ops.computes_by_ops(model, lambda *_: False)
     try:
         yield
     finally:
@@ -59,7 +59,7 @@ def by_ops(model):
 def replaced(model):
     """Kind of part -> how many have a forward of their own."""
     kinds = [type(part).__name__ for part in model.modules() if "forward" in vars(part)]
-    return Counter(next(kind for kind in LLAMA if name.endswith(kind)) for name in kinds)
+    return Counter(kind for name in kinds for kind in LLAMA if name.endswith(kind))
 
 
 def changed_by(model, x, **options):
@@ -96,7 +96,7 @@ def test_every_part_of_a_call_as_it_is_runs_by_its_op(monkeypatch):
     calls = Counter()
 
     def counting(name):
-        op = getattr(patching, name)
+        op = getattr(module_ops, name)
         return lambda *arguments: calls.update([name]) or op(*arguments)
 
     model, ids = small_model("llama"), prompts(1, 6)[0]
@@ -104,7 +104,7 @@ def test_every_part_of_a_call_as_it_is_runs_by_its_op(monkeypatch):
     expected = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
     pass_ext.generate(model, ids, max_new_tokens=1)  # which parts are norms and gates is found out by the ops too
     for name in ("_norm", "_gate"):
-        monkeypatch.setattr(patching, name, counting(name))
+        monkeypatch.setattr(module_ops, name, counting(name))
     got = pass_ext.generate(model, ids, max_new_tokens=4, eos_token_id=[])
     assert torch.equal(got.sequences, expected)
     assert calls["_norm"] == 5 * got.stats.model_calls and calls["_gate"] >= 2 * got.stats.model_calls
@@ -140,7 +140,7 @@ def test_autocast_changes_nothing():
 
 def test_the_callers_random_numbers_stay():
     model = small_model("llama")
-    for cached in (patching._norm_form, patching._numbers_for_gate):
+    for cached in (module_ops._norm_form, module_ops._numbers_for_gate):
         cached.cache_clear()
     torch.manual_seed(3)
     with by_ops(model):

@@ -13,14 +13,13 @@ from support.small_models import ARCHITECTURES, MASKS_KNOW_WINDOWS, prompts, sma
 
 import pass_ext
 from pass_ext import PaSS, Plain, Session, Tree, generate
-from pass_ext.decoding.models.adapt import packed_model
-from pass_ext.decoding.models.patching import layer_adapters, model_plan, own_forward
-from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
+from pass_ext.decoding.models import own_forward, parts
+from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters, PlacedSlots
 from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
 from pass_ext.ops import adapter
-from pass_ext.ops.layer import ADAPTED
 from pass_ext.testing import assert_same_bits
+from pass_ext.training.lookahead.adapters import adapter_sizes
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 OPTIONS = dict(max_new_tokens=10, eos_token_id=[])
@@ -47,16 +46,14 @@ def method_of(lookahead, **more):
 def added(monkeypatch):
     """The places whose adapters are added, call by call; not by layer_stack."""
     places = []
-    add, halves = CallSlots.adapt_, layer_adapters.halves_of
-    names = {name: place for place, name in layer_adapters.PLACES.items()}
+    add, listed = CallSlots.adapt_, own_forward._of_each_layer
 
-    def halves_of(placed, layer, dtype):
-        found = halves(placed, layer, dtype)
-        for half in found or ():
-            places.extend(f"{layer}.{names[name]}" for i, name in enumerate(ADAPTED) if half.adapted >> i & 1)
+    def of_each_layer(placed, plan):
+        found = listed(placed, plan)
+        places.extend(placed.pairs if found else ())
         return found
 
-    monkeypatch.setattr(own_forward, "halves_of", halves_of)
+    monkeypatch.setattr(own_forward, "_of_each_layer", of_each_layer)
     monkeypatch.setattr(CallSlots, "adapt_", lambda self, place, *rest: places.append(place) or add(self, place, *rest))
     return places
 
@@ -176,7 +173,7 @@ def test_fused_layers_take_adapters_in_calls_with_slots(llama, fused, monkeypatc
     """Calls without slots, of the same attached model too, give them none."""
     hooked, add = [], CallSlots.adapt_
     monkeypatch.setattr(CallSlots, "adapt_", lambda self, place, *rest: hooked.append(place) or add(self, place, *rest))
-    monkeypatch.setattr(model_plan, "_stack_of", lambda *_: None)  # as on a GPU
+    monkeypatch.setattr(parts, "_stack_of", lambda *_: None)  # as on a GPU
     plain = generate(llama, IDS, Plain(), **OPTIONS)
     assert fused and not any(fused)
     fused.clear()
@@ -199,44 +196,24 @@ def test_fused_layers_give_the_bits_of_modules(architecture, each, monkeypatch):
     """Layer by layer, with the adapters in both ops, logits are those of the modules with hooks."""
     model = small_model(architecture)
     lookahead = adapted_slots(model, ranks=dict(q=3, v=2, gate=4, down=5, o=1), each=each)
-    monkeypatch.setattr(model_plan, "_stack_of", lambda *_: None)
+    monkeypatch.setattr(parts, "_stack_of", lambda *_: None)
     ids = [5, -1, -3, 6, -2, -1]
     ours = logits_of(model, lookahead, ids, monkeypatch)
-    monkeypatch.setattr(own_forward, "halves_of", lambda *_: None)
+    monkeypatch.setattr(own_forward, "_of_each_layer", lambda *_: None)
     assert_same_bits(ours, logits_of(model, lookahead, ids, monkeypatch))
     bare = slots_for(model, 3)
     bare.weight.data.copy_(lookahead.weight)
     assert not torch.equal(ours, logits_of(model, bare, ids, monkeypatch))
 
 
-@pytest.mark.parametrize("change", ["a place", "a dtype", "nothing"])
-def test_layers_whose_ops_cannot_take_their_adapters(change):
-    """Another layer's adapters do not matter, nor does a layer without any."""
-    dtype = torch.bfloat16 if change == "a dtype" else torch.float32
-    pairs = {f"0.{place}": (torch.ones(2, 3, 4), torch.ones(2, 3, 5)) for place in ("self_attn.q_proj", "mlp.up_proj")}
-    pairs |= {"1.self_attn.qkv_proj": pairs["0.mlp.up_proj"]}
-    if change == "a place":
-        pairs |= {"0.self_attn.extra": pairs["0.mlp.up_proj"]}
-    placed = PlacedAdapters(0.5, pairs)
-    assert layer_adapters.halves_of(placed, 1, torch.float32) is None
-    before, after = layer_adapters.halves_of(placed, 2, torch.float32)
-    assert before.of_rows(IDS) == after.of_rows(IDS) == layer_adapters.WITHOUT_ADAPTERS
-    halves = layer_adapters.halves_of(placed, 0, dtype)
-    if change != "nothing":
-        assert halves is None
-        return
-    assert [half[1:] for half in halves] == [(1 << 0, 0.5), (1 << 5, 0.5)]
-    assert halves[0].tensors[0] is pairs["0.self_attn.q_proj"][0] and halves[1].tensors[1] is pairs["0.mlp.up_proj"][1]
-
-
-def test_one_call_for_all_layers_with_adapters(added, monkeypatch):
-    """The first call with slots goes layer by layer, the others are one; drafts are those of layers never fused."""
+def test_one_call_for_all_layers_with_adapters(fused, monkeypatch):
+    """No call goes layer by layer; drafts are those of layers never fused."""
     model = small_model("llama", head_dim=64)
     stacked, op = [], own_forward._stack
-    monkeypatch.setattr(own_forward, "_stack", lambda *a: stacked.append(len(added)) or op(*a))
+    monkeypatch.setattr(own_forward, "_stack", lambda *a: stacked.append(1) or op(*a))
     lookahead = adapted_slots(model, deep_layers=2)
     got = generate(model, IDS, method_of(lookahead), **OPTIONS)
-    assert len(stacked) >= got.stats.model_calls - 3 and added and set(stacked) == {len(added)}
+    assert len(stacked) >= got.stats.model_calls - 3 and not fused
     model.register_forward_hook(lambda *_: None)  # it runs as it is then
     apart = generate(model, IDS, method_of(lookahead), **OPTIONS)
     assert torch.equal(got.sequences, apart.sequences)
@@ -310,7 +287,7 @@ def test_tensor_parallelism_is_refused(llama):
     packed = packed_model(llama)
     packed.logit_shards = object()
     with pytest.raises(ValueError, match="cannot be used under tensor parallelism"):
-        packed.check_adapters(PlacedAdapters(1.0, {}))
+        packed.check_adapters(PlacedAdapters(1.0, {}, {}))
 
 
 def test_kinds_that_there_are_not(llama):
@@ -341,27 +318,8 @@ def test_placed_adapters_of_like_layers_are_one_tensor(change):
             assert [layer.data_ptr() for layer in layers] == [stack[i].data_ptr() for i in range(3)]
 
 
-def test_shared_copies_stay_until_something_changes():
-    adapters, like = SlotAdapters({"0.mlp.up_proj": AdapterSize(6, 4, 3)}, 2), torch.zeros(1, dtype=torch.bfloat16)
-    down, up = adapters.pair("0.mlp.up_proj")
-    kept = PlacedAdapters.shared(adapters, 2, like)
-    assert PlacedAdapters.shared(adapters, 2, like) is kept
-    with torch.no_grad():
-        up.fill_(2.0)
-    changed = PlacedAdapters.shared(adapters, 2, like)
-    assert bool((changed.pairs["0.mlp.up_proj"][1] == 2).all()) and bool((kept.pairs["0.mlp.up_proj"][1] == 0).all())
-    others = [PlacedAdapters.shared(adapters, 1, like), PlacedAdapters.shared(adapters, 1, like.float())]
-    assert [(len(x.pairs["0.mlp.up_proj"][0]), x.pairs["0.mlp.up_proj"][0].dtype) for x in others] == [
-        (1, torch.bfloat16),
-        (1, torch.float32),
-    ]
-    adapters.scale = 3.0
-    assert PlacedAdapters.shared(adapters, 1, like.float()).scale == 3.0
-    assert down.dtype is torch.float32
-
-
 def test_the_first_slot_alone_asks_for_adapters():
-    weight, deep, adapters = torch.ones(1, 4), torch.ones(2, 1, 4), PlacedAdapters(1.0, {})
+    weight, deep, adapters = torch.ones(1, 4), torch.ones(2, 1, 4), PlacedAdapters(1.0, {}, {})
     with_both, without_slot = PlacedSlots(weight, deep, adapters), torch.tensor([3, 0, 1])
     assert PlacedSlots(weight, None, adapters).of_call(torch.tensor([3, 0, -1])).adapters is adapters
     assert PlacedSlots(weight, None, adapters).of_call(without_slot) is None
@@ -371,7 +329,7 @@ def test_the_first_slot_alone_asks_for_adapters():
 
 def test_layers_in_another_dtype_than_the_table():
     """Quantised layers may compute in another dtype than the table's."""
-    placed = PlacedAdapters(1.0, {"0.q": (torch.ones(1, 2, 3), torch.ones(1, 2, 4))})
+    placed = PlacedAdapters(1.0, {"0.q": (torch.ones(1, 2, 3), torch.ones(1, 2, 4))}, {})
     out, x = torch.zeros(2, 4, dtype=torch.bfloat16), torch.ones(2, 3, dtype=torch.bfloat16)
     slots = PlacedSlots(torch.ones(1, 3), None, placed)
     slots.of_call(torch.tensor([-1, 0])).adapt_("0.q", out, x)

@@ -13,10 +13,10 @@ from support.generation import slots_for
 from support.small_models import prompts, small_model
 
 from pass_ext import NGram, PaSS, Session, Tree, generate
-from pass_ext.decoding.models.adapt import packed_model
-from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
+from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.models.slots import PlacedSlots
 from pass_ext.modules.slot_adapters import SlotAdapters
+from pass_ext.training.lookahead.adapters import adapter_sizes
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 OPTIONS = dict(max_new_tokens=8, eos_token_id=[])

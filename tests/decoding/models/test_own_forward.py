@@ -20,12 +20,12 @@ from support.small_models import ARCHITECTURES, prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pass_ext import NGram, PaSS, Session, Tree, generate
-from pass_ext.decoding.models.adapt import packed_model
-from pass_ext.decoding.models.patching import own_forward
-from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
+from pass_ext.decoding.models import own_forward
+from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.models.transformers import TransformersModel
 from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.testing import assert_same_bits
+from pass_ext.training.lookahead.adapters import adapter_sizes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

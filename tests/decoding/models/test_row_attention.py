@@ -14,7 +14,7 @@ from transformers.models.mistral import modeling_mistral
 
 import pass_ext
 from pass_ext import NGram, generate
-from pass_ext.decoding.models.patching.mask_patterns import window_of
+from pass_ext.decoding.models.row_attention import window_of
 
 IDS = torch.tensor([[5, 6, 7, 5, 6]])
 ENDS = [5, 6, 7]

@@ -8,7 +8,7 @@ import torch
 from support.small_models import VOCABULARY, small_model
 
 from pass_ext import Tree
-from pass_ext.decoding.models.adapt import packed_model
+from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.planning import calibration
 from pass_ext.decoding.planning.calibration import calibrate
 from pass_ext.decoding.planning.draft_tree import plan_drafts

@@ -10,13 +10,13 @@ pytest.importorskip("transformers")
 from support.small_models import small_model
 
 from pass_ext import LookaheadEmbedding, PaSS, generate
-from pass_ext.decoding.models.adapt import packed_model
-from pass_ext.decoding.models.patching.layer_adapters import adapter_sizes
+from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.planning import for_lookahead
 from pass_ext.decoding.planning import measured as timing
 from pass_ext.decoding.planning.step_times import StepTimes
 from pass_ext.drafting import plan
 from pass_ext.modules.slot_adapters import SlotAdapters
+from pass_ext.training.lookahead.adapters import adapter_sizes
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import torch
 
 from pass_ext import LookaheadEmbedding, draft_sample
 from pass_ext.decoding.sampling import BatchSampling
-from pass_ext.integrations.vllm import PaSS, proposer, settings
+from pass_ext.integrations.vllm import proposer, settings
+from pass_ext.integrations.vllm.proposer import PaSS
 from pass_ext.integrations.vllm.sampling.chains import SampledStep
 from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
 

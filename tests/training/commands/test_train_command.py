@@ -12,11 +12,11 @@ from support.paths import ROOT
 from support.training_models import SETTINGS, Letters, counting, slots_for, tiny_llama, windows_of
 
 from pass_ext import LookaheadEmbedding, training
-from pass_ext.decoding.models.patching.layer_adapters import KINDS
 from pass_ext.training.common import options as shared
 from pass_ext.training.common import own_texts, record
 from pass_ext.training.common.run import Run
 from pass_ext.training.lookahead import command, loop, pipeline
+from pass_ext.training.lookahead.adapters import KINDS
 from pass_ext.training.lookahead.loop import LookaheadTrainer
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from pass_ext.decoding.models.logit_shards import LogitShards
+from pass_ext.decoding.models.vocabulary import LogitShards
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.draft import draft_sample

@@ -18,7 +18,7 @@ from pass_ext.decoding.drafting.candidates import are_judged_by_logits, draw_chi
 from pass_ext.decoding.drafting.lookahead.recall import Recall
 from pass_ext.decoding.drafting.lookahead.short_rows import ShortRows
 from pass_ext.decoding.drafting.lookahead.slot_tokens import SlotTokens
-from pass_ext.decoding.models.logit_shards import LogitShards
+from pass_ext.decoding.models.vocabulary import LogitShards
 from pass_ext.decoding.requests.guides import Guides
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.modules.lookahead import LookaheadEmbedding

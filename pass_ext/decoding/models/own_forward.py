@@ -3,33 +3,24 @@
     logits = head(norm(layers(scale * rows)))  / divisor, capped
 
 On the CPU the layers are one call of ``layer_stack``, with norm and head where these are known; else each layer is
-``layer_before_attention`` and ``layer_after_attention`` around its attention. It computes few rows; ``model_plan.py`` finds the
-parts, ``comparison.py`` compares the numbers with the model's.
+``layer_before_attention`` and ``layer_after_attention`` around its attention. It computes few rows. ``parts.py`` finds the
+parts, ``way.py`` compares the numbers with the model's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.models.module_ops import is_autocast_enabled
 from pass_ext.decoding.models.packed import StepAttend
-from pass_ext.decoding.models.patching.few_rows import is_autocast_enabled
-from pass_ext.decoding.models.patching.layer_adapters import (
-    WITHOUT_ADAPTERS,
-    AdapterArguments,
-    HalfAdapters,
-    halves_of,
-    stacked_adapters,
-)
-from pass_ext.decoding.models.patching.layer_offsets import decoder_of
-from pass_ext.decoding.models.patching.model_plan import ModelPlan
-from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
-from pass_ext.ops import layer as registration  # noqa: F401
-from pass_ext.ops.layer import PackedLayers
+from pass_ext.decoding.models.parts import ModelPlan, StackArguments, decoder_of
+from pass_ext.decoding.models.slots import CallSlots, Pair, PlacedAdapters
+from pass_ext.ops.layer import ADAPTED_AFTER, ADAPTED_BEFORE, PackedLayers, adapter_list
 from pass_ext.tree import MAX_TREE_NODES
 
 _stack = torch.ops.pass_ext.layer_stack.default
@@ -45,10 +36,10 @@ _LONGEST_TABLE = 1 << 20
 
 def is_hooked(modules: Iterable[nn.Module]) -> bool:
     """True if code of others runs in calls of the modules."""
-    return _is_watched() or any(hooks_of(modules))
+    return _is_watched() or any(_hooks_of(modules))
 
 
-def hooks_of(modules: Iterable[nn.Module]) -> list[Any]:
+def _hooks_of(modules: Iterable[nn.Module]) -> list[Any]:
     """The modules' dictionaries of hooks, which are empty as long as nobody registers one."""
     return [hooks for part in modules for hooks in (part._forward_hooks, part._forward_pre_hooks)]
 
@@ -73,10 +64,9 @@ class OwnForward:
         self._is_fixed = set(types.values() if isinstance(types, dict) else [types]) <= _FIXED_ROPES
         self._table: tuple[Tensor, Tensor] | None = None  # cosines and sines by position
         self._packed: PackedLayers | None = None
-        self._adapters: tuple[PlacedAdapters, AdapterArguments | None] | None = None
-        self._halves: tuple[PlacedAdapters, list[tuple[HalfAdapters, HalfAdapters]] | None] | None = None
+        self._adapters: tuple[PlacedAdapters, Added | None, list[tuple[Added, Added]] | None] | None = None
         modules = list(model.modules())
-        self._hooks = hooks_of(modules)
+        self._hooks = _hooks_of(modules)
         parameters = [(part._parameters, name) for part in modules for name in part._parameters]
         self._parameters, self._names = zip(*parameters, strict=True)
         self._values = [found[name] for found, name in parameters]
@@ -89,7 +79,8 @@ class OwnForward:
 
     def takes(self, rows: Tensor) -> bool:
         """True for rows of the dtype of the layers, which need no gradients."""
-        return len(rows) > 0 and rows.dtype is self.plan.layers[0].dtype and not torch.is_grad_enabled()
+        o_weight: Any = self.plan.layers[0].after[0]
+        return len(rows) > 0 and rows.dtype is o_weight.dtype and not torch.is_grad_enabled()
 
     def __call__(
         self,
@@ -102,16 +93,22 @@ class OwnForward:
         ends_apart: bool = False,
     ) -> Tensor | None:
         """Logits ``[N or len(wanted), V]``; None if it cannot add these adapters. ends_apart: norm and head are ``tail``."""
-        plan = self.plan
+        plan, stack = self.plan, self.plan.stack
         if plan.rows_scale != 1.0:
             rows = rows * plan.rows_scale
-        ends = None if ends_apart or plan.norm is None else (plan.norm.weight, plan.head, wanted)
-        out = self._stacked(rows, positions, attend, slots, ends)
-        if out is not None and ends is not None:
-            return self._scaled(out)
+        has_ends = plan.norm is not None and not ends_apart
+        stacked, halves = self._adapters_for(slots)
+        out = None
+        if stack is not None and stacked is not None:
+            ends = (plan.norm, plan.head, wanted) if has_ends else (None, None, None)
+            out = self._stacked(stack, rows, positions, attend, slots, (*stacked, *ends))
+            if out is not None and has_ends:
+                return self._scaled(out)
+        if out is None and halves is not None:
+            out = self._layers(rows, positions, attend, slots, halves)
         if out is None:
-            out = self._layers(rows, positions, attend, slots)
-        return None if out is None else self._scaled(self._tail((out if wanted is None else out[wanted])[None])[0])
+            return None
+        return self._scaled(self._tail((out if wanted is None else out[wanted])[None])[0])
 
     def _scaled(self, logits: Tensor) -> Tensor:
         """What a model does to its logits behind its head."""
@@ -123,38 +120,29 @@ class OwnForward:
 
     def _stacked(
         self,
+        stack: StackArguments,
         rows: Tensor,
         positions: Tensor,
         attend: StepAttend,
         slots: CallSlots | None,
-        ends: tuple[Any, ...] | None,
+        adapters_and_ends: tuple[Any, ...],
     ) -> Tensor | None:
-        """All layers in one call, and final norm and head of the rows wanted; None where the op cannot."""
-        plan, stack = self.plan, self.plan.stack
-        if stack is None:
-            return None
-        placed = None if slots is None else slots.adapters
-        added = AdapterArguments() if placed is None else self._adapters_for(placed)
-        if added is None:
-            return None
-        caches = attend.of_all_layers(len(plan.layers), rows, stack.key_heads, stack.numbers[0])
+        """All layers in one call, and final norm and head of the rows wanted; None if the op does not take these caches."""
+        caches = attend.of_all_layers(len(self.plan.layers), rows, stack.key_heads, stack.numbers[0])
         if caches is None:
             return None
         (cos, sin), at = self._rotations(rows, positions)
-        arguments = (
-            stack.parts, *caches, cos, sin, at, plan.rotates, stack.windows, None if slots is None else slots.ids,
-            None if slots is None else slots.deep, *added, *(ends or (None, None, None)),
-            *stack.numbers,
-        )  # fmt: skip
+        ids, deep = (None, None) if slots is None else (slots.ids, slots.deep)
+        arguments = stack.parts, *caches, cos, sin, at, self.plan.rotates, stack.windows, ids, deep, *adapters_and_ends
         if self._packed is None:
             self._packed = PackedLayers(stack.weights, stack.parts, stack.numbers[0])
         try:
-            out, new = _stack(rows, [self._packed.key], *arguments)
+            out, new = _stack(rows, [self._packed.key], *arguments, *stack.numbers)
         except RuntimeError:
             # A weight whose data was replaced lies elsewhere now, where the op finds it in the list. Anything else is wrong
             # there too, and is said there.
             self._packed = None
-            out, new = _stack(rows, stack.weights, *arguments)
+            out, new = _stack(rows, stack.weights, *arguments, *stack.numbers)
         attend.take(new)
         return out
 
@@ -164,27 +152,23 @@ class OwnForward:
         positions: Tensor,
         attend: StepAttend,
         slots: CallSlots | None,
-    ) -> Tensor | None:
-        """Layer by layer; None if an op does not know a place of these adapters."""
+        halves: Sequence[tuple[Added, Added]],
+    ) -> Tensor:
+        """Layer by layer."""
         plan = self.plan
-        placed = None if slots is None else slots.adapters
-        halves = None if placed is None else self._halves_for(placed)
-        if placed is not None and halves is None:
-            return None
+        ids, offsets = (None, None) if slots is None else (slots.ids, slots.offsets)
         cos, sin = self._rotated(rows, positions)
         if len(plan.kinds) == 1:
             cos, sin = cos[None], sin[None]
-        for number, (parts, options, kind) in enumerate(zip(plan.layers, plan.attention, plan.rotates, strict=True)):
-            if slots is not None and slots.offsets is not None:
-                rows = rows + slots.offsets[number]
-            before = after = WITHOUT_ADAPTERS
-            if slots is not None and halves is not None:
-                before, after = (half.of_rows(slots.ids) for half in halves[number])
+        for number, (parts, kind, added) in enumerate(zip(plan.layers, plan.rotates, halves, strict=True)):
+            if offsets is not None:
+                rows = rows + offsets[number]
             rotation = (cos[kind - 1], sin[kind - 1]) if kind else (None, None)
-            tensors, numbers = parts.before
-            q, k, v = _before(rows, *tensors, *rotation, *numbers, *before)
-            attended = attend(number, q, k, v, **options)
-            rows = _after(attended.view(len(rows), -1), rows, *parts.after, *after)
+            before, after = ((ids if half[1] else None, *half) for half in added)
+            q, k, v = _before(rows, *parts.before, *rotation, parts.head_dim, parts.eps, parts.form, *before)
+            attended = attend(number, q, k, v, **plan.attention[number])
+            options = parts.eps, parts.form, parts.activation, parts.scale
+            rows = _after(attended.view(len(rows), -1), rows, *parts.after, *options, *after)
         return rows
 
     def _rotations(self, rows: Tensor, positions: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
@@ -206,14 +190,56 @@ class OwnForward:
         all_cos, all_sin = zip(*rotations, strict=True)
         return torch.cat(all_cos), torch.cat(all_sin)
 
-    def _adapters_for(self, placed: PlacedAdapters) -> AdapterArguments | None:
+    def _adapters_for(self, slots: CallSlots | None) -> tuple[Added | None, list[tuple[Added, Added]] | None]:
+        """The adapters of a call as ``layer_stack`` takes them, and as the ops of each layer do; None where they cannot."""
+        placed = None if slots is None else slots.adapters
+        if placed is None:
+            return _NOTHING, [(_NOTHING, _NOTHING)] * len(self.plan.layers)
         if self._adapters is None or self._adapters[0] is not placed:
-            self._adapters = placed, stacked_adapters(placed, self.plan)
-        return self._adapters[1]
+            self._adapters = placed, _of_all_layers(placed, self.plan), _of_each_layer(placed, self.plan)
+        return self._adapters[1:]
 
-    def _halves_for(self, placed: PlacedAdapters) -> list[tuple[HalfAdapters, HalfAdapters]] | None:
-        if self._halves is None or self._halves[0] is not placed:
-            found = [halves_of(placed, number, parts.dtype) for number, parts in enumerate(self.plan.layers)]
-            known = [halves for halves in found if halves is not None]
-            self._halves = placed, known if len(known) == len(found) else None
-        return self._halves[1]
+
+# ---- adapters of look-ahead slots ----
+
+Added = tuple[list[Tensor], int, float]
+"""Adapters as an op takes them: tensors, which linear layers have some, and their scale."""
+_NOTHING: Added = [], 0, 1.0
+
+_PLACES = {f"self_attn.{name}_proj": name for name in (*ADAPTED_BEFORE, "o")}
+_PLACES |= {f"mlp.{name}_proj": name for name in ADAPTED_AFTER[1:]}
+"""A linear layer's name in its decoder layer -> its name for the layer ops. Parts of joined layers have none: a call with
+adapters of such runs the model as it is."""
+
+
+def _of_all_layers(placed: PlacedAdapters, plan: ModelPlan) -> Added | None:
+    """For all layers in one call; None if these have not all the same adapters, or joined ones."""
+    if not placed.stacks or any(name not in _PLACES for name in placed.stacks):
+        return None
+    named = {_PLACES[name]: pair for name, pair in placed.stacks.items()}
+    if any(len(down) != len(plan.layers) for down, _ in named.values()):
+        return None
+    if plan.layers[0].scale != 1.0 and {"o", "down"} & set(named):
+        return None
+    return _added("layer_stack", named, placed.scale)
+
+
+def _of_each_layer(placed: PlacedAdapters, plan: ModelPlan) -> list[tuple[Added, Added]] | None:
+    """For the layers' ops, in front of attention and behind it; None if these do not know a place."""
+    named: list[dict[str, Pair]] = [{} for _ in plan.layers]
+    for place, pair in placed.pairs.items():
+        number, _, name = place.partition(".")
+        if name not in _PLACES:
+            return None
+        named[int(number)][_PLACES[name]] = pair
+    halves = ("layer_before_attention", ADAPTED_BEFORE), ("layer_after_attention", ADAPTED_AFTER)
+
+    def listed(pairs: dict[str, Pair], op: str, names: tuple[str, ...]) -> Added:
+        return _added(op, {name: pairs[name] for name in names if name in pairs}, placed.scale)
+
+    return [(listed(pairs, *halves[0]), listed(pairs, *halves[1])) for pairs in named]
+
+
+def _added(op: str, named: Mapping[str, Pair], scale: float) -> Added:
+    adapted, tensors = adapter_list(op, named)
+    return (tensors, adapted, scale) if adapted else _NOTHING

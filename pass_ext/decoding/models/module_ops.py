@@ -1,21 +1,29 @@
-"""Recognises norms and gated MLPs, and gives a shadow's their ops.
+"""``computes_by_ops``: gives linear layers, norms and gated MLPs of a model's shadow forwards that compute by our ops.
 
-A part is recognised by what it computes: its class's code runs on random numbers, with a stand-in in place of the module, and
-must give the op's numbers. Whatever is not recognised stays as it is.
+A linear layer is recognised by its class. PyTorch's matrix product is slow for few rows on the CPU; without instructions for
+bf16 or fp16 for any number of them. On a GPU it is not, but small weights are read in less time than a launch takes, and the
+layer ops, which need fewer launches, have the bits of ``linear_rows``.
+A norm or gated MLP is recognised by what it computes: its class's code runs on random numbers, with a stand-in in place of the
+module, and must give the op's numbers. Whatever is not recognised stays as it is.
 """
 
+from __future__ import annotations
+
+import platform
+import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from types import FunctionType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from pass_ext.decoding.models.patching.few_rows import is_autocast_enabled
-from pass_ext.decoding.models.plain_tensors import is_plain
+from pass_ext.ops import linear  # noqa: F401, which registers the op
 from pass_ext.ops.step import ACTIVATIONS, NORM_FORMS
 
+_linear = torch.ops.pass_ext.linear_rows.default
 _norm = torch.ops.pass_ext.step_rms_norm.default
 _gate = torch.ops.pass_ext.step_gate.default
 
@@ -24,20 +32,49 @@ _EPS = ("variance_epsilon", "eps")
 _SEPARATE = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _JOINED = {"gate_up_proj", "chunk", "down_proj", "activation_fn"}
 
+MOST_BYTES_ON_CUDA = 8 << 20
+"""A heavier weight keeps PyTorch's product on a GPU: it is read for longer than a launch takes, and no GPU has compared the
+two."""
 
-def computes_by_ops(module: nn.Module) -> None:
-    """Gives every norm and gated MLP of a model's shadow that is recognised a forward that computes by its op.
 
-    Calls that are compiled, that record gradients or that have tensors of another dtype compute as before. Modules whose
-    ``forward`` somebody replaced stay as they are; hooks run as before. Under autocast nothing changes.
+def computes_by_ops(module: nn.Module, takes: Callable[[int, int], bool]) -> None:
+    """Gives every recognised part of a model's shadow a forward that computes by its op.
+
+    Linear layers take rows if ``takes(rows, most_few_rows(...))``. Calls that are compiled, that record gradients or that have
+    tensors of another dtype compute as before, and so does a part whose weight was replaced. Modules whose ``forward``
+    somebody replaced stay as they are; hooks of norms and MLPs run as before. Under autocast nothing changes.
     """
     if is_autocast_enabled():
         return
     for part in module.modules():
         if "forward" not in vars(part) and type(type(part).forward) is FunctionType:
-            forward = _norm_forward(part) or _gate_forward(part)
+            forward = _linear_forward(part, takes) or _norm_forward(part) or _gate_forward(part)
             if forward is not None:
                 part.forward = forward
+
+
+def is_autocast_enabled() -> bool:
+    """True under autocast of any device that has our kernels."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """True if a kernel may read a tensor's memory as numbers of its shape and dtype.
+
+    False for subclasses (torchao's quantised tensors, DTensor, fake tensors, which define their own operations), for sparse
+    and quantised tensors, and for tensors without memory: on the meta device, or with a freed storage."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_meta
+        and (not tensor.numel() or tensor.untyped_storage().nbytes() > 0)
+    )
+
+
+def is_untouched(part: nn.Module) -> bool:
+    """True for a module that computes by its class's code alone."""
+    return "forward" not in vars(part) and not (part._forward_hooks or part._forward_pre_hooks)
 
 
 def _may_replace() -> bool:
@@ -58,6 +95,74 @@ def _random(*shape: int) -> Tensor:
     """Numbers on the CPU that take no draw from torch's generator, which the caller may have seeded."""
     generator = torch.Generator("cpu").manual_seed(len(shape))
     return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+
+
+# ---- linear layer ----
+
+
+@lru_cache
+def most_few_rows(dtype: torch.dtype, is_cpu: bool) -> int:
+    """With more rows ``torch.nn.functional.linear`` may be faster."""
+    if not is_cpu or platform.machine() not in ("x86_64", "AMD64"):
+        return 64
+    if dtype is torch.float32:
+        return 256
+    if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        return 64
+    if dtype is torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
+        return 192
+    if dtype is torch.float16 and torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        return 64
+    return sys.maxsize  # PyTorch converts the weights in each call
+
+
+def are_few(rows: int, most: int, slot_rows: int = 0) -> bool:
+    """True for at most so many rows, look-ahead slots' not counted: so a prompt has the same bits with slots behind it as
+    without."""
+    return rows - slot_rows <= most
+
+
+def is_plain_linear(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """True for exactly an ``nn.Linear`` without hooks, without a forward of its own, and with plain weights that
+    ``linear_rows`` takes and computes quickly."""
+    if type(layer) is not nn.Linear:
+        return False
+    weight = layer._parameters.get("weight")  # missing where a parametrization computes it
+    return (
+        weight is not None
+        and is_plain(weight)
+        and (weight.is_cpu or (weight.is_cuda and weight.nbytes <= MOST_BYTES_ON_CUDA))
+        and weight.dtype in _FLOATS
+        and (layer.bias is None or (is_plain(layer.bias) and layer.bias.dtype == weight.dtype))
+        and (weight.shape[1] < 2 or weight.stride(1) == 1)
+        and is_untouched(layer)
+    )
+
+
+def _linear_forward(layer: nn.Module, takes: Callable[[int, int], bool]) -> Callable[[Tensor], Tensor] | None:
+    """``linear_rows`` for rows that it takes, ``torch.nn.functional.linear`` otherwise."""
+    if not is_plain_linear(layer):
+        return None
+    # Looking up `layer.weight` in each call would cost as much as a small product. The dictionary is quick to read, and shows
+    # whether a weight was replaced.
+    parameters = layer._parameters
+    weight, bias, dtype, width = layer.weight, layer.bias, layer.weight.dtype, max(1, layer.in_features)
+    is_cpu = weight.is_cpu
+    most = most_few_rows(dtype, is_cpu)
+
+    def forward(input: Tensor) -> Tensor:
+        if (
+            _may_replace()
+            and input.dtype is dtype
+            and input.is_cpu is is_cpu
+            and parameters.get("weight") is weight
+            and parameters.get("bias") is bias
+            and takes(input.numel() // width, most)
+        ):
+            return _linear(input, weight, bias)
+        return functional.linear(input, layer.weight, layer.bias)
+
+    return forward
 
 
 # ---- norm ----
@@ -90,8 +195,7 @@ def _norm_forward(part: nn.Module) -> Callable[[Tensor], Tensor] | None:
     if norm is None:
         return None
     weight, eps, form = norm
-    kind: Any = type(part)
-    dtype, parameters, original = weight.dtype, part._parameters, kind.forward
+    dtype, parameters, original = weight.dtype, part._parameters, type(part).forward
 
     def forward(input: Tensor) -> Tensor:
         if input.dtype is dtype and parameters.get("weight") is weight and _may_replace():
@@ -128,8 +232,6 @@ class Gate(NamedTuple):
 
     activation: int
     """Index in ``ACTIVATIONS``."""
-    module: Any
-    """The module of the activation."""
     joined: bool
     """True if one product, ``gate_up_proj``, gives gate and up."""
 
@@ -146,38 +248,31 @@ def gate_of(part: nn.Module) -> Gate | None:
     products = ("gate_up_proj",) if joined else ("gate_proj", "up_proj")
     if activation is None or any(modules.get(name) is None for name in (*products, "down_proj")):
         return None
-    index = _activation(original, activation, joined=joined)
-    return None if index is None else Gate(index, activation, joined)
+    index = _activation(original, activation, joined=joined) if is_untouched(activation) else None
+    return None if index is None else Gate(index, joined)
 
 
 def _gate_forward(part: nn.Module) -> Callable[[Tensor], Tensor] | None:
     gated = gate_of(part)
     if gated is None:
         return None
-    index, activation, is_joined = gated
     original: Callable[..., Tensor] = type(part).forward
     modules: dict[str, Any] = part._modules
 
-    def separate(input: Tensor) -> Tensor:
-        if not _may_replace():
-            return original(part, input)
-        gate, up = modules["gate_proj"](input), modules["up_proj"](input)
-        if gate.dtype is up.dtype and gate.dtype in _FLOATS:
-            return modules["down_proj"](_gate(gate, up, index))
-        return modules["down_proj"](activation(gate) * up)
-
-    def joined(input: Tensor) -> Tensor:
+    def forward(input: Tensor) -> Tensor:
         if not _may_replace() or input.dtype not in _FLOATS:
             return original(part, input)
-        return modules["down_proj"](_gate(modules["gate_up_proj"](input), None, index))
+        if gated.joined:
+            gate, up = modules["gate_up_proj"](input), None
+        else:
+            gate, up = modules["gate_proj"](input), modules["up_proj"](input)
+        return modules["down_proj"](_gate(gate, up, gated.activation))
 
-    return joined if is_joined else separate
+    return forward
 
 
 def _activation(mlp: Callable[..., Tensor], activation: nn.Module, *, joined: bool) -> int | None:
     """The index of the activation of an MLP that computes ``down(activation(gate(x)) * up(x))``; None for any other."""
-    if "forward" in vars(activation) or activation._forward_hooks or activation._forward_pre_hooks:
-        return None
     gate, up, both = _numbers_for_gate()
 
     def product(result: Tensor) -> Callable[[Tensor], Tensor]:

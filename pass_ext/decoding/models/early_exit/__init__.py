@@ -1,1 +1,0 @@
-"""A model's first layers as its draft model."""

@@ -1,0 +1,175 @@
+"""What a transformers model allows: which are refused, how long texts may be, and tokens that a model replaces by others."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pass_ext.decoding.models.parts import configs_of, unwrapped
+from pass_ext.decoding.models.shadow import OurCall, our_call
+
+_FULL = {"full_attention", "sliding_attention", "attention"}
+
+
+def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
+    """Refuses models that packed rows cannot be given to. dtype: of the table of embeddings."""
+    text = model.config.get_text_config(decoder=True)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder model; decoder-only models are supported")
+    if "position_ids" not in inspect.signature(type(unwrapped(model)).forward).parameters:
+        raise ValueError(
+            f"{name}: {type(model).__name__}.forward takes no position_ids, so rows of a tree cannot be given "
+            "their places in the text"
+        )
+    lost = _lost_adapter(model)
+    if lost is not None:
+        raise ValueError(
+            f"{name} {lost}: pass_ext gives the model packed rows of its own making, which would leave it out; use "
+            "the model's own generate, or an adapter that changes layers only, as LoRA"
+        )
+    strange = sorted(set(getattr(text, "layer_types", None) or ()) - _FULL)
+    if strange:
+        raise ValueError(
+            f"{name} has layers of the kind {', '.join(strange)}: what they keep of a text cannot be cut to the "
+            "accepted tokens, so only models whose layers all attend are supported"
+        )
+    if getattr(text, "hidden_size_per_layer_input", 0):
+        raise ValueError(f"{name} looks tokens up again in every layer, so look-ahead rows cannot be given to it")
+    if getattr(text, "attn_temperature_tuning", False):
+        raise ValueError(f"{name} scales attention by the number of the row (attn_temperature_tuning), not by position")
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"the model's dtype must be float32, float16 or bfloat16, got {dtype}")
+
+
+def _lost_adapter(model: Any) -> str | None:
+    """Describes the peft adapter that a packed call would leave out, to follow the model's name in a message; None: there is
+    none.
+
+    LoRA and similar adapters change layers and work unchanged. Prompt, prefix and p-tuning change the inputs of every call, and
+    aLoRA reads token ids. A call on packed embeddings has neither, so the text would be another model's.
+    """
+    model = getattr(model, "_orig_mod", model)
+    # While PeftModel.generate runs, custom_generate gets the inner model; this replaced method leads back to the PeftModel.
+    owner = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    for wrapper in (model, owner):
+        config: Any = getattr(wrapper, "active_peft_config", None)
+        if getattr(config, "is_prompt_learning", False) and not getattr(wrapper, "_adapters_disabled", False):
+            kind = getattr(config.peft_type, "value", config.peft_type)
+            return f"has a peft adapter of the kind {kind}, which puts learned tokens, keys or values before each text"
+    for part in model.modules() if hasattr(model, "modules") else ():
+        variants = vars(part).get("lora_variant")
+        if not variants:
+            continue
+        active = [] if getattr(part, "disable_adapters", False) else getattr(part, "active_adapters", [])
+        if any(type(variants.get(name)).__name__.startswith("ALora") for name in active):
+            return "has a peft adapter of the kind aLoRA, which is active behind certain token ids only"
+    return None
+
+
+# ---- lengths ----
+
+
+def kept_by_cache(text: Any) -> tuple[int, ...]:
+    """How many keys of a text each layer of transformers' own cache keeps; -1: all."""
+    from transformers import DynamicCache
+
+    if getattr(text, "num_hidden_layers", None) is None:
+        return ()
+    return tuple(getattr(layer, "sliding_window", None) or -1 for layer in DynamicCache(config=text).layers)
+
+
+def rope_limit(text: Any) -> int | None:
+    """The longest text for which the model's rotary frequencies are those of a short text; None: any length."""
+    parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    limits = []
+    for rope in parameters.values() if all(isinstance(v, dict) for v in parameters.values()) else (parameters,):
+        kind, limit = rope.get("rope_type", rope.get("type")), text.max_position_embeddings
+        if kind == "longrope":
+            original = rope.get("original_max_position_embeddings")
+            limits.append(original or getattr(text, "original_max_position_embeddings", None) or limit)
+        elif kind == "dynamic":
+            limits.append(limit)
+    return min(limits, default=None)
+
+
+def known_positions(model: Any, most: int) -> int | None:
+    """``most`` if the model looks positions up in a table of that many rows, learned or a buffer; None if it computes them."""
+    tokens = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module not in tokens]
+    rows = {table.num_embeddings - getattr(table, "offset", 0) for table in tables}
+    rows |= {
+        len(buffer) for name, buffer in model.named_buffers() if buffer.dim() == 2 and "pos" in name.rsplit(".")[-1]
+    }
+    return most if most in rows else None
+
+
+# ---- tokens that a model replaces ----
+
+_ORDINARY = ("bos", "eos", "pad", "sep", "cls", "mask", "unk", "decoder_start", "forced_bos", "forced_eos")
+
+
+def placeholder_ids(config: Any, vocabulary: int) -> list[int]:
+    """The tokens that a config and its parts name, as ``image_token_id``, but for those of texts."""
+    found = {
+        value
+        for part in configs_of(config)
+        for name, value in vars(part).items()
+        if name.endswith(("_token_id", "_token_index")) and not name.startswith(_ORDINARY) and type(value) is int
+    }
+    return sorted(value for value in found if 0 <= value < vocabulary)
+
+
+def replaced_ids(model: Any, name: str, ids: list[int], stand_ins: list[int], embed: Any) -> dict[int, int]:
+    """The tokens among ``ids`` that the model embeds as another one, and that one, which must be among ``stand_ins``.
+
+    Compares the first layer's keys, called with ids and with their embeddings.
+
+    Args:
+        model: that attends by ``our_call``.
+        name: for messages.
+        embed: gives the rows ``[N, d]`` of ids ``[N]``, as the model's table has them.
+    """
+    device = model.get_input_embeddings().weight.device
+    known = torch.tensor([*ids, *stand_ins], device=device)
+    try:
+        ours, theirs = _first_keys(model, inputs_embeds=embed(known)[None]), _first_keys(model, input_ids=known[None])
+    except Exception:  # a generation's first call says what is wrong
+        return {}
+    replaced: dict[int, int] = {}
+    for number, token in enumerate(ids):
+        if torch.equal(theirs[number], ours[number]):
+            continue
+        same = (stand_in for row, stand_in in enumerate(stand_ins) if torch.equal(theirs[number], ours[len(ids) + row]))
+        stand_in = next(same, None)
+        if stand_in is None:
+            raise ValueError(
+                f"{name} embeds token {token}, which its config names as a placeholder, otherwise than by its table: pass_ext "
+                "gives the model embeddings of its own making, so it cannot decode this model"
+            )
+        replaced[token] = stand_in
+    return replaced
+
+
+class _Keys(Exception):
+    """Ends a call at its first layer's attention."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+
+def _first_keys(model: Any, **inputs: Tensor) -> Tensor:
+    (rows,) = inputs.values()
+    seen = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        raise _Keys(k)
+
+    try:
+        with our_call(OurCall(attend, "", (), seen)):  # all at one position, so that equal tokens have equal keys
+            model(**inputs, attention_mask=seen, position_ids=torch.zeros_like(seen).long(), use_cache=False)
+    except _Keys as found:
+        return found.keys
+    raise RuntimeError("no layer has attended")

@@ -1,1 +1,0 @@
-"""Patches of a transformers model while a generation runs, restored afterwards."""

@@ -1,0 +1,194 @@
+"""``Way``: how a model is run, and why so.
+
+``way_of`` compares our ops with the model's own forward, bit for bit: logits and the new keys and values of some rows of a
+call, at their positions and at far ones, where a model differs that scales something by the length of the text.
+``known_way`` keeps the result from one generation to the next, as long as the model is the same in all that it may depend on;
+outside the model, and with no reference to it: a copy has none, and the model ends as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from operator import is_
+from types import MethodType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from pass_ext.decoding.models.module_ops import is_plain
+from pass_ext.decoding.models.own_forward import OwnForward
+from pass_ext.decoding.models.packed import StepAttend
+from pass_ext.decoding.models.parts import ModelPlan, Unlike, layers_of, plan_of
+
+MACHINE = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+"""Errors that say nothing about the model."""
+Tail = Callable[[Tensor], Tensor]
+_COMPARED = 8  # rows
+_FAR = 1 << 20  # positions
+
+
+class Way(NamedTuple):
+    """A comparison's result."""
+
+    plan: ModelPlan | None
+    reason: str
+    """Why there is none."""
+
+
+# ---- the comparison ----
+
+
+def way_of(
+    model: Any,
+    theirs: Callable[[Tensor, Tensor, StepAttend], Tensor],
+    tail: Tail,
+    rows: Tensor,
+    positions: Tensor,
+    attend: StepAttend,
+) -> Way:
+    """Compares.
+
+    Args:
+        theirs: the model's own forward of rows ``[N, d]`` at positions ``[N]``.
+        tail: as ``OwnForward`` takes it.
+        rows, positions, attend: of a call that has just run.
+    """
+    rows, positions = rows[:_COMPARED], positions[:_COMPARED]
+    plan: ModelPlan | None = None
+    try:
+        layers = layers_of(model)
+        for places in (positions, positions + _FAR):
+            called = attend.again(len(rows))
+            try:
+                logits = theirs(rows, places, called)
+            except MACHINE:
+                raise
+            except Exception as error:
+                raise Unlike(f"it cannot be called to be compared: {type(error).__name__}: {error}") from error
+            if plan is None:
+                plan = plan_of(model, layers, called.options)
+            plan = _compared(plan, model, tail, rows, places, attend, logits, called.new_rows())
+    except Unlike as unlike:
+        return Way(None, str(unlike))
+    return Way(plan, "")
+
+
+def _compared(
+    plan: ModelPlan,
+    model: Any,
+    tail: Tail,
+    rows: Tensor,
+    positions: Tensor,
+    attend: StepAttend,
+    logits: Tensor,
+    new: Any,
+) -> ModelPlan:
+    """The plan, in which layers whose keys are the model's without a rotation do not rotate. Raises ``Unlike``."""
+    rotates = list(plan.rotates)
+    while True:
+        again = attend.again(len(rows))
+        plan = plan._replace(rotates=list(rotates))
+        try:
+            ours = OwnForward(plan, model, tail)(rows, positions, again, None, None)
+        except MACHINE:
+            raise
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise Unlike(f"the layer ops refuse its parts: {error}") from error
+        mine = again.new_rows()
+        assert ours is not None and len(mine) == len(new)
+        wrong = next((i for i, x in enumerate(new) if not torch.equal(x, mine[i])), None)
+        if wrong is None:
+            break
+        layer, is_values = divmod(wrong, 2)
+        if is_values or not rotates[layer]:
+            raise Unlike(
+                f"our ops give other {'values' if is_values else 'keys'} in layer {layer}, at position {int(positions[0])}"
+            )
+        rotates[layer] = 0
+    if not torch.equal(ours, logits):
+        raise Unlike(f"our ops give other logits, at position {int(positions[0])}")
+    return plan
+
+
+# ---- from one generation to the next ----
+
+_VALUES = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device})
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+class ModelState:
+    """All by which a model's parts are found. Numbers may change inside a tensor, which is read in each call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._objects: list[Any] = []
+        """Weak references to classes, their code, weights and settings, to be compared by identity."""
+        self._values: list[Any] = []
+        """Settings, and where weights lie, and as what."""
+        for part in model.modules():
+            attributes = vars(part)
+            self._note([attributes[name] for name in attributes.keys() - _OF_EVERY_MODULE])
+            for name in ("_parameters", "_buffers", "_modules"):
+                self._note(list(attributes[name].values()))
+            self._note(type(part))
+        for kind in dict.fromkeys(type(part) for part in model.modules()):
+            self._note_code(kind.forward)
+
+    def is_same(self, other: ModelState) -> bool:
+        """True if nothing has changed."""
+        if len(self._objects) != len(other._objects) or not all(map(is_, self._objects, other._objects)):
+            return False
+        return self._values == other._values
+
+    def _note_code(self, forward: Any) -> None:
+        """The functions behind the decorators of a forward, and what their files have by the names that they use."""
+        while forward is not None:
+            self._note(forward)
+            code = getattr(forward, "__code__", None)
+            if code is not None:
+                self._note([code, *map(forward.__globals__.get, code.co_names)])
+            forward = getattr(forward, "__wrapped__", None)
+
+    def _note(self, value: Any) -> None:
+        kind = type(value)
+        if kind in _VALUES:
+            self._values.append(value)
+        elif isinstance(value, Tensor):
+            self._objects.append(ref(value))
+            if is_plain(value):  # others may have no place
+                self._values += (value.data_ptr(), value.dtype)
+        elif kind is MethodType:
+            self._note([value.__func__, value.__self__])
+        elif kind in (list, tuple, dict):
+            self._values.append(len(value))
+            for entry in value:
+                self._note(entry)
+            if kind is dict:
+                self._note(list(value.values()))
+        else:
+            self._note_object(value)
+
+    def _note_object(self, value: Any) -> None:
+        try:
+            self._objects.append(ref(value))
+        except TypeError:
+            self._values.append(id(value))
+        if hasattr(value, "sub_configs"):  # settings change inside a config
+            for name, entry in vars(value).items():
+                if not name.startswith("_attn_implementation"):
+                    self._note(entry)
+
+
+_kept: MutableMapping[nn.Module, tuple[ModelState, Way]] = WeakKeyDictionary()
+
+
+def known_way(model: nn.Module, state: ModelState) -> Way | None:
+    """What is kept of a model that is still in this state."""
+    former, way = _kept.get(model, (None, None))
+    return None if former is None or not former.is_same(state) else way
+
+
+def keep_way(model: nn.Module, state: ModelState, way: Way) -> None:
+    """Keeps the way of a model in this state."""
+    _kept[model] = state, way
