@@ -42,12 +42,10 @@ _GRAMMAR = ["tests/decoding/loop/test_grammar.py", "tests/decoding/loop/test_gra
 _CHOSEN = ["tests/decoding/loop/test_chosen_step.py"]
 _ROWS_OF_HOST = ["tests/decoding/drafting/test_chosen_rows.py"]
 _PACE = ["tests/decoding/planning/test_pace.py"]
-_SLOTS = "tests/decoding/drafting/test_slot_probabilities.py"
 _LOOK_AHEAD = [
     *_ROWS_OF_HOST,
-    _SLOTS,
     *_GENERATE[:-1],
-    f"{_GENERATE[-1]} or test_chosen_rows or test_slot_probabilities",
+    f"{_GENERATE[-1]} or test_chosen_rows",
 ]
 _AHEAD = ["tests/decoding/loop/test_ahead.py"]
 _BOTH = [*_GENERATE[:2], _SPECULATIVE[0], "-k", f"{_GENERATE[-1]} or {_SPECULATIVE[-1]} or always_wrong"]
@@ -191,20 +189,12 @@ _PYTHON: dict[str, list[str]] = {
     ],
     "drafting/from_ngrams": ["tests/decoding/drafting/test_ngram.py"],
     "requests/node_processor": ["tests/decoding/test_generation_config.py"],
-    "drafting/lookahead/short_rows": [
-        "tests/decoding/drafting/test_pass_drafter.py",
-        _SLOTS,
-    ],
-    "drafting/lookahead/chosen_rows": _ROWS_OF_HOST,
     "drafting/lookahead/device_rows": _AHEAD,
     "planning/pace": _PACE,
     "planning/step_clock": _PACE,
     "planning/constants": _PACE,
     "drafting/lookahead/drafter": _LOOK_AHEAD,
-    "drafting/lookahead/of_pass": _LOOK_AHEAD,
     "drafting/lookahead/slot_tokens": _LOOK_AHEAD,
-    "drafting/lookahead/recall": ["tests/decoding/drafting/test_recalling_drafts.py"],
-    "drafting/lookahead/tree_filler": _LOOK_AHEAD,
     "planning/for_lookahead": ["tests/decoding/planning/test_pass_plan.py"],
     "models/peft_adapters": ["tests/decoding/models/test_adapted_models.py"],
     "models/plain_tensors": [

@@ -21,7 +21,7 @@ from pass_ext.decoding.drafting.early_stop import EarlyFlag
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
 from pass_ext.decoding.drafting.levels import are_judged_by_logits, draw_children, drawing_mode, levels_of
 from pass_ext.decoding.drafting.longest_branch import first_level
-from pass_ext.decoding.drafting.lookahead.of_pass import lookahead_drafter
+from pass_ext.decoding.drafting.lookahead.drafter import lookahead_drafter
 from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal
 from pass_ext.decoding.methods import MultiCandidate, Speculative
 from pass_ext.decoding.models.adapt import packed_model

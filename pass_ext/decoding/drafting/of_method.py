@@ -13,7 +13,7 @@ from pass_ext.decoding.arguments import type_of
 from pass_ext.decoding.drafting.drafter import DraftContext, Drafter
 from pass_ext.decoding.drafting.from_draft_model import multi_candidate_drafters, speculative_drafters
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
-from pass_ext.decoding.drafting.lookahead.of_pass import lookahead_drafters
+from pass_ext.decoding.drafting.lookahead.drafter import lookahead_drafters
 from pass_ext.decoding.methods import MultiCandidate, NGram, PaSS, Plain, Speculative
 from pass_ext.decoding.rules import LONGEST_BRANCH
 

@@ -36,10 +36,6 @@ MOST_ROWS = 32
 """Of a request where rows have a price; more never paid on a CPU."""
 FEWEST_CHOSEN = 5
 """Rows below which all places take nearly the same, so that the plan's are as good."""
-LEAST_GAIN = 0.02
-"""Tokens of a row that is worth choosing on the host; 2^-10 on the device, where rows cost no Python."""
-WORTH, WORTH_OF_NEXT = 0.8, 0.6
-"""Of a slot's hit rate what it is worth, and of the slot behind it: the next step pays for rows too (csrc/core/next_tree.h)."""
 
 # ---- plans ----
 

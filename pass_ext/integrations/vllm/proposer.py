@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pass_ext.decoding.drafting.lookahead.tree_filler import TreeFiller
+from pass_ext.decoding.drafting.lookahead.slot_tokens import TreeFiller
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.integrations.vllm.draft_length import DraftLength
 from pass_ext.integrations.vllm.refusals import checked_slots
