@@ -120,7 +120,6 @@ _PYTHON: dict[str, list[str]] = {
     "planning/calibration": ["tests/decoding/planning/test_calibration.py"],
     "requests/config_processor": ["tests/decoding/test_generation_config.py"],
     "models/vocabulary": _SPECULATIVE,
-    "planning/draft_tree": ["tests/decoding/planning/test_draft_plan.py"],
     "drafting/drafting": [
         "tests/decoding/planning/test_pace.py",
         "tests/decoding/drafting/test_drafting_method.py",
@@ -150,10 +149,10 @@ _PYTHON: dict[str, list[str]] = {
         "-k",
         f"{_BOTH[-1]} or longest_text or longest_branch",
     ],
-    "planning/hit_rates": [
-        "tests/decoding/planning/test_planner.py",
+    "planning/plan": [
+        "tests/decoding/planning/test_plan.py",
         "tests/decoding/planning/test_pass_plan.py",
-        "tests/decoding/planning/test_calibration.py",
+        "tests/decoding/planning/test_model_plan.py",
     ],
     "models/hidden_rows": _SPECULATIVE,
     "models/patching/layer_adapters": ["tests/decoding/models/test_layer_adapters.py"],
@@ -177,25 +176,15 @@ _PYTHON: dict[str, list[str]] = {
     "drafting/drafter": ["tests/decoding/drafting/test_drafting_method.py"],
     "drafting/draft_calls": _SPECULATIVE,
     "drafting/step": _BOTH,
-    "planning/measured": ["tests/decoding/planning/test_pass_plan.py"],
-    "planning/plan": ["tests/decoding/planning/test_model_plan.py", "-k", "face"],
     "models/packed": _GENERATE,
     "drafting/from_draft_model": _SPECULATIVE,
-    "planning/for_draft_model": [
-        "tests/decoding/planning/test_model_plan.py",
-        "tests/decoding/planning/test_draft_plan.py",
-        "-k",
-        "model_plan or always_wrong",
-    ],
     "drafting/from_ngrams": ["tests/decoding/drafting/test_ngram.py"],
     "requests/node_processor": ["tests/decoding/test_generation_config.py"],
     "drafting/lookahead/device_rows": _AHEAD,
     "planning/pace": _PACE,
-    "planning/step_clock": _PACE,
     "planning/constants": _PACE,
     "drafting/lookahead/drafter": _LOOK_AHEAD,
     "drafting/lookahead/slot_tokens": _LOOK_AHEAD,
-    "planning/for_lookahead": ["tests/decoding/planning/test_pass_plan.py"],
     "models/peft_adapters": ["tests/decoding/models/test_adapted_models.py"],
     "models/plain_tensors": [
         "tests/decoding/models/test_adapted_models.py",
@@ -203,7 +192,6 @@ _PYTHON: dict[str, list[str]] = {
         "-k",
         "not thread",
     ],
-    "planning/lookahead_tree": ["tests/decoding/planning/test_planner.py", "tests/decoding/planning/test_pass_plan.py"],
     "requests/processors": _GENERATE,
     "requests/grammar/guide": _GRAMMAR,
     "requests/grammar/guides": _GRAMMAR,
@@ -230,7 +218,11 @@ _PYTHON: dict[str, list[str]] = {
     "requests/stateful_processors": ["tests/decoding/test_stateful_processors.py"],
     "stats": ["tests/decoding/test_stats.py"],
     "models/patching/known_parts": ["tests/decoding/models/test_known_parts.py"],
-    "planning/step_times": ["tests/decoding/planning/test_step_times.py"],
+    "planning/step_times": [
+        "tests/decoding/planning/test_step_times.py",
+        "tests/decoding/planning/test_pass_plan.py",
+        *_PACE,
+    ],
     "models/transformers": ["tests/decoding/models/test_decoded_models.py"],
 }
 

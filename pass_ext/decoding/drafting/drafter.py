@@ -21,10 +21,8 @@ from torch import Tensor
 from pass_ext.decoding.drafting.levels import draw_children, drawing_mode
 from pass_ext.decoding.drafting.step import Batch, Proposal
 from pass_ext.decoding.models.packed import Adapted
-from pass_ext.decoding.planning.measured import measured_times
 from pass_ext.decoding.planning.pace import Pace
-from pass_ext.decoding.planning.step_clock import step_clock
-from pass_ext.decoding.planning.step_times import StepTimes
+from pass_ext.decoding.planning.step_times import StepTimes, measured_times, step_clock
 from pass_ext.decoding.requests.grammar.guides import Guides
 from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
 from pass_ext.decoding.sampling import BatchSampling

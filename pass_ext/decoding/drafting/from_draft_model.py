@@ -27,8 +27,8 @@ from pass_ext.decoding.methods import MultiCandidate, Speculative
 from pass_ext.decoding.models.adapt import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.vocabulary import check_pair
-from pass_ext.decoding.planning.for_draft_model import call_times, draft_plan
 from pass_ext.decoding.planning.pace import Pace
+from pass_ext.decoding.planning.plan import call_times, draft_plan
 from pass_ext.decoding.rules import DECODING_RULES, LONGEST_BRANCH
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.session.uploads import uploaded

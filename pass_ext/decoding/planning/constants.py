@@ -1,6 +1,6 @@
 """Every number that decides how many rows a step has, and why it is what it is."""
 
-# ---- what a step takes (step_clock.py) ----
+# ---- what a step takes (step_times.py) ----
 
 REMEMBERED = 8
 """Steps of a kind whose median counts: two slow ones among them change nothing."""
@@ -43,5 +43,3 @@ ASSUMED_RATE, ASSUMED_FALL = 0.35, 0.5
 """Hit rate of the best candidate where nothing was counted, and of each further rank against the one before."""
 MOST_PLANNED_ROWS = 64
 """Of a draft model's tree: the most that step times are measured at."""
-FOLLOWED = 16
-"""Trees with equally many levels and rows that the search for a draft model's tree extends."""

@@ -16,7 +16,7 @@ def sure_slots(model, monkeypatch, rows_called):
     """Slots with hit rates, where rows are cheap: all steps take the same time, by a clock that calls alone move."""
     monkeypatch.setattr(time, "perf_counter", lambda: 1e8 + 0.01 * len(rows_called))
     monkeypatch.setattr(
-        "pass_ext.decoding.planning.for_lookahead.measured_times", lambda *_, **__: StepTimes((1, 64), (1.0, 1.3))
+        "pass_ext.decoding.planning.plan.measured_times", lambda *_, **__: StepTimes((1, 64), (1.0, 1.3))
     )
     slots = slots_for(model, rank=3)
     slots.hit_rates = [[0.6, 0.2], [0.5, 0.2], [0.4, 0.1], [0.3, 0.1]]

@@ -9,6 +9,7 @@ from support.grammars import Automaton
 from pass_ext import LookaheadEmbedding, PaSS, Plain, Tree, generate
 from pass_ext.decoding.drafting.lookahead.slot_tokens import GrowingTexts
 
+
 def test_texts_grow():
     numbers = random.Random(0)
     texts = [[numbers.randrange(99) for _ in range(n)] for n in (1, 7, 3)]

@@ -20,9 +20,8 @@ from pass_ext.decoding.drafting.lookahead.slot_tokens import GrowingTexts, TreeF
 from pass_ext.decoding.drafting.step import Batch, Candidates, Proposal, Step
 from pass_ext.decoding.methods import PaSS
 from pass_ext.decoding.planning.constants import FEWEST_CHOSEN, MOST_ROWS
-from pass_ext.decoding.planning.for_lookahead import pass_plan, slot_hit_rates
-from pass_ext.decoding.planning.lookahead_tree import Plan
 from pass_ext.decoding.planning.pace import Pace
+from pass_ext.decoding.planning.plan import Plan, pass_plan, slot_hit_rates
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.next import MAX_CHOSEN_ROWS, MAX_CHOSEN_SLOTS, TREE_REPORT_NUMBERS, next_tree_
