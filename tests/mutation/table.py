@@ -44,8 +44,10 @@ _ROWS_OF_HOST = ["tests/decoding/drafting/test_chosen_rows.py"]
 _PACE = ["tests/decoding/planning/test_pace.py"]
 _LOOK_AHEAD = [
     *_ROWS_OF_HOST,
+    *_CHOSEN,
+    "tests/decoding/drafting/test_pass_drafter.py",
     *_GENERATE[:-1],
-    f"{_GENERATE[-1]} or test_chosen_rows",
+    f"{_GENERATE[-1]} or test_chosen_rows or test_pass_drafter or ragged",
 ]
 _AHEAD = ["tests/decoding/loop/test_ahead.py"]
 _BOTH = [*_GENERATE[:2], _SPECULATIVE[0], "-k", f"{_GENERATE[-1]} or {_SPECULATIVE[-1]} or always_wrong"]
