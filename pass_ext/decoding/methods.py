@@ -75,9 +75,9 @@ class PaSS:
         lookahead: the trained embeddings, a ``LookaheadEmbedding``; or the name or path that its ``from_pretrained`` loads.
         passes: 1: one call verifies this step's candidates and computes the next ones. 2: as published, one call for the
             candidates, then one that verifies them.
-        rows: the most rows of one call per request. From 5 on, steps whose rows the device makes
-            take the candidates and slots that suit the place. "auto": the fastest number for this model on this machine, on the
-            CPU at each place; its calls are measured once and the times kept on disk. Drafting pauses while it does not pay.
+        rows: the most rows of one call per request. From 5 on, each step takes the candidates and slots that suit the place.
+            "auto": the fastest number for this model on this machine, on the CPU at each place; its calls are measured once and
+            the times kept on disk. Drafting pauses while it does not pay.
         tree: instead of planning: a tree of candidates, in which child k of a node is the candidate of rank k. Look-ahead
             groups are planned unless the tree has some.
         ngram: n-gram candidates join the tree.

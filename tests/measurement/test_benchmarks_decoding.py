@@ -378,15 +378,14 @@ def draft(model):
 
 @pytest.fixture
 def quick_times(monkeypatch, draft):
-    from pass_ext.decoding.planning import for_draft_model, for_lookahead
+    from pass_ext.decoding.planning import plan
     from pass_ext.decoding.planning.step_times import StepTimes
 
     def times(adapted, graphs, lookahead=None):
         share = 0.1 if adapted.model is draft else 1.0
         return StepTimes((1, 64), (share, 1.2 * share))
 
-    for module in (for_lookahead, for_draft_model):
-        monkeypatch.setattr(module, "measured_times", times)
+    monkeypatch.setattr(plan, "measured_times", times)
 
 
 class Letters(Words):

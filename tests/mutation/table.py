@@ -42,12 +42,12 @@ _GRAMMAR = ["tests/decoding/loop/test_grammar.py", "tests/decoding/loop/test_gra
 _CHOSEN = ["tests/decoding/loop/test_chosen_step.py"]
 _ROWS_OF_HOST = ["tests/decoding/drafting/test_chosen_rows.py"]
 _PACE = ["tests/decoding/planning/test_pace.py"]
-_SLOTS = "tests/decoding/drafting/test_slot_probabilities.py"
 _LOOK_AHEAD = [
     *_ROWS_OF_HOST,
-    _SLOTS,
+    *_CHOSEN,
+    "tests/decoding/drafting/test_pass_drafter.py",
     *_GENERATE[:-1],
-    f"{_GENERATE[-1]} or test_chosen_rows or test_slot_probabilities",
+    f"{_GENERATE[-1]} or test_chosen_rows or test_pass_drafter or ragged",
 ]
 _AHEAD = ["tests/decoding/loop/test_ahead.py"]
 _BOTH = [*_GENERATE[:2], _SPECULATIVE[0], "-k", f"{_GENERATE[-1]} or {_SPECULATIVE[-1]} or always_wrong"]
@@ -120,7 +120,6 @@ _PYTHON: dict[str, list[str]] = {
     "models/limits": ["tests/decoding/models/test_decoded_models.py", "tests/decoding/models/test_adapted_models.py"],
     "planning/calibration": ["tests/decoding/planning/test_calibration.py"],
     "models/vocabulary": ["tests/decoding/test_tensor_parallel.py", *_SPECULATIVE],
-    "planning/draft_tree": ["tests/decoding/planning/test_draft_plan.py"],
     "drafting/drafting": [
         "tests/decoding/planning/test_pace.py",
         "tests/decoding/drafting/test_drafting_method.py",
@@ -148,11 +147,6 @@ _PYTHON: dict[str, list[str]] = {
         "-k",
         f"{_BOTH[-1]} or longest_text or longest_branch",
     ],
-    "planning/hit_rates": [
-        "tests/decoding/planning/test_planner.py",
-        "tests/decoding/planning/test_pass_plan.py",
-        "tests/decoding/planning/test_calibration.py",
-    ],
     "arguments": ["tests/decoding/test_wrong_types.py"],
     "models/slots": ["tests/decoding/models/test_layer_adapters.py", "tests/decoding/test_session.py"],
     "accept/function": _SPECULATIVE,
@@ -164,33 +158,14 @@ _PYTHON: dict[str, list[str]] = {
     "drafting/drafter": ["tests/decoding/drafting/test_drafting_method.py"],
     "drafting/draft_calls": _SPECULATIVE,
     "drafting/candidates": _BOTH,
-    "planning/measured": ["tests/decoding/planning/test_pass_plan.py"],
-    "planning/plan": ["tests/decoding/planning/test_model_plan.py", "-k", "face"],
     "models/packed": _GENERATE,
     "drafting/from_draft_model": _SPECULATIVE,
-    "planning/for_draft_model": [
-        "tests/decoding/planning/test_model_plan.py",
-        "tests/decoding/planning/test_draft_plan.py",
-        "-k",
-        "model_plan or always_wrong",
-    ],
     "drafting/from_ngrams": ["tests/decoding/drafting/test_ngram.py"],
-    "drafting/lookahead/short_rows": [
-        "tests/decoding/drafting/test_pass_drafter.py",
-        _SLOTS,
-    ],
-    "drafting/lookahead/chosen_rows": _ROWS_OF_HOST,
     "drafting/lookahead/device_rows": _AHEAD,
     "planning/pace": _PACE,
-    "planning/step_clock": _PACE,
     "planning/constants": _PACE,
     "drafting/lookahead/drafter": _LOOK_AHEAD,
-    "drafting/lookahead/of_pass": _LOOK_AHEAD,
     "drafting/lookahead/slot_tokens": _LOOK_AHEAD,
-    "drafting/lookahead/recall": ["tests/decoding/drafting/test_recalling_drafts.py"],
-    "drafting/lookahead/tree_filler": _LOOK_AHEAD,
-    "planning/for_lookahead": ["tests/decoding/planning/test_pass_plan.py"],
-    "planning/lookahead_tree": ["tests/decoding/planning/test_planner.py", "tests/decoding/planning/test_pass_plan.py"],
     "requests/processors": [
         "tests/decoding/test_stateful_processors.py",
         "tests/decoding/test_generation_config.py",
@@ -219,8 +194,17 @@ _PYTHON: dict[str, list[str]] = {
         f"{_GENERATE[-1]} or test_session or longest_text",
     ],
     "stats": ["tests/decoding/test_stats.py"],
-    "planning/step_times": ["tests/decoding/planning/test_step_times.py"],
     "models/transformers": ["tests/decoding/models/test_decoded_models.py"],
+    "planning/plan": [
+        "tests/decoding/planning/test_plan.py",
+        "tests/decoding/planning/test_pass_plan.py",
+        "tests/decoding/planning/test_model_plan.py",
+    ],
+    "planning/step_times": [
+        "tests/decoding/planning/test_step_times.py",
+        "tests/decoding/planning/test_pass_plan.py",
+        *_PACE,
+    ],
 }
 
 TARGETS = {f"csrc/{name}": sources_and_tests for name, sources_and_tests in _CPP.items()}

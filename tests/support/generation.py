@@ -16,7 +16,8 @@ from pass_ext import (
     Tree,
 )
 from pass_ext.decoding import generation
-from pass_ext.decoding.drafting.lookahead.tree_filler import Filled, TreeFiller
+from pass_ext.decoding.drafting.lookahead.drafter import LookaheadDrafter
+from pass_ext.decoding.drafting.lookahead.slot_tokens import Filled, TreeFiller
 from pass_ext.modules.exit_adapter import ExitAdapter
 
 BUSHY = Tree([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
@@ -68,8 +69,27 @@ class Prophet:
                 [prophet.tokens(self.tree, b, at) for b, at in zip(requests, positions, strict=True)], None, None
             )
 
+        def offered(self, batch, active, foreseeing):
+            return prophet.offered(self.prompt_slots, [batch.texts[b] for b in active], active, foreseeing)
+
         monkeypatch.setattr(TreeFiller, "fill", fill)
+        monkeypatch.setattr(LookaheadDrafter, "_offered", offered)
         monkeypatch.setattr(generation, "_device_rows", lambda *_: None)
+
+    def offered(self, slots, texts, requests, foreseeing):
+        """Three tokens for each slot, of which one comes true, four times in five."""
+        if not any(foreseeing):
+            return {}
+        tokens = torch.full((len(texts), slots, 3), -1)
+        for i, (text, request, rows) in enumerate(zip(texts, requests, foreseeing, strict=True)):
+            for slot in range(len(rows)):
+                found, place = self.random.sample(range(VOCABULARY), 3), len(text) + slot
+                future = self.futures[request]
+                if place < len(future) and self.random.random() < 0.8:
+                    found[0] = future[place]
+                tokens[i, slot] = torch.tensor(found)
+        scores = torch.tensor([0.7, 0.2, 0.05]).log().expand(tokens.shape).contiguous()
+        return {"offered": tokens, "scores": scores, "first": 1}
 
     def tokens(self, tree, request, root_position):
         """One child of each right node is right, four times in five; the others are noise."""

@@ -21,10 +21,8 @@ from torch import Tensor
 from pass_ext.decoding.accept import DECODING_RULES
 from pass_ext.decoding.drafting.candidates import Batch, Proposal, are_judged_by_logits, draw_children, drawing_mode
 from pass_ext.decoding.models.packed import Adapted
-from pass_ext.decoding.planning.measured import measured_times
 from pass_ext.decoding.planning.pace import Pace
-from pass_ext.decoding.planning.step_clock import step_clock
-from pass_ext.decoding.planning.step_times import StepTimes
+from pass_ext.decoding.planning.step_times import StepTimes, measured_times, step_clock
 from pass_ext.decoding.requests.guides import Guides
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.session.session import Session

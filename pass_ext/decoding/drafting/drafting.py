@@ -20,7 +20,7 @@ from pass_ext.decoding.drafting.drafter import DraftContext, Drafter, DraftingMe
 from pass_ext.decoding.drafting.from_draft_model import multi_candidate_drafters, speculative_drafters
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
 from pass_ext.decoding.drafting.lookahead.device_rows import ChosenRows, DrafterOnDevice, FixedRows, HostDecides
-from pass_ext.decoding.drafting.lookahead.of_pass import lookahead_drafters
+from pass_ext.decoding.drafting.lookahead.drafter import lookahead_drafters
 from pass_ext.decoding.methods import Method, MultiCandidate, NGram, PaSS, Plain, Speculative
 from pass_ext.decoding.requests.grammar import Guide
 from pass_ext.decoding.requests.guides import allowed_nodes, forced_chains

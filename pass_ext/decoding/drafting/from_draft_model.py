@@ -27,13 +27,13 @@ from pass_ext.decoding.drafting.candidates import (
 from pass_ext.decoding.drafting.draft_calls import DraftCalls
 from pass_ext.decoding.drafting.drafter import DRAFT_MODEL, LOOK_AHEAD, N_GRAM, DraftContext, Drafter
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
-from pass_ext.decoding.drafting.lookahead.of_pass import lookahead_drafter
+from pass_ext.decoding.drafting.lookahead.drafter import lookahead_drafter
 from pass_ext.decoding.methods import MultiCandidate, Speculative
 from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.vocabulary import check_pair
-from pass_ext.decoding.planning.for_draft_model import call_times, draft_plan
 from pass_ext.decoding.planning.pace import Pace
+from pass_ext.decoding.planning.plan import call_times, draft_plan
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.session.step_inputs import uploaded
 from pass_ext.modules.decision import DraftLevel

@@ -1,5 +1,2 @@
-"""Plans the tree of a step that gives the most tokens per second.
-
-step_times.py: t(rows), measured. hit_rates.py: the chance that a candidate is right. lookahead_tree.py, draft_tree.py: the
-search for the best tree by both. plan.py: ``pass_ext.drafting.plan``.
-"""
+"""The cost model of decoding. ``step_times.py``: what a step takes. ``pace.py``: whether drafting pays, and what rows cost.
+``plan.py``: the best tree by hit rates and times. ``calibration.py``: a draft model's hit rates. ``constants.py``: numbers."""

@@ -1,4 +1,4 @@
-"""Measures the hit rates of a draft model for ``plan_drafts``: how often it is right on texts that the target wrote.
+"""Measures the hit rates of a draft model, which plans need: how often it is right on texts that the target wrote.
 
     rates[i][r] = P(the target's greedy token is the draft's rank r | the i tokens before were within the ranks)
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from pass_ext.decoding.arguments import instance
 from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.models.packed import Adapted
-from pass_ext.decoding.planning.hit_rates import checked_count
+from pass_ext.decoding.planning.plan import checked_count
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.files import HitRates
 from pass_ext.ops.draft import draft_sample

@@ -1,6 +1,6 @@
 """Every number that decides how many rows a step has, and why it is what it is."""
 
-# ---- what a step takes (step_clock.py) ----
+# ---- what a step takes (step_times.py) ----
 
 REMEMBERED = 8
 """Steps of a kind whose median counts: two slow ones among them change nothing."""
@@ -36,10 +36,6 @@ MOST_ROWS = 32
 """Of a request where rows have a price; more never paid on a CPU."""
 FEWEST_CHOSEN = 5
 """Rows below which all places take nearly the same, so that the plan's are as good."""
-LEAST_GAIN = 0.02
-"""Tokens of a row that is worth choosing on the host; 2^-10 on the device, where rows cost no Python."""
-WORTH, WORTH_OF_NEXT = 0.8, 0.6
-"""Of a slot's hit rate what it is worth, and of the slot behind it: the next step pays for rows too (csrc/core/next_tree.h)."""
 
 # ---- plans ----
 
@@ -47,5 +43,3 @@ ASSUMED_RATE, ASSUMED_FALL = 0.35, 0.5
 """Hit rate of the best candidate where nothing was counted, and of each further rank against the one before."""
 MOST_PLANNED_ROWS = 64
 """Of a draft model's tree: the most that step times are measured at."""
-FOLLOWED = 16
-"""Trees with equally many levels and rows that the search for a draft model's tree extends."""

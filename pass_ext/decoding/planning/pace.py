@@ -18,7 +18,7 @@ from pass_ext.decoding.planning.constants import (
     PRICED_EVERY,
     UNCOMPARED,
 )
-from pass_ext.decoding.planning.step_clock import StepClock
+from pass_ext.decoding.planning.step_times import StepClock
 
 
 class Pace:

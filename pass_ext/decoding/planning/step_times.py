@@ -1,8 +1,17 @@
-"""Measures how long a model call takes at each number of rows on this machine, and keeps the times on disk.
+"""How long a step takes, by its rows.
 
-    t(rows): piecewise linear through the fastest rounds, never falling, the last slope continued
+``measure`` times a model's calls, and ``measured_times`` does so once per model and machine and keeps the times on disk:
 
-Other programs only add time: the fastest round is nearest to the truth. The steps themselves correct the rest: step_clock.py.
+    t(rows)        piecewise linear through the fastest rounds, never falling, the last slope continued: other programs only add
+                   time, so the fastest round is nearest to the truth
+
+``StepClock`` corrects them by the steps themselves:
+
+    seconds(rows)  t(rows) · ratio, the lower median of seconds / t(rows) over the last plain steps or the last drafted ones,
+                   those with as many rows first
+
+While one kind is unknown, or drafted steps are too few to tell, the other stands for it: a machine that is busy, or a text that
+is long, slows both.
 """
 
 from __future__ import annotations
@@ -16,19 +25,35 @@ import platform
 import tempfile
 import time
 from bisect import bisect_left
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median_low
+from typing import Any
+from weakref import finalize
 
 import torch
+from torch import Tensor
 
 from pass_ext._library import kernels_hash, status
 from pass_ext.checkpoint import cache_folder
+from pass_ext.decoding.methods import MAX_PLANNED_ROWS
+from pass_ext.decoding.models.packed import Adapted
+from pass_ext.decoding.planning.constants import FEWEST_DRAFTED, OLDEST, REMEMBERED, REMEMBERED_OF_ROWS
+from pass_ext.decoding.session.session import Session
+from pass_ext.modules.lookahead import LookaheadEmbedding
+from pass_ext.tree import Tree, pack_trees
 
 _log = logging.getLogger("pass_ext")
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 15
 _FORMAT = 3
+_PREFIX = 256  # tokens of text before the measured rows
+
+_times: dict[tuple[Any, ...], StepTimes] = {}
+"""Times by model, device, threads, and whether calls are CUDA graphs."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +96,146 @@ class StepTimes:
         return ", ".join(f"{r} rows {1e3 * s:.2f} ms" for r, s in zip(self.rows, self.seconds, strict=True))
 
 
+class StepClock:
+    """Seconds of steps.
+
+    Args:
+        table: the measured seconds of calls by their rows.
+    """
+
+    def __init__(self, table: StepTimes) -> None:
+        self.table = table
+        # when, seconds / t(rows)
+        self._plain: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
+        self._drafted: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
+        self._of_rows: dict[int, deque[tuple[float, float]]] = defaultdict(partial(deque, maxlen=REMEMBERED_OF_ROWS))
+
+    def add(self, rows: int, seconds: float, *, is_plain: bool) -> None:
+        """Counts a step by the rows of all requests together."""
+        sample = time.perf_counter(), seconds / self.table.at(rows)
+        if is_plain:
+            self._plain.append(sample)
+        else:
+            self._drafted.append(sample)
+            self._of_rows[rows].append(sample)
+
+    @property
+    def knows_plain(self) -> bool:
+        """True if a plain step was timed lately."""
+        return bool(_lately(self._plain))
+
+    def seconds(self, rows: int, *, is_plain: bool = False) -> float:
+        """Seconds of a step by the rows of all requests together."""
+        plain, drafted = _lately(self._plain), _lately(self._drafted)
+        if is_plain:
+            known = plain or drafted
+        else:
+            is_known = len(drafted) >= FEWEST_DRAFTED or not plain
+            known = drafted if is_known else plain
+            own = _lately(self._of_rows[rows]) if is_known and rows in self._of_rows else []
+            known = [median_low(known), *own] if own else known
+        return self.table.at(rows) * (median_low(known) if known else 1.0)
+
+
+@lru_cache(maxsize=64)
+def step_clock(table: StepTimes, tokens: int) -> StepClock:
+    """The clock of texts of about so many tokens, a power of two: attention takes longer behind a long text. The same object
+    until it was not used for long, so a generation begins with what the one before has seen."""
+    return StepClock(table)
+
+
+def _lately(samples: deque[tuple[float, float]]) -> list[float]:
+    oldest = time.perf_counter() - OLDEST
+    return [ratio for when, ratio in samples if when >= oldest]
+
+
+def measured_times(model: Adapted, *, graphs: bool = False, lookahead: LookaheadEmbedding | None = None) -> StepTimes:
+    """Seconds of a call by its rows, behind a short prefix; measured once per model and machine, then read from disk.
+
+    lookahead: with adapters, half the rows of a call are slots, so that the times hold the work of these; without, it changes
+    no time.
+
+    A callable without a config cannot be recognised in another process, so it is measured once per object.
+    """
+    if model.logit_shards is not None:
+        raise ValueError(
+            f"{model.name}: rows must be a number under tensor parallelism, such as PaSS(slots, rows=24), got 'auto': "
+            "ranks that measure their own step times would choose different trees"
+        )
+    adapted = None if lookahead is None or lookahead.adapters is None else lookahead
+    fingerprint = _fingerprint(model)
+    key = _key(model, fingerprint, graphs, adapted)
+    if key in _times:
+        return _times[key]
+    with torch.no_grad(), model.attached():
+        kind = fingerprint and f"{fingerprint}{' in graphs' if graphs else ''}{key[-1]}"
+        run = _Calls(model, graphs, adapted).run
+        times = measure(run, fingerprint=kind, device=model.table.device)
+    if fingerprint is None:
+        try:
+            finalize(model.model, _times.pop, key, None)
+        except TypeError:  # without a finalizer its id may later be another object's
+            return times
+    _times[key] = times
+    return times
+
+
+def _key(model: Adapted, fingerprint: str | None, graphs: bool, adapted: LookaheadEmbedding | None) -> tuple[Any, ...]:
+    """What times belong to; the last entry describes adapters."""
+    machine = str(model.table.device), torch.get_num_threads(), graphs
+    return fingerprint or id(model.model), *machine, _sizes_text(adapted)
+
+
+def _sizes_text(adapted: LookaheadEmbedding | None) -> str:
+    """The sizes of all adapters, which decide their time."""
+    if adapted is None or adapted.adapters is None:
+        return ""
+    known = sorted(adapted.adapters.sizes.items()), adapted.adapters.count, adapted.num_lookahead
+    return f" with adapters {hashlib.sha256(str(known).encode()).hexdigest()}"
+
+
+class _Calls:
+    """Calls with any number of rows behind one prefix. The first call reads the prefix.
+
+    adapted: look-ahead embeddings with adapters, whose slots are the second half of the rows; None: no row is a slot's.
+    """
+
+    def __init__(self, model: Adapted, graphs: bool, adapted: LookaheadEmbedding | None = None) -> None:
+        self._session = Session(model, 1, _PREFIX + MAX_PLANNED_ROWS, cuda_graphs=graphs)
+        self._slots = 0
+        if adapted is not None:
+            self._slots = adapted.num_lookahead
+            self._session.set_slots(adapted, self._slots)
+
+    def run(self, rows: int) -> None:
+        session = self._session
+        if not session.caches:
+            path = torch.arange(_PREFIX, dtype=torch.int32, device=session.device)[None]
+            trees = pack_trees([Tree.chain(_PREFIX - 1)], session.device)
+            session.call(trees, self._ids(_PREFIX), torch.zeros(1, dtype=torch.int64, device=session.device))
+            session.commit(trees, path, torch.full_like(path[:, 0], _PREFIX - 1))
+        ids = self._ids(rows)
+        if self._slots:
+            slots = rows // 2
+            ids[rows - slots :] = -1 - torch.arange(slots, device=session.device) % self._slots
+        session.call(pack_trees([Tree.chain(rows - 1)], session.device), ids)
+
+    def _ids(self, count: int) -> Tensor:
+        return torch.arange(count, device=self._session.device) % self._session.model.table.shape[0]
+
+
+def _fingerprint(model: Adapted) -> str | None:
+    """A hash of everything that a call's time depends on; None for callables without a config."""
+    module: Any = model.model
+    config: Any = getattr(module, "config", None)
+    if not isinstance(module, torch.nn.Module) or not hasattr(config, "to_dict"):
+        return None
+    described = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    shapes = [(name, list(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    return hashlib.sha256(f"{kind} {described} {shapes}".encode()).hexdigest()
+
+
 def measure(
     run: Callable[[int], object],
     rows: Sequence[int] = (1, 2, 4, 8, 16, 24, 32, 48, 64),
@@ -90,7 +255,7 @@ def measure(
         budget: seconds to spend, warm-up included, but at least 3 rounds.
     """
     device, rows = torch.device(device), tuple(rows)
-    key = None if fingerprint is None else _key(fingerprint, rows, device)
+    key = None if fingerprint is None else _key_on_disk(fingerprint, rows, device)
     if key is not None and (known := _kept(key)) is not None:
         return known
     times = StepTimes(rows, tuple(map(min, _rounds(run, rows, device, budget).values())))
@@ -164,7 +329,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _key(fingerprint: str, rows: Sequence[int], device: torch.device) -> dict[str, object]:
+def _key_on_disk(fingerprint: str, rows: Sequence[int], device: torch.device) -> dict[str, object]:
     try:
         package_version = version("pass_ext")
     except PackageNotFoundError:

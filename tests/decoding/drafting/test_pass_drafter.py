@@ -1,15 +1,25 @@
 """Candidates from look-ahead slots: every kind of draft fills all children of a tree."""
 
+from itertools import product
+
 import pytest
 import torch
 from support.generation import Monotone
 
 from pass_ext import LookaheadEmbedding, PaSS, Tree, draft_sample, generate
-from pass_ext.decoding.drafting.lookahead.tree_filler import TreeFiller
+from pass_ext.decoding.drafting.lookahead.slot_tokens import TreeFiller, rows_of
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.reference.recall import recall
 
 STAR = Tree([-1] + [0] * 70 + [1, 1])
+
+
+def test_rows_are_copied_as_indexing_does():
+    for dtype, columns in product((torch.float32, torch.bfloat16), (64, 63)):
+        logits = torch.randn(9, columns).to(dtype)
+        for x in (logits, torch.randn(9, 2 * columns).to(dtype)[:, ::2]):
+            rows = [[4, 5], [8, 8], [0, 1]]
+            assert torch.equal(rows_of(x, rows), x[torch.tensor(rows)])
 
 
 @pytest.mark.parametrize("vocabulary", [50, 200])
@@ -94,33 +104,43 @@ def test_with_transitions_candidates_are_drawn_among_the_best_of_their_slot(reca
     """Tokens of a row have their scores with transitions and recall, all others none; memory of the fill before leaves nothing
     behind."""
     torch.manual_seed(6)
-    table = torch.randn(200, 16)
-    lookahead = LookaheadEmbedding.from_table(2, table, rank=4)
+    table, tree = torch.randn(200, 16), Tree.from_branching((2, 1, 2, 1))
+    lookahead = LookaheadEmbedding.from_table(4, table, rank=4)
     torch.nn.init.normal_(lookahead.transition_right)
     sampling = SamplingParams(temperature=1.0, seeds=3).for_batch(2, torch.device("cpu"))
-    filler = TreeFiller(lookahead, Tree.from_branching((2, 1)), table, sampling, "rejection", recalls=recalls)
-    texts = torch.randint(0, 200, (2, 9))
-    texts[:, ::2] = torch.tensor([[3], [4]])  # the roots, so that what followed them is recalled
+    filler = TreeFiller(lookahead, tree, table, sampling, "rejection", recalls=recalls)
     with torch.no_grad():
         left, right = lookahead.transition_tables(table)
         for fill in range(3):
-            slots = torch.randn(2, 2, 200)
+            slots = torch.randn(2, 4, 200)
             slots[1, 1, 7:] = -torch.inf  # fewer tokens than the list has
-            told = filler.fill(slots, [0, 1], [3, 4], [4 + 2 * fill, 6], texts)
-            lengths = 5 + 2 * fill, 7
-            each = zip(told.tokens, told.draft_rows, (3, 4), slots, texts.tolist(), lengths, strict=True)
+            # Few tokens, so that much is recalled; texts may be shorter than the path that is looked up.
+            texts = slots.topk(3).indices[:, :1].repeat(1, 3, 3).flatten(1)[:, :9].contiguous()
+            lengths = [1 + 3 * fill, 7]
+            roots = [text[n - 1] for text, n in zip(texts.tolist(), lengths, strict=True)]
+            told = filler.fill(slots, [0, 1], roots, [n - 1 for n in lengths], texts)
+            raised = 0
+            each = zip(told.tokens, told.draft_rows, roots, slots, texts.tolist(), lengths, strict=True)
             for own, rows, root, logits, text, length in each:
                 tokens, known = [root, *own], text[:length]
-                for node, depth in ((0, 0), (1, 1), (2, 1)):
-                    best = logits[depth].topk(64).indices
-                    best = best[logits[depth, best] > -torch.inf]
+                for node in range(tree.num_nodes):
+                    if not tree.children(node):
+                        assert rows[node] == -1
+                        continue
+                    row = logits[tree.depths[node]]
+                    best = row.topk(64).indices
+                    best = best[row[best] > -torch.inf]
                     expected = torch.full((200,), -torch.inf)
-                    expected[best] = (logits[depth] + left[tokens[node]] @ right.t())[best]
+                    expected[best] = (row + left[tokens[node]] @ right.t())[best]
                     if recalls:
-                        expected[best] += recall(known, [*known, *([tokens[node]] if node else [])], best.tolist())
+                        path = [tokens[above] for above in tree.path(node)[1:]]
+                        more = recall(known, [*known, *path], best.tolist())
+                        expected[best] += more
+                        raised += int((more > 0).any())
                     torch.testing.assert_close(
                         told.draft_logits[rows[node]].log_softmax(0), expected.log_softmax(0), rtol=1e-5, atol=1e-5
                     )
+            assert raised > 1 or not recalls or not fill
 
 
 def test_transition_scores_are_made_anew_when_their_parameters_change():

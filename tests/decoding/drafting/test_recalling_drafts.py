@@ -1,4 +1,4 @@
-"""Recall: what texts recall below the nodes of a tree, texts that grow, and what a repeating text gains in every loop."""
+"""Recall: texts that grow, and what a repeating text gains in every loop and with every rule."""
 
 import random
 
@@ -6,39 +6,8 @@ import pytest
 import torch
 from support.grammars import Automaton
 
-from pass_ext import LookaheadEmbedding, PaSS, Plain, Session, Tree, generate, reference
-from pass_ext.decoding.drafting.lookahead.recall import GrowingTexts, Recall
-from pass_ext.testing import assert_same_bits
-
-TREE = Tree([-1, 0, 0, 1, 1, 3, 5, 6])
-
-
-def test_each_node_is_scored_behind_its_own_path():
-    """Also where a text is shorter than the path that is looked up."""
-    torch.manual_seed(0)
-    lengths = torch.tensor([1, 2, 30])
-    text = torch.randint(0, 4, (3, 34))
-    tokens = torch.randint(0, 4, (3, TREE.num_nodes + 1))
-    tokens[:, 0] = text[torch.arange(3), lengths - 1]
-    nodes = torch.tensor([0, 2, 3, 5, 6])
-    candidates = torch.randint(0, 4, (3, 5, 6))
-    recall = Recall(TREE, text.device)
-    recall.begin(text, lengths)
-    got = recall.below(nodes, tokens, candidates)
-    for b in range(3):
-        known = text[b, : lengths[b]].tolist()
-        for i, node in enumerate(nodes.tolist()):
-            path = []
-            while node > 0:
-                path.insert(0, int(tokens[b, node]))
-                node = TREE.parents[node]
-            context = torch.tensor([[-1, -1, *known, *path][-3:]])
-            first = torch.zeros(1, dtype=torch.int32)
-            wanted = reference.recall_scores(
-                candidates[b, i : i + 1], context, first, text[b : b + 1], lengths[b : b + 1]
-            )
-            assert_same_bits(got[b, i], wanted[0])
-    assert got.max() > 2
+from pass_ext import LookaheadEmbedding, PaSS, Plain, Session, Tree, generate
+from pass_ext.decoding.drafting.lookahead.slot_tokens import GrowingTexts
 
 
 def test_texts_grow():

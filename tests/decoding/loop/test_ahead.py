@@ -15,8 +15,7 @@ from support.small_models import VOCABULARY, ragged_prompts, small_model, whole_
 from pass_ext import LookaheadEmbedding, MultiCandidate, NGram, PaSS, Plain, Session, Tree, generate
 from pass_ext.decoding.accept import accept_function
 from pass_ext.decoding.drafting.lookahead.device_rows import FixedRows
-from pass_ext.decoding.drafting.lookahead.slot_tokens import SlotTokens
-from pass_ext.decoding.drafting.lookahead.tree_filler import Filled, TreeFiller
+from pass_ext.decoding.drafting.lookahead.slot_tokens import Filled, SlotTokens, TreeFiller
 from pass_ext.decoding.loop import fixed_step
 from pass_ext.decoding.loop.fixed_step import FixedStep
 from pass_ext.decoding.models.early_exit import packed_model

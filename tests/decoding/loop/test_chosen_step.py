@@ -18,6 +18,11 @@ GREEDY, WARM = dict(), dict(temperature=0.8, seeds=31)
 MIXED = dict(temperature=[0.0, 0.8, 1.2, 0.5], top_k=[0, 20] * 2, top_p=0.9, min_p=0.01, seeds=range(4))
 
 
+def counts_of(result):
+    stats = result.stats
+    return stats.acceptance_histogram, stats.num_draft_tokens, stats.model_calls
+
+
 @pytest.fixture
 def chosen(monkeypatch):
     """The steps' rows, all of them and those that are nodes, of the requests of a test."""
@@ -46,11 +51,14 @@ def test_one_text_is_that_of_plain_decoding(llama, chosen, rows_called, law, ran
             ours = generate(llama, ids, method, **options)
             assert torch.equal(plain.sequences, ours.sequences)
             waiting = generate(llama, ids, method, session=Session(llama, run_ahead=False), **options)
-            assert torch.equal(waiting.sequences, ours.sequences)
             stats = ours.stats
+            assert torch.equal(waiting.sequences, ours.sequences)
+            assert counts_of(waiting) == counts_of(ours), "the host's steps have the same rows"
             assert stats.ahead_calls == stats.model_calls - 1 == len(chosen) - 1
             used, nodes = zip(*(step[0] for step in chosen[:-1]), strict=True) if len(chosen) > 1 else ((), ())
-            assert tuple(rows_called[1 : 1 + len(used)]) == used, "each call has the rows in use"
+            called = rows_called[1 : 1 + len(used)]
+            assert tuple(called) == used, "each call has the rows in use"
+            assert rows_called[len(rows_called) // 2 + 1 :][: len(used)] == called
             assert stats.num_draft_tokens == sum(nodes) - len(nodes) and max(used, default=0) <= rows
             if length > 1:
                 assert chosen[-1][0] == [1, 1] or stats.tokens == length
@@ -75,6 +83,9 @@ def test_batches_with_ragged_ends(llama, chosen, rows_called, law, rank, ahead):
         for called, step in zip(rows_called[1:], chosen, strict=False):
             assert called == 4 * 11 if ahead else called <= sum(used for used, _ in step)
         shapes |= {tuple(shape) for step in chosen for shape in step}
+        if not ahead:
+            waiting = generate(llama, ids, method, run_ahead=False, **options)
+            assert torch.equal(plain.sequences, waiting.sequences) and counts_of(waiting) == counts_of(ours)
     assert len(shapes) > 4
 
 

@@ -11,7 +11,7 @@ from pass_ext import Tree
 from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.planning import calibration
 from pass_ext.decoding.planning.calibration import calibrate
-from pass_ext.decoding.planning.draft_tree import plan_drafts
+from pass_ext.decoding.planning.plan import Costs, plan_step
 from pass_ext.decoding.session.session import Session
 from pass_ext.tree import pack_trees
 
@@ -82,7 +82,7 @@ def test_rates_equal_counts_along_every_path(target, texts, ranks, levels, monke
 def test_the_target_is_its_own_best_draft(target, texts):
     found = calibrate(target, target, texts, ranks=2, levels=3)
     assert found == ((1.0, 0.0),) * 3
-    assert plan_drafts(found, lambda rows: 1.0, lambda rows: 0.01).tree == Tree.chain(3)
+    assert plan_step(found, 64, Costs(lambda rows: 1.0, lambda rows: 0.01)).tree == Tree.chain(3)
 
 
 def test_steps_begin_behind_the_prompts(target, texts):

@@ -8,7 +8,7 @@ from pass_ext import MultiCandidate, NGram, Speculative, Tree
 from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.from_draft_model import model_drafter
 from pass_ext.decoding.models.early_exit import packed_model
-from pass_ext.decoding.planning import for_draft_model
+from pass_ext.decoding.planning import plan as planning
 from pass_ext.decoding.planning.step_times import StepTimes
 from pass_ext.decoding.sampling import SamplingParams
 
@@ -20,7 +20,7 @@ from support.small_models import small_model
 def models(monkeypatch):
     """A target, and a draft whose calls cost almost nothing."""
     times = {"llama": StepTimes((1, 64), (1.0001, 1.0064)), "qwen2": StepTimes((1, 64), (1e-4, 64e-4))}
-    monkeypatch.setattr(for_draft_model, "measured_times", lambda model, graphs: times[model.name])
+    monkeypatch.setattr(planning, "measured_times", lambda model, graphs: times[model.name])
     return packed_model(small_model("llama")), small_model("qwen2", seed=5, num_hidden_layers=1)
 
 

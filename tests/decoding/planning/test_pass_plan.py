@@ -11,8 +11,8 @@ from support.small_models import small_model
 
 from pass_ext import LookaheadEmbedding, PaSS, generate
 from pass_ext.decoding.models.early_exit import packed_model
-from pass_ext.decoding.planning import for_lookahead
-from pass_ext.decoding.planning import measured as timing
+from pass_ext.decoding.planning import plan as planning
+from pass_ext.decoding.planning import step_times as timing
 from pass_ext.decoding.planning.step_times import StepTimes
 from pass_ext.drafting import plan
 from pass_ext.modules.slot_adapters import SlotAdapters
@@ -75,7 +75,7 @@ def test_greedy_texts_are_planned_by_rates_of_their_own(monkeypatch, rows_called
     """Slots that are right only in greedy texts have rows there and nowhere else."""
     model = small_model("llama")
     times = StepTimes((1, 64), (1.0, 7.3))  # a tenth of a call for each further row
-    monkeypatch.setattr(for_lookahead, "measured_times", lambda *_, **__: times)
+    monkeypatch.setattr(planning, "measured_times", lambda *_, **__: times)
     lookahead = LookaheadEmbedding.from_table(2, model.get_input_embeddings().weight)
     lookahead.hit_rates, lookahead.greedy_hit_rates = ((0.01,), (0.01,)), ((0.9,), (0.9,))
     method = PaSS(lookahead)

@@ -7,9 +7,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from pass_ext.decoding.drafting.lookahead.chosen_rows import RowChoice
 from pass_ext.decoding.drafting.lookahead.slot_tokens import SlotTokens
 from pass_ext.tree import Tree
+
+
+@dataclass(frozen=True)
+class RowChoice:
+    """What the rows of a generation's steps are chosen by, with ``next_tree_`` (csrc/core/next_tree.h)."""
+
+    rows: int
+    """The most of a request."""
+    rates: tuple[float, ...]
+    """For each slot the share of places where its best candidate is right."""
+    has_price: bool = False
+    """True: rows cost the time that they take. False: they are free."""
 
 
 class HostDecides(Exception):

@@ -1,37 +1,42 @@
-"""``LookaheadDrafter``: the logits of a group of slots fill the plan's tree for the next step.
+"""``LookaheadDrafter``: the logits of look-ahead slots give the candidates of the next step.
 
-A step is full (the plan's tree and groups) where the last accepted node had a group, else a probe (the root and one group).
-With a ``RowChoice``, steps have the rows that suit the place: chosen by the device where it makes them, else here.
+With a ``RowChoice`` each step has the rows that suit the place, as ``next_tree_`` chooses them. Else a step is full (the plan's
+tree and groups) where the last accepted node had a group, and a probe (the root and one group) where it had none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
-from pass_ext.decoding.drafting.candidates import Batch, Candidates, Groups, Proposal
-from pass_ext.decoding.drafting.drafter import LOOK_AHEAD, DraftContext, Drafter
-from pass_ext.decoding.drafting.lookahead.chosen_rows import Offer, RowChoice, choose_rows
-from pass_ext.decoding.drafting.lookahead.device_rows import ChosenRows, FixedRows, HostDecides
-from pass_ext.decoding.drafting.lookahead.recall import GrowingTexts
-from pass_ext.decoding.drafting.lookahead.short_rows import rows_of
-from pass_ext.decoding.drafting.lookahead.tree_filler import Filled, TreeFiller
-from pass_ext.decoding.planning.lookahead_tree import Plan
+import torch
+
+from pass_ext.decoding.drafting.candidates import Batch, Candidates, Proposal, StepRows, drawing_mode
+from pass_ext.decoding.drafting.drafter import LOOK_AHEAD, N_GRAM, DraftContext, Drafter
+from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
+from pass_ext.decoding.drafting.lookahead.device_rows import ChosenRows, FixedRows, HostDecides, RowChoice
+from pass_ext.decoding.drafting.lookahead.slot_tokens import GrowingTexts, TreeFiller, rows_of
+from pass_ext.decoding.methods import PaSS
+from pass_ext.decoding.planning.constants import FEWEST_CHOSEN, MOST_ROWS
 from pass_ext.decoding.planning.pace import Pace
+from pass_ext.decoding.planning.plan import Plan, pass_plan, slot_hit_rates
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.lookahead import LookaheadEmbedding
+from pass_ext.ops.next import MAX_CHOSEN_ROWS, MAX_CHOSEN_SLOTS, TREE_REPORT_NUMBERS, next_tree_
 from pass_ext.tree import Tree
+
+_ROOT = Tree.chain(0)
 
 
 class LookaheadDrafter(Drafter):
-    """Fills the plan's tree from the slots that the last call had.
+    """Drafts from the slots that the last call had.
 
     Args:
         lookahead: the embeddings.
         plan: the plan of a step.
         context: the generation.
-        choice: what rows are chosen by where the device makes them, and with a pace where the host does; None: all steps
-            have those of the plan.
+        choice: what the rows of each step are chosen by; None: all steps have those of the plan.
         pace: what rows cost; None: nothing.
         recalls: tokens that the text recalls rise.
     """
@@ -49,83 +54,51 @@ class LookaheadDrafter(Drafter):
         recalls: bool = False,
     ) -> None:
         table = context.target.table
-        most_slots = max(plan.slots, 0 if choice is None else len(choice.rates))
-        self.max_depth = max(plan.tree.max_depth, 0 if choice is None else len(choice.rates))
-        self.deepest_row = max(*plan.tree.depths, most_slots + (choice is not None))
-        self.prompt_slots = plan.slots
+        slots = plan.slots if choice is None else len(choice.rates)
+        self.max_depth = plan.tree.max_depth if choice is None else slots
+        self.deepest_row = max(plan.tree.depths) if choice is None else slots + 1
+        self.prompt_slots = slots
         self.pace = pace
         self.tree = Tree(plan.tree.parents[: plan.tree.num_nodes])
         self.groups = tuple(plan.groups.items())
-        self._lookahead, self._slots, self._most_slots = lookahead, plan.slots, most_slots
-        self._choice = choice
-        self._chooses = pace is not None and choice is not None
-        self._probe = Candidates(Tree.chain(0), groups=((0, plan.slots),))
+        self._lookahead, self._slots, self._context, self._choice = lookahead, slots, context, choice
+        self._probe = Candidates(_ROOT, groups=((0, slots),))
         law = context.sampling, context.rule, context.target.logit_shards, context.guides
-        self._filler = TreeFiller(lookahead, self.tree, table, *law, has_probabilities=self._chooses, recalls=recalls)
-        self._texts = GrowingTexts(table.device) if self._filler.offers.recalls else None
+        self._filler = TreeFiller(lookahead, self.tree, table, *law, recalls=recalls)
+        self._offers = self._filler.offers
+        self._texts = GrowingTexts(table.device) if self._offers.recalls else None
+        if choice is not None:
+            self._rates = torch.tensor(choice.rates, device=table.device)
+            self._price = torch.zeros(choice.rows, device=table.device) if choice.has_price else None
 
     def device_rows(self, *, is_synthetic: bool) -> FixedRows | ChosenRows:
         """As ``DrafterOnDevice``."""
         if self._choice is not None and not is_synthetic:
-            return ChosenRows(self._choice, self._filler.offers)
+            return ChosenRows(self._choice, self._offers)
         if 0 not in dict(self.groups):
             raise HostDecides("the root has no look-ahead slots in every step")
-        return FixedRows(self.tree, self.groups, self.prompt_slots, self._filler.offers)
+        return FixedRows(self.tree, self.groups, self.prompt_slots, self._offers)
 
     def begin(self, session: Session) -> None:
         """Puts the slots' embeddings into the session."""
-        session.set_slots(self._lookahead, self._most_slots)
+        session.set_slots(self._lookahead, self._slots)
 
     def propose(self, batch: Batch) -> Proposal:
         """As ``Drafter``."""
+        if self._choice is not None:
+            return Proposal(self._chosen(batch, self._choice))
         requests, rows = self._groups_behind(batch)
-        if self._chooses:
-            return Proposal(self._chosen(batch, requests, rows))
         candidates = [self._probe if levels else None for levels in batch.levels]
         if not requests:
             return Proposal(candidates)
-        filled = self._fill(batch, requests, rows)
+        texts = [batch.texts[b] for b in requests]
+        roots, places = [text[-1] for text in texts], [len(text) - 1 for text in texts]
+        known = None if self._texts is None else self._texts.of(batch.texts, requests)
+        filled = self._filler.fill(rows_of(batch.logits, rows), requests, roots, places, known)
         for i, b in enumerate(requests):
             draft_rows = filled.draft_rows[i] if filled.draft_rows else None
             candidates[b] = Candidates(self.tree, filled.tokens[i], draft_rows, self.groups)
         return Proposal(candidates, filled.draft_logits, filled.draft_allowed)
-
-    def _chosen(self, batch: Batch, requests: Sequence[int], rows: list[list[int]]) -> list[Candidates | None]:
-        """The candidates and slots that suit the place; None: the root alone."""
-        assert self._choice is not None and self.pace is not None
-        active = [b for b, levels in enumerate(batch.levels) if levels]
-        worth, count = self._choice.worth[: self._slots], sum(left > 0 for left in batch.remaining)
-        tokens: dict[int, list[int]] = {}
-        offers = {b: self._offer(batch.levels[b], (), (), worth) for b in active}
-        if requests:
-            # Groups have up to so many slots: the last row stands for those that are not there.
-            whole = [[*group, *[group[-1]] * (self._slots - len(group))] for group in rows]
-            filled = self._fill(batch, requests, whole)
-            assert filled.probabilities is not None
-            for b, group, found, chances in zip(requests, rows, filled.tokens, filled.probabilities, strict=True):
-                depths = self.tree.depths[1:]
-                tokens[b] = [token if depth <= len(group) else -1 for token, depth in zip(found, depths, strict=True)]
-                offers[b] = self._offer(batch.levels[b], tokens[b], chances, worth)
-        clock, others = self.pace.clock, count - len(active)
-        shares = choose_rows(list(offers.values()), lambda n: clock.seconds(n + others, is_plain=n == len(active)))
-        chosen: list[Candidates | None] = [None] * len(batch.levels)
-        for b, share in zip(offers, shares, strict=True):
-            if len(share.nodes) > 1 or share.slots:
-                tree, groups = _pruned(self.tree, tuple(share.nodes), tuple(sorted(share.slots.items())))
-                chosen[b] = Candidates(tree, [tokens[b][node - 1] for node in share.nodes[1:]], groups=groups)
-        return chosen
-
-    def _offer(
-        self, levels: int, tokens: Sequence[int], probabilities: Sequence[float], worth: Sequence[float]
-    ) -> Offer:
-        """What a request with these candidates may take, which are no deeper than ``levels``."""
-        tree, chances = self.tree, [1.0] + [0.0] * (self.tree.num_nodes - 1)
-        for node, (token, chance) in enumerate(zip(tokens, probabilities, strict=True), 1):
-            if token >= 0 and tree.depths[node] <= levels:
-                chances[node] = min(chance, 1.0)
-        # Slots that foresee tokens behind the end of the text are worth nothing.
-        slots = [max(0, min(self._slots, self.deepest_row - depth, levels - 1 - depth)) for depth in tree.depths]
-        return Offer(tree.parents, chances, worth, slots)
 
     def _groups_behind(self, batch: Batch) -> tuple[list[int], list[list[int]]]:
         """The requests whose last accepted node had look-ahead slots, and the rows of these in the logits."""
@@ -138,16 +111,154 @@ class LookaheadDrafter(Drafter):
                 rows.append([first + row for row in group])
         return requests, rows
 
-    def _fill(self, batch: Batch, requests: Sequence[int], rows: list[list[int]]) -> Filled:
-        slots = rows_of(batch.logits, rows)
-        texts = [batch.texts[b] for b in requests]
-        roots, places = [text[-1] for text in texts], [len(text) - 1 for text in texts]
-        known = None if self._texts is None else self._texts.of(batch.texts, requests)
-        return self._filler.fill(slots, requests, roots, places, known)
+    def _chosen(self, batch: Batch, choice: RowChoice) -> list[Candidates | None]:
+        """The rows that suit the place of each request; None: the root alone."""
+        if self._price is not None and self.pace is not None:
+            prices = self.pace.prices(choice.rows, max(1, sum(left > 0 for left in batch.remaining)))
+            if prices is not None:
+                self._price.copy_(torch.tensor(prices))
+        chosen: list[Candidates | None] = [None] * len(batch.levels)
+        active = [b for b, levels in enumerate(batch.levels) if levels]
+        if not active:
+            return chosen
+        count, most, device = len(active), choice.rows, self._context.device
+        foreseeing = [_slots_behind(batch.steps[b], batch.last_nodes[b]) for b in active]
+        # For the op the step before was each root with the slots that foresee what follows it.
+        ids = [
+            [batch.texts[b][-1], *(-1 - slot for slot in range(len(rows))), *[0] * (most - 1 - len(rows))]
+            for b, rows in zip(active, foreseeing, strict=True)
+        ]
+        step = torch.zeros(3, count, most, dtype=torch.int64, device=device)
+        step[0] = torch.tensor(ids, device=device)
+        parents = torch.arange(-1, most - 1, dtype=torch.int32, device=device).repeat(count, 1)
+        lengths = torch.tensor([len(batch.texts[b]) - 1 for b in active], device=device)
+        limits = [len(batch.texts[b]) + 1 + batch.levels[b] for b in active]
+        zeros = torch.zeros(count, 1, dtype=torch.int32, device=device)
+        report = torch.empty(count, TREE_REPORT_NUMBERS + 1, dtype=torch.int64, device=device)
+        next_tree_(
+            step,
+            parents,
+            lengths,
+            zeros.flatten().clone(),
+            report,
+            limits=torch.tensor(limits, device=device),
+            emitted=step[0, :, :1].contiguous(),
+            path=zeros,
+            num_accepted=zeros.flatten(),
+            status=zeros.flatten(),
+            rates=self._rates,
+            price=self._price,
+            text=None if self._texts is None else self._texts.of(batch.texts, active),
+            **self._offered(batch, active, foreseeing),
+            **self._context.sampling.of_requests(torch.tensor(active, device=device)).keywords(),
+        )
+        ids, tokens = step[:2].tolist()
+        for b, shape, *rows in zip(active, report.tolist(), ids, tokens, parents.tolist(), strict=True):
+            chosen[b] = _candidates(*rows, used=shape[3], nodes=shape[4])
+        return chosen
+
+    def _offered(self, batch: Batch, active: Sequence[int], foreseeing: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """What these rows of each request's step offer, as arguments of ``next_tree_``; under a grammar nothing that it forbids
+        behind the root. Deeper candidates that it forbids are left out where the candidates of all drafters meet."""
+        if not any(foreseeing):
+            return {}
+        device, first_rows, guides = batch.logits.device, batch.first_rows, self._context.guides
+        first = [first_rows[b] for b in active]
+        allowed = None
+        if guides is not None:
+            allowed = torch.full(
+                (len(batch.logits), -(-batch.logits.shape[1] // 32)), -1, dtype=torch.int32, device=device
+            )
+            there = [i for i, rows in enumerate(foreseeing) if rows]
+            roots = [[batch.texts[active[i]][-1]] for i in there]
+            masks = guides.below(_ROOT, [active[i] for i in there], roots, [0])
+            allowed[torch.tensor([first[i] + foreseeing[i][0] for i in there], device=device)] = masks
+        offered = self._offers.top_of_rows(batch.logits, 1, allowed)
+        picked = [
+            [*(at + row for row in rows), *[0] * (self._slots - len(rows))]
+            for at, rows in zip(first, foreseeing, strict=True)
+        ]
+        index = torch.tensor(picked, device=device)
+        return offered | {name: offered[name][0, index] for name in ("offered", "scores")} | {"first": 1}
 
 
-@lru_cache(maxsize=4096)
-def _pruned(tree: Tree, nodes: tuple[int, ...], slots: Groups) -> tuple[Tree, Groups]:
-    """The tree of these nodes, in ascending order, and the slots behind them by their new numbers."""
-    place = {node: index for index, node in enumerate(nodes)}
-    return Tree([place.get(tree.parents[node], -1) for node in nodes]), tuple((place[n], count) for n, count in slots)
+def _slots_behind(step: StepRows | None, node: int) -> Sequence[int]:
+    """The rows of the look-ahead slots that foresee what follows a node: its own, or those of the nearest node above it that
+    has some, without the ones already passed."""
+    passed = 0
+    while step is not None and node >= 0:
+        if len(rows := step.tree.group_rows(node)):
+            return rows[passed:]
+        node, passed = step.tree.parents[node], passed + 1
+    return ()
+
+
+def _candidates(
+    ids: Sequence[int], tokens: Sequence[int], parents: Sequence[int], *, used: int, nodes: int
+) -> Candidates | None:
+    """The rows in use of a request, as ``next_tree_`` lays them; None: the root alone."""
+    if used == 1:
+        return None
+    groups: dict[int, int] = {}
+    for row in range(nodes, used):
+        if ids[row] == -1:  # the first slot of a group
+            node = parents[row]
+        groups[node] = groups.get(node, 0) + 1
+    return Candidates(_tree(tuple(parents[:nodes])), tokens[1:nodes], groups=tuple(groups.items()))
+
+
+_tree = lru_cache(maxsize=4096)(Tree)
+
+
+def lookahead_drafters(method: PaSS, context: DraftContext) -> list[Drafter]:
+    """The drafters of ``PaSS``: look-ahead, if it is expected to gain anything, and n-grams."""
+    context.check_origins(*([N_GRAM] if method.ngram else []), LOOK_AHEAD)
+    drafter = lookahead_drafter(method, context)
+    return [*([] if drafter is None else [drafter]), *ngram_drafters(method.ngram, context)]
+
+
+def lookahead_drafter(method: PaSS, context: DraftContext, *, is_alone: bool = True) -> LookaheadDrafter | None:
+    """The drafter of the plan; None if no plan is expected to gain anything. is_alone: False: a draft model drafts too, and
+    decides about pauses."""
+    target = context.target
+    method.lookahead.check_fits(target.table, embed=None if target.has_table else target.embed_tokens)
+    shards = target.logit_shards
+    if method.lookahead.rank and not target.has_table and (shards is None or shards.table_part is None):
+        state = "quantised or offloaded" if shards is None else "not divided among the ranks as the logits are"
+        raise ValueError(
+            f"PaSS: look-ahead slots with transitions (rank {method.lookahead.rank}) compute with the model's embedding "
+            f"table, and that of {target.name} is {state}: use slots of rank 0"
+        )
+    requests, greedy = len(context.texts), context.sampling.is_greedy
+    plan, times = pass_plan(method, target, requests, greedy=greedy, graphs=context.graphs)
+    if plan.is_plain:
+        return None
+    if context.chains_only and len(plan.tree.leaves) != 1:
+        raise ValueError(
+            f"PaSS: tree must be a chain, PaSS(tree=Tree.chain(n)), because rule {context.rule!r} takes chains, got "
+            f"{len(plan.tree.leaves)} branches"
+        )
+    pace = None
+    if times is not None and is_alone:
+        pace = context.pace(times, plan.tokens_per_call, times.at(plan.rows * requests))
+    choice = _choice(method, context, plan) if is_alone else None
+    return LookaheadDrafter(method.lookahead, plan, context, choice, pace, recalls=method.recall)
+
+
+def _choice(method: PaSS, context: DraftContext, plan: Plan) -> RowChoice | None:
+    """What the rows of a step are chosen by; None: they are those of the plan. Where candidates are fixed proposals, leaving
+    some out by their probability changes no text."""
+    is_free = method.tree is None and method.passes == 1 and method.ngram is None
+    if (
+        not is_free
+        or drawing_mode(context.sampling, context.rule) != "coupled"
+        or context.target.logit_shards is not None
+    ):
+        return None
+    # On a GPU every step has all rows, in use or not.
+    has_price = method.rows == "auto" and context.device.type == "cpu"
+    rows = MOST_ROWS if has_price else plan.rows if method.rows == "auto" else method.rows
+    if not FEWEST_CHOSEN <= rows <= MAX_CHOSEN_ROWS or method.num_slots > min(MAX_CHOSEN_SLOTS, rows - 1):
+        return None
+    rates = slot_hit_rates(method.lookahead, method.num_slots, 1, greedy=context.sampling.is_greedy)
+    return RowChoice(rows, tuple(max(level) for level in rates), has_price)
