@@ -5,8 +5,9 @@ import sys
 
 import torch
 
-import pass_ext
-from pass_ext import reference
+import pass_ext.distributed
+import pass_ext.drafting
+from pass_ext import layers, reference
 
 random = torch.Generator().manual_seed(0)
 table, lookahead = (torch.randn(rows, 40, generator=random, requires_grad=True) for rows in (11, 3))
@@ -22,7 +23,7 @@ for call in calls:
     results.append((out, *torch.autograd.grad((out * weight).sum(), (table, lookahead))))
 for ours in results[1:]:
     assert torch.equal(ours[0], results[0][0]), "forward"
-    for gradient, expected in zip(ours[1:], results[0][1:]):
+    for gradient, expected in zip(ours[1:], results[0][1:], strict=True):
         torch.testing.assert_close(gradient, expected)
 target, noise = torch.randn(4, 5, 100, generator=random) * 2, torch.randn(4, 4, 100, generator=random)
 keys = {"seeds": torch.arange(4), "positions": torch.arange(4) + 7, "temperature": torch.full((4,), 0.9)}
@@ -48,13 +49,19 @@ merged, exact = (module.attention_merge(*ours, *ours) for module in (pass_ext, r
 torch.testing.assert_close(merged, tuple(part.float() for part in exact))
 path, accepted = torch.tensor([[0, 2, 6], [-1, -1, -1], [0, 1, -1]]).int(), torch.tensor([2, 0, 1]).int()
 kept = [list(caches.clone()) for _ in range(2)]
-for module, own in zip((pass_ext, reference), kept):
+for module, own in zip((pass_ext, reference), kept, strict=True):
     module.cache_commit_(own, prefix_lens, trees.cu_nodes, path, accepted, new=new)
 assert all(map(torch.equal, *kept)) and not torch.equal(kept[0][0], caches[0]), "cache_commit_"
 few = (torch.randn(3, 40, generator=random).bfloat16(), table.detach().bfloat16(), torch.ones(11).bfloat16())
-torch.testing.assert_close(pass_ext.layers.linear_rows(*few), reference.linear_rows(*few))
+torch.testing.assert_close(layers.linear_rows(*few), reference.linear_rows(*few))
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 status = pass_ext.status()
+without_kernel = [
+    [op, key]
+    for op in pass_ext._library.op_names()
+    for key in ("CPU", "CUDA", "Meta")
+    if not has_kernel(f"pass_ext::{op}", key)
+]
 print(
     json.dumps(
         {
@@ -65,13 +72,9 @@ print(
             "isa": status.cpu_isa,
             "cuda_loaded": status.cuda_loaded,
             "reason": status.cuda_reason,
-            "without_kernel": [
-                [op, key]
-                for op in pass_ext._library.op_names()
-                for key in ("CPU", "CUDA", "Meta")
-                if not has_kernel(f"pass_ext::{op}", key)
-            ],
+            "without_kernel": without_kernel,
             "context": torch.cuda.is_initialized(),
         }
     )
 )
+assert without_kernel == []
