@@ -59,8 +59,9 @@ def checkout(tmp_path):
 # ---- what it may do ----
 
 
-def test_every_action_is_pinned_to_a_commit_and_names_its_tag():
-    used = re.findall(r"(?m)^ +- uses: (.*)$", FILE.read_text())
+@pytest.mark.parametrize("name", ["ci.yml", "release.yml"])
+def test_every_action_is_pinned_to_a_commit_and_names_its_tag(name):
+    used = re.findall(r"(?m)^ +- uses: (.*)$", FILE.with_name(name).read_text())
     assert used and [line for line in used if not re.fullmatch(r"[\w/.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)] == []
 
 
