@@ -60,7 +60,7 @@ def recurrent_tree(
     Args:
         q, k: ``[N, Hk, dk]`` bfloat16, float16 or float32, dk at most 256. Rows and heads may be strided, dk contiguous.
         v: ``[N, H, dv]`` in their dtype; Hk divides H, and head h reads key head ``h // (H / Hk)``.
-        log_decay: float32, ln D: ``[N, H]`` of a head, ``[N, H, dk]`` of a key channel, or, beside ``decay_rates``, ``[N, H, dv]``.
+        log_decay: float32, ln D: ``[N, H]`` of a head, ``[N, H, dk]`` of a key channel; beside ``decay_rates`` ``[N, H, dv]``.
         beta: ``[N, H]`` float32; None: 1.
         states: ``[B, H, dk, dv]`` float32, any strides (a ``[B, H, dv, dk]`` state comes through ``.transpose(2, 3)``); beside
             ``state_index`` ``[slots, H, dk, dv]``.

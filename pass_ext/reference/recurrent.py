@@ -1,4 +1,4 @@
-"""``recurrent_tree`` in plain PyTorch: as a walk over the tree, and as algebra over all nodes at once, which is differentiable."""
+"""``recurrent_tree`` in plain PyTorch: a walk over the tree, and the algebra of all nodes at once, which is differentiable."""
 
 from itertools import pairwise
 
@@ -88,7 +88,11 @@ def recurrent_tree_algebra(
         for i in range(last - first):
             value = v[first + i].to(exact)
             if form == "delta":
-                value = value - base[i] - sum((weights[i, j] * us[j] for j in range(i) if sees[i, j]), torch.zeros_like(value))
+                value = (
+                    value
+                    - base[i]
+                    - sum((weights[i, j] * us[j] for j in range(i) if sees[i, j]), torch.zeros_like(value))
+                )
             us.append(value if beta is None else beta[first + i, :, None].to(exact) * value)
         u = torch.stack(us)
         weights = ((queries[rows, None] * keys[None, rows])[..., None] * between).sum(-2)

@@ -30,6 +30,10 @@ def state_commit_(
             k, u, log_decay, rates = update
             for row in rows.tolist():
                 log = log_decay[row].to(state.dtype)
-                log = log[:, None] * rates.to(state.dtype) if rates is not None else log.view(*log.shape, *[1] * (3 - log.dim()))
+                log = (
+                    log[:, None] * rates.to(state.dtype)
+                    if rates is not None
+                    else log.view(*log.shape, *[1] * (3 - log.dim()))
+                )
                 key = k[row].to(state.dtype).repeat_interleave(state.shape[1] // k.shape[1], 0)
                 state[slot] = log.exp() * state[slot] + key[:, :, None] * u[row, :, None]

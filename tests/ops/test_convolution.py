@@ -1,11 +1,11 @@
-"""convolution_tree on every backend: against the reference and torch's convolution, and to the bit against steps of one token."""
+"""convolution_tree on every backend: against the reference and torch's convolution, and to the bit steps of one token."""
 
 import math
 
 import pytest
 import torch
 from support.pairwise import pairwise
-from support.recurrent_cases import bounds_of, commit, int32, path_to, random_tree
+from support.recurrent_cases import bounds_of, commit, int32, packed, path_to, random_tree
 
 from pass_ext import reference
 from pass_ext.layers import convolution_tree, state_commit_
@@ -39,7 +39,7 @@ def doubled(tensors):
 def test_values_are_as_close_to_exact_as_pytorchs(backend, dtype, channels, taps):
     sizes = [9, 0, 1, 240]
     x, weight, bias, states = make_case(sum(sizes), channels, taps, dtype, slots=4)
-    tree = int32(sum(map(random_tree, sizes), [])), bounds_of(sizes)
+    tree = packed(map(random_tree, sizes)), bounds_of(sizes)
     for own_bias in (bias, None):
         for activation in (None, "silu"):
             inputs = [x, weight, own_bias, states]
@@ -66,7 +66,7 @@ def test_a_path_has_the_bits_of_steps_of_one_token(backend, dtype, taps):
     trees = [random_tree(size, seed=3) for size in sizes]
     x, weight, bias, states = make_case(37, 21, taps, dtype, slots=3)
     cu_nodes = bounds_of(sizes)
-    out = convolution_tree(x, weight, bias, states, int32(sum(trees, [])), cu_nodes, activation="silu")
+    out = convolution_tree(x, weight, bias, states, packed(trees), cu_nodes, activation="silu")
     for b in (0, 2):
         path = path_to(trees[b], sizes[b] - 1)
         state = states[b : b + 1].clone()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from support.pairwise import pairwise
-from support.recurrent_cases import DECAYS, Layer, bounds_of, commit, int32, path_to, random_tree
+from support.recurrent_cases import DECAYS, Layer, bounds_of, commit, int32, packed, path_to, random_tree
 
 import pass_ext
 from pass_ext import reference
@@ -35,7 +35,7 @@ def the_ops_devices(backend):
 def test_values_are_as_close_to_exact_as_a_plain_recurrence(backend, shape, decay, form):
     sizes = [9, 0, 1, 20]
     layer = Layer(sum(sizes), *shape, decay=decay, form=form, slots=len(sizes), device=backend.device)
-    tree = int32([parent for size in sizes for parent in random_tree(size)]), bounds_of(sizes)
+    tree = packed(map(random_tree, sizes)), bounds_of(sizes)
     out, update = layer.run(*tree)
     plain = layer.run(*tree, function=reference.recurrent_tree)
     exact = layer.double().run(*tree, function=reference.recurrent_tree)
@@ -138,7 +138,7 @@ def test_a_path_has_the_bits_of_steps_of_one_token(backend, shape, decay, form):
     sizes = [13, 0, 1, 24]
     trees = [random_tree(size, seed=3) for size in sizes]
     layer = Layer(sum(sizes), *shape, decay=decay, form=form, slots=len(sizes), device=backend.device)
-    out, update = layer.run(int32(sum(trees, [])), bounds_of(sizes))
+    out, update = layer.run(packed(trees), bounds_of(sizes))
 
     def state_of(b):
         return layer.states[b : b + 1]
@@ -182,7 +182,7 @@ def test_a_request_has_the_bits_that_it_has_alone(backend, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        out, update = layer.run(int32(sum(trees, [])), bounds_of(sizes))
+        out, update = layer.run(packed(trees), bounds_of(sizes))
     finally:
         torch.set_num_threads(before)
     for b, (first, last) in enumerate(zip(bounds_of(sizes).tolist(), bounds_of(sizes).tolist()[1:], strict=False)):
@@ -258,9 +258,7 @@ def test_states_by_strides_and_by_index(backend):
         assert_same_bits(layer.run(*tree, states=pool, state_index=index)[0], expected)
     assert_same_bits(layer.run(*tree, states=shared)[0][:6], expected[:6])
     same = int32([0, 0, 0], backend.device)
-    assert_same_bits(
-        layer.run(*tree, state_index=same)[0], layer.run(*tree, states=shared)[0]
-    )
+    assert_same_bits(layer.run(*tree, state_index=same)[0], layer.run(*tree, states=shared)[0])
 
 
 def test_inputs_may_be_views_of_a_joined_product(backend):

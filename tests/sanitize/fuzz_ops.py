@@ -803,7 +803,9 @@ def recurrence(draw: Draw, rows: int) -> dict:
     key_heads, dk, dv = draw.pick((1, 2, 3)), draw.pick((1, 3, 8, 16, 17, 64)), draw.pick((1, 7, 16, 33, 64))
     heads, dtype, kind = key_heads * draw.pick((1, 2, 4)), draw.pick(FLOATS), draw.pick(("head", "channel", "element"))
     shape = {"head": (), "channel": (dk,), "element": (dv,)}[kind]
-    keys = torch.nn.functional.normalize(draw.floats(rows, key_heads, dk, dtype=torch.float32), dim=-1)  # no state explodes
+    keys = torch.nn.functional.normalize(
+        draw.floats(rows, key_heads, dk, dtype=torch.float32), dim=-1
+    )  # no state explodes
     return dict(
         k=draw.laid_out(keys.to(dtype)), v=draw.floats(rows, heads, dv, dtype=dtype),
         log_decay=-draw.floats(rows, heads, *shape, dtype=torch.float32).abs(),
@@ -881,7 +883,9 @@ def state_commit_(draw: Draw):
     )) | {"updates": updates}  # fmt: skip
     before = [state.clone() for state in arguments["states"]]
     yield arguments
-    given = [part for update in updates for part in (update if isinstance(update, tuple) else [update]) if part is not None]
+    given = [
+        part for update in updates for part in (update if isinstance(update, tuple) else [update]) if part is not None
+    ]
     if before and all(map(is_tame, (*given, *before))):
         reference.state_commit_(before, **{name: value for name, value in arguments.items() if name != "states"})
         check_close(arguments["states"], before)

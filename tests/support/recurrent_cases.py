@@ -20,6 +20,11 @@ def random_tree(nodes, seed=0, bushy=True):
     return [-1 if i == 0 else drawn.randrange(i) if bushy or i % 5 == 0 else i - 1 for i in range(nodes)]
 
 
+def packed(trees):
+    """The parents of all requests."""
+    return int32([parent for tree in trees for parent in tree])
+
+
 def path_to(parents, node):
     """The nodes from the root to this one."""
     path = []

@@ -411,7 +411,12 @@ def state_commit_(device):
         return torch.randn(shape, device=device)
 
     k, u, x = random(5, 2, 8), random(5, 4, 20), random(5, 6)
-    head, channel, element, rates = -random(5, 4).abs(), -random(5, 4, 8).abs(), -random(5, 4, 20).abs(), random(4, 8, 20).abs()
+    head, channel, element, rates = (
+        -random(5, 4).abs(),
+        -random(5, 4, 8).abs(),
+        -random(5, 4, 20).abs(),
+        random(4, 8, 20).abs(),
+    )
     updates = [k, u, head, x, k.bfloat16(), u, channel, k.half(), u, element, rates]
 
     def states(slots):
@@ -419,7 +424,6 @@ def state_commit_(device):
 
     yield states(3), updates, (3, 1, 3, 4), cu_nodes, path, accepted, None
     yield states(5), updates, (3, 1, 3, 4), cu_nodes, path, accepted, torch.tensor([4, -1, 0], **integers)
-    yield [], [], (), cu_nodes, path, accepted, None
 
 
 def shard_case(device, rule=1):

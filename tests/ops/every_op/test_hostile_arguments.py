@@ -502,7 +502,7 @@ def integer_places(op, sample):
 
 def results_of(op, sample):
     """Every tensor that a call returns or changes."""
-    if op == "cache_commit_":
+    if op in ("cache_commit_", "state_commit_"):
         sample = ([cache.clone() for cache in sample[0]], *sample[1:])
         call(op, sample)
         return sample[0]
