@@ -1,7 +1,7 @@
-// The formulas of layers with a state, for one number of a state or a vector of neighbouring value columns. F is a float
-// or a vector of floats, as in core/elementary-inl.h. Sums over the rows of a state have one order: row i is added to
-// part i % 4, in the order of i and fused; then the parts are added as sum_of_parts does. No value column enters
-// another's sum, so the bits do not depend on how columns are divided.
+// The formulas of layers with a state, for one number of a state or a vector of neighbouring value columns. F is a
+// float or a vector of floats, as in core/elementary-inl.h. Sums over the rows of a state have one order: row i is
+// added to part i % 4, in the order of i and fused; then the parts are added as sum_of_parts does. No value column
+// enters another's sum, so the bits do not depend on how columns are divided.
 
 // e^x within 2 ulp. Below -86 it is 0, from 88 on infinity; NaN stays NaN.
 template <typename F>

@@ -36,8 +36,8 @@ struct OnCpu {
       if (nodes > 0) requests.push_back(b);
       for (int64_t n = 0; n < nodes; ++n)
         for (int64_t j = 0; j < problem.taps; ++j)
-          inputs[(first + n) * problem.taps + j] = static_cast<int32_t>(
-              input_of(problem.parents + first, n, problem.taps - 1 - j, problem.taps));
+          inputs[(first + n) * problem.taps + j] =
+              static_cast<int32_t>(input_of(problem.parents + first, n, problem.taps - 1 - j, problem.taps));
     }
     const int64_t blocks = (problem.channels + kStateColumns - 1) / kStateColumns;
     const int64_t tasks = static_cast<int64_t>(requests.size()) * blocks;
@@ -45,10 +45,9 @@ struct OnCpu {
     for_ranges(tasks, std::max<int64_t>(1, kProductsPerTask / products), [&](int64_t first_task, int64_t last_task) {
       for (int64_t task = first_task; task < last_task; ++task) {
         const int64_t b = requests[task / blocks], first = problem.cu_nodes[b];
-        PASS_EXT_AT_ISA(convolve_channels(problem, inputs.data() + first * problem.taps, first,
-                                          problem.cu_nodes[b + 1] - first,
-                                          slot_of(problem.state_index, b, problem.slots),
-                                          task % blocks * kStateColumns));
+        PASS_EXT_AT_ISA(
+            convolve_channels(problem, inputs.data() + first * problem.taps, first, problem.cu_nodes[b + 1] - first,
+                              slot_of(problem.state_index, b, problem.slots), task % blocks * kStateColumns));
       }
     });
   }

@@ -1,10 +1,11 @@
-// torch.ops.pass_ext.recurrent_tree on the CPU: checks of the values, the order of the nodes, parallel split by request,
-// head and slice, registration. The inner loops: cpu/recurrent_kernels-inl.h.
+// torch.ops.pass_ext.recurrent_tree on the CPU: checks of the values, the order of the nodes, parallel split by
+// request, head and slice, registration. The inner loops: cpu/recurrent_kernels-inl.h.
 #include "host/recurrent.h"
 
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "cpu/buffer.h"
 #include "cpu/workers.h"

@@ -21,7 +21,8 @@ struct WalkPlan {
   bool has_one_root;     // the state is read by the first step alone
 };
 
-// What a node needs of its own, for all slices of a head: k, q times scale and, unless it belongs to elements, the decay.
+// What a node needs of its own, for all slices of a head: k, q times scale and, unless it belongs to elements, the
+// decay.
 struct NodeRow {
   const float *k, *q, *decay;
   float beta;

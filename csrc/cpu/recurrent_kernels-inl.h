@@ -1,5 +1,5 @@
-// The recurrence over a tree on the CPU, at one instruction set (see each_isa.h): for a slice of 16 value columns of one
-// head all nodes, one after the other. The problem: core/recurrent.h. A slice of the state lies as [dk, 16].
+// The recurrence over a tree on the CPU, at one instruction set (see each_isa.h): for a slice of 16 value columns of
+// one head all nodes, one after the other. The problem: core/recurrent.h. A slice of the state lies as [dk, 16].
 
 #include "cpu/slice-inl.h"
 

@@ -1,5 +1,5 @@
-// 16 neighbouring numbers as vectors, for the kernels of layers with a state. The text belongs inside a level's namespace
-// (cpu/each_isa.h).
+// 16 neighbouring numbers as vectors, for the kernels of layers with a state. The text belongs inside a level's
+// namespace (cpu/each_isa.h).
 
 constexpr int kStateVectors = static_cast<int>(kStateColumns) / Floats::width;
 

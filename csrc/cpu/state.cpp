@@ -89,8 +89,8 @@ void replay(const StateStep& step, const RecurrentState& state, const RequestPat
   float* const prepared = work.at_least(path.rows.size() * 2 * state.dk);
   prepare(state, head, path, prepared);
   const int64_t slot = slot_of(step.state_index, path.request, state.layout.slots);
-  PASS_EXT_AT_ISA(replay_path(state, slot, head, path.rows.data(), static_cast<int64_t>(path.rows.size()), prepared, 0,
-                              state.dk));
+  PASS_EXT_AT_ISA(
+      replay_path(state, slot, head, path.rows.data(), static_cast<int64_t>(path.rows.size()), prepared, 0, state.dk));
 }
 
 // One request's window: the last of its old inputs and the path's.
@@ -101,8 +101,8 @@ void shift(const StateStep& step, const ConvolutionState& state, const RequestPa
   for (int64_t j = 0; j < state.inputs; ++j) {
     const int64_t from = length + j;  // in the sequence of old inputs and the path's
     char* const to = window + j * state.tap;
-    const char* source = from < state.inputs ? window + from * state.tap
-                                             : state.x + path.rows[from - state.inputs] * state.row;
+    const char* source =
+        from < state.inputs ? window + from * state.tap : state.x + path.rows[from - state.inputs] * state.row;
     const int64_t distance = from < state.inputs ? state.channel : state.bytes;
     for (int64_t c = 0; c < state.channels; ++c)
       std::memcpy(to + c * state.channel, source + c * distance, sizeof(Number));
@@ -145,8 +145,7 @@ void commit_convolutions(const StateStep& step, const std::vector<ConvolutionSta
 void state_commit_on_cpu(const TensorList& states, const TensorList& updates, const std::vector<int64_t>& parts,
                          const Tensor& cu_nodes, const Tensor& path, const Tensor& num_accepted,
                          const OptionalTensor& state_index) {
-  const StateProblem problem =
-      prepare_state_commit(states, updates, parts, cu_nodes, path, num_accepted, state_index);
+  const StateProblem problem = prepare_state_commit(states, updates, parts, cu_nodes, path, num_accepted, state_index);
   if (states.empty()) return;
   check_path(problem.step);
   for (const int64_t slots : problem.slots)

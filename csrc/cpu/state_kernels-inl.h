@@ -29,8 +29,7 @@ void prepare_path(const RecurrentState& state, const T* keys, int64_t head, cons
     float* const to = prepared + n * 2 * dk;
     for (int64_t i = 0; i < dk; i += Floats::width) {
       store_first(to + i, load_first(k + i, dk - i), dk - i);
-      if (state.decay.kind == Decay::channel)
-        store_first(to + dk + i, decay_of(load_first(log + i, dk - i)), dk - i);
+      if (state.decay.kind == Decay::channel) store_first(to + dk + i, decay_of(load_first(log + i, dk - i)), dk - i);
     }
     if (state.decay.kind == Decay::head) to[dk] = decay_of(log[0]);
   }

@@ -27,7 +27,8 @@ inline const int32_t* check_state_index(const char* op, const OptionalTensor& st
 }
 
 // Refuses, on the CPU, a slot that is not there; `index` is null without one.
-inline void check_slots(const char* op, const int32_t* cu_nodes, int64_t requests, const int32_t* index, int64_t slots) {
+inline void check_slots(const char* op, const int32_t* cu_nodes, int64_t requests, const int32_t* index,
+                        int64_t slots) {
   for (int64_t b = 0; index && b < requests; ++b)
     if (cu_nodes[b] < cu_nodes[b + 1] && (index[b] < 0 || index[b] >= slots))
       refuse(op, "state_index must be in [0, ", slots, ") (the slots of the states), got ", index[b], " at ", b);

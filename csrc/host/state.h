@@ -25,9 +25,7 @@ namespace state_commit {
 constexpr const char* kOp = "state_commit_";
 
 // "updates[3].u": a tensor of the update of a state
-inline std::string part_name(size_t index, const char* part) {
-  return "updates[" + std::to_string(index) + "]" + part;
-}
+inline std::string part_name(size_t index, const char* part) { return "updates[" + std::to_string(index) + "]" + part; }
 
 inline void check_not_expanded(const std::string& name, const Tensor& state) {
   for (int64_t i = 0; i < state.dim(); ++i)
@@ -57,8 +55,8 @@ inline RecurrentState recurrent_state(const std::string& name, size_t index, con
   check_size(kOp, u_name, u, 2, dv, "dv of the state");
   check_same_device(kOp, u_name, u, "states[0]", state);
   const Tensor* const rates = count > 3 ? &parts[3] : nullptr;
-  const Decay kind = check_decay(kOp, names[2].c_str(), parts[2], names[3].c_str(), rates, rows, heads, dk, dv,
-                                 "states[0]", state);
+  const Decay kind =
+      check_decay(kOp, names[2].c_str(), parts[2], names[3].c_str(), rates, rows, heads, dk, dv, "states[0]", state);
 
   const auto kept = [&](const Tensor& tensor) {
     problem.copies.push_back(tensor);
