@@ -111,4 +111,20 @@ STABLE_TORCH_LIBRARY(pass_ext, library) {
       "Tensor? ids, Tensor? deep, Tensor[] adapters, int adapted, float adapter_scale, Tensor? final_norm, Tensor? "
       "head, Tensor? wanted, int head_dim, float eps, int form, int activation, float scale, float attention_scale, "
       "float softcap) -> (Tensor out, Tensor new_rows)");
+
+  // recurrent
+  library.def(
+      "recurrent_tree(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor? decay_rates, Tensor? beta, Tensor "
+      "states, Tensor? state_index, Tensor parents, Tensor cu_nodes, int form, float scale) -> (Tensor out, Tensor u)");
+
+  // convolution
+  library.def(
+      "convolution_tree(Tensor x, Tensor weight, Tensor? bias, Tensor states, Tensor? state_index, Tensor parents, "
+      "Tensor cu_nodes, bool silu) -> Tensor");
+
+  // state. `updates` holds the tensors of each state one after the other, `parts` how many each has: k, u, log_decay
+  // and perhaps decay_rates of a recurrence, x of a convolution.
+  library.def(
+      "state_commit_(Tensor(a!)[] states, Tensor[] updates, int[] parts, Tensor cu_nodes, Tensor path, Tensor "
+      "num_accepted, Tensor? state_index) -> ()");
 }

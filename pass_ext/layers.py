@@ -1,10 +1,12 @@
-"""A decoder layer for few rows: products, norm, rotary embedding and gate, and whole layers around their attention.
+"""A decoder layer for few rows: products, norm, rotary embedding and gate, whole layers around their attention, and layers that
+keep a state instead of keys.
 
-A row has the same bits whatever the other rows of a call are. docs/ops/layer.md, docs/ops/step.md and docs/ops/adapter.md have
-the contracts.
+A row has the same bits whatever the other rows of a call are. docs/ops/layer.md, docs/ops/step.md, docs/ops/adapter.md and
+docs/ops/recurrent.md have the contracts.
 """
 
 from pass_ext.ops.adapter import adapter_rows, adapter_rows_
+from pass_ext.ops.convolution import convolution_tree
 from pass_ext.ops.layer import (
     LayerWeights,
     PackedLayers,
@@ -14,18 +16,24 @@ from pass_ext.ops.layer import (
     layer_stack,
 )
 from pass_ext.ops.linear import linear_rows
+from pass_ext.ops.recurrent import RecurrentUpdate, recurrent_tree
+from pass_ext.ops.state import state_commit_
 from pass_ext.ops.step import step_gate, step_rms_norm, step_rotary
 
 __all__ = [
     "LayerWeights",
     "PackedLayers",
+    "RecurrentUpdate",
     "adapter_rows",
     "adapter_rows_",
+    "convolution_tree",
     "layer_after_attention",
     "layer_before_attention",
     "layer_pack",
     "layer_stack",
     "linear_rows",
+    "recurrent_tree",
+    "state_commit_",
     "step_gate",
     "step_rms_norm",
     "step_rotary",

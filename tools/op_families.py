@@ -57,6 +57,8 @@ EXCUSES = {
     ("cache", "CPU loops"): "it copies rows with memcpy",
     ("layer", "CPU loops"): "it chains those of linear_rows and the step ops",
     ("shard", "CPU loops"): ROWS,
+    ("convolution", "benchmark"): "benchmarks/ops/recurrent.py times a layer's three ops side by side",
+    ("state", "benchmark"): "benchmarks/ops/recurrent.py times a layer's three ops side by side",
     ("layer_pack", "benchmark"): "it computes nothing: it saves layer_stack the checks of each weight",
     ("shard_combine", "reference"): WHOLE,
     ("shard_combine", "reference's export"): WHOLE,

@@ -15,17 +15,21 @@
 #include "core/accept.h"
 #include "core/adapter.h"
 #include "core/attention.h"
+#include "core/convolution.h"
 #include "core/draft.h"
 #include "core/half.h"
 #include "core/lookahead.h"
 #include "core/next.h"
 #include "core/recall.h"
+#include "core/recurrent.h"
 #include "core/scalar.h"
 #include "core/shard.h"
+#include "core/state.h"
 #include "core/step.h"
 #include "cpu/attention.h"
 #include "cpu/isa.h"
 #include "cpu/linear.h"
+#include "cpu/recurrent.h"
 #include "cpu/rows.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -34,6 +38,7 @@
 #define PASS_EXT_LEVEL 0
 namespace pass_ext::portable {
 #include "core/elementary-inl.h"
+#include "core/recurrent-inl.h"
 #include "core/step-inl.h"
 #include "core/weights-inl.h"
 #include "cpu/simd-inl.h"
@@ -57,6 +62,7 @@ namespace pass_ext::portable {
 PASS_EXT_TARGET_BEGIN("avx2,fma,f16c")
 namespace pass_ext::avx2 {
 #include "core/elementary-inl.h"
+#include "core/recurrent-inl.h"
 #include "core/step-inl.h"
 #include "core/weights-inl.h"
 #include "cpu/simd-inl.h"
@@ -69,6 +75,7 @@ PASS_EXT_TARGET_END
 PASS_EXT_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 namespace pass_ext::avx512 {
 #include "core/elementary-inl.h"
+#include "core/recurrent-inl.h"
 #include "core/step-inl.h"
 #include "core/weights-inl.h"
 #include "cpu/simd-inl.h"
@@ -81,6 +88,7 @@ PASS_EXT_TARGET_END
 PASS_EXT_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
 namespace pass_ext::avx512_bf16 {
 #include "core/elementary-inl.h"
+#include "core/recurrent-inl.h"
 #include "core/step-inl.h"
 #include "core/weights-inl.h"
 #include "cpu/simd-inl.h"

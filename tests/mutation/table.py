@@ -39,6 +39,7 @@ _SPECULATIVE = [
 ]
 
 _GRAMMAR = ["tests/decoding/loop/test_grammar.py", "tests/decoding/loop/test_grammar_laws.py", "-k", "not faults"]
+_STATES = ["tests/ops/test_recurrent.py", "tests/ops/test_state.py", "tests/ops/test_convolution.py"]
 _CHOSEN = ["tests/decoding/loop/test_chosen_step.py"]
 _ROWS_OF_HOST = ["tests/decoding/drafting/test_chosen_rows.py"]
 _PACE = ["tests/decoding/planning/test_pace.py"]
@@ -106,6 +107,12 @@ _CPP = _files_of_families() | {
     "cpu/recall-inl.h": (["recall", "next"], ["tests/ops/test_recall.py", "tests/ops/next"]),
     "cpu/recall_kernels-inl.h": (["recall"], ["tests/ops/test_recall.py"]),
     "core/step-inl.h": (["step"], ["tests/ops/test_step.py"]),
+    "core/recurrent.h": (["recurrent", "state", "convolution"], _STATES),
+    "core/recurrent-inl.h": (["recurrent", "state"], _STATES),
+    "core/state.h": (["state"], _STATES),
+    "cpu/slice-inl.h": (["recurrent", "state", "convolution"], _STATES),
+    "cpu/state.cpp": (["state"], _STATES),
+    "cpu/state_kernels-inl.h": (["state"], _STATES),
     "core/shard.h": (["shard"], [*_SHARD, "tests/core/test_shard_core.py"]),
     "cpu/shard.cpp": (["shard"], _SHARD),
     "cpu/accept_checks.h": (["accept", "shard"], _ACCEPT),

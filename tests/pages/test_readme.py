@@ -71,6 +71,8 @@ def inputs():
         text_lengths=torch.tensor([5, 5]),
         shape=torch.tensor([-1, 0, 0, 1], dtype=torch.int32), row_ids=torch.tensor([5, -1, -2]),
         down=torch.randn(1, 8, 16), up=torch.randn(1, 8, 4), layer_caches=[(caches[0][:, :, :1], caches[1][:, :, 1:])],
+        keys=torch.randn(5, 1, 8) / 4, values=torch.randn(5, 2, 32), log_decay=-torch.rand(5, 2), beta=torch.rand(5, 2),
+        recurrent_states=torch.randn(2, 2, 8, 32), taps=torch.randn(64, 4), windows=torch.randn(2, 64, 3),
     )  # fmt: skip
     names["logits"][[0, 3], [2, 9]] = 1e4
     return names
@@ -92,7 +94,7 @@ def check_calls(monkeypatch, names):
 
     def compared(op, original):
         def call(*arguments, **options):
-            if op == "cache_commit_":
+            if op in ("cache_commit_", "state_commit_"):
                 want = [cache.clone() for cache in arguments[0]]
                 in_reference(op, (want, *arguments[1:]), options)
                 original(*arguments, **options)
@@ -107,7 +109,11 @@ def check_calls(monkeypatch, names):
                 result = arguments
             else:
                 want, result = in_reference(op, arguments, options), original(*arguments, **options)
-            pairs = [(result, want)] if isinstance(result, torch.Tensor) else zip(result, want, strict=False)
+            if op == "recurrent_tree":
+                result = out, update = result
+                pairs = [(out, want[0]), (update.u, want[1])]
+            else:
+                pairs = [(result, want)] if isinstance(result, torch.Tensor) else list(zip(result, want, strict=False))
             for value, expected in pairs:  # the reference adds the margin of its decisions
                 torch.testing.assert_close(value, expected, check_dtype=False, rtol=1e-4, atol=1e-5)
             called.append(op)
@@ -131,7 +137,7 @@ def test_every_call_of_the_page_agrees_with_the_reference(monkeypatch):
         "lookahead_embed tree_prepare attention_tree draft_sample accept_tree cache_commit_ next_rows_ recall_scores"
     )
     shown += " linear_rows adapter_rows_ layer_before_attention layer_after_attention layer_stack"
-    shown += " step_rms_norm step_rotary step_gate"
+    shown += " step_rms_norm step_rotary step_gate recurrent_tree convolution_tree state_commit_"
     assert called == shown.split()
     assert names["rows"].shape == (1, 4, 16) and names["drafts"].shape == (5, 2) and names["y"].shape == (3, 4)
     torch.testing.assert_close(names["risen"], torch.tensor([[0.0, 6.0], [0.0, 1.0]]))
@@ -191,6 +197,13 @@ def test_the_block_of_the_step_page_runs():
     gate, up = (names["x"].float() @ names["w_gate_up"].float().T).chunk(2, dim=-1)
     torch.testing.assert_close(names["gated"].float(), torch.nn.functional.silu(gate) * up, rtol=0.02, atol=0.02)
     assert names["q"].shape == (5, 4, 16) and names["k"].shape == names["v"].shape == (5, 2, 16)
+
+
+def test_the_blocks_of_the_recurrent_page_run():
+    """docs/ops/recurrent.md: a step's nodes and states are those of steps of one token."""
+    page = ROOT / "docs/ops/recurrent.md"
+    names = run_blocks(page, [block for block in blocks_of(page) if block[0] == "python"], {})
+    assert names["state"].abs().amax(dim=(1, 2, 3)).min() > 0 and names["window"][1, :, -1].equal(names["x"][3])
 
 
 def test_the_blocks_of_the_adapter_page_run():

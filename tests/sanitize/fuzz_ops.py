@@ -798,6 +798,99 @@ def layer_stack(draw: Draw):
     demand(out.dtype == dtype, f"out is {out.dtype}")
 
 
+def recurrence(draw: Draw, rows: int) -> dict:
+    """Inputs of a recurrent layer, but for states and trees."""
+    key_heads, dk, dv = draw.pick((1, 2, 3)), draw.pick((1, 3, 8, 16, 17, 64)), draw.pick((1, 7, 16, 33, 64))
+    heads, dtype, kind = key_heads * draw.pick((1, 2, 4)), draw.pick(FLOATS), draw.pick(("head", "channel", "element"))
+    shape = {"head": (), "channel": (dk,), "element": (dv,)}[kind]
+    keys = torch.nn.functional.normalize(
+        draw.floats(rows, key_heads, dk, dtype=torch.float32), dim=-1
+    )  # no state explodes
+    return dict(
+        k=draw.laid_out(keys.to(dtype)), v=draw.floats(rows, heads, dv, dtype=dtype),
+        log_decay=-draw.floats(rows, heads, *shape, dtype=torch.float32).abs(),
+        decay_rates=draw.floats(heads, dk, dv, dtype=torch.float32).abs() if kind == "element" else None,
+    )  # fmt: skip
+
+
+def slots_of(draw: Draw, requests: int) -> tuple[int, Tensor | None]:
+    """How many states there are, and the index of each request's."""
+    if draw.chance(0.5):
+        return requests, None
+    slots = requests + draw.pick((0, 1, 4))
+    return slots, draw.spoilt(torch.randperm(slots, generator=draw.torch)[:requests].tolist())
+
+
+@case
+def recurrent_tree(draw: Draw):
+    sizes = draw.sizes()
+    own, (slots, index) = recurrence(draw, sum(sizes)), slots_of(draw, len(sizes))
+    (_, _, dk), (_, heads, dv) = own["k"].shape, own["v"].shape
+    states = draw.floats(slots, heads, dk, dv, dtype=torch.float32)
+    arguments = draw.damaged(dict(
+        q=draw.floats(*own["k"].shape, dtype=own["k"].dtype), **own,
+        beta=draw.floats(sum(sizes), heads, dtype=torch.float32).sigmoid() if draw.chance(0.8) else None,
+        states=states.mT.contiguous().mT if draw.chance(0.3) else states, parents=draw.parents(sizes),
+        cu_nodes=draw.bounds(sizes), form=draw.pick(("delta", "additive")), scale=draw.pick((1.0, 0.125)),
+        state_index=index,
+    ))  # fmt: skip
+    out, update = yield arguments
+    demand(out.dtype == arguments["v"].dtype and out.shape == arguments["v"].shape, f"out is {list(out.shape)}")
+    demand(update.u.dtype == torch.float32 and update.u.shape == out.shape, f"u is {list(update.u.shape)}")
+    floats = [value for value in arguments.values() if isinstance(value, Tensor) and value.is_floating_point()]
+    if all(map(is_tame, floats)) and abs(arguments["scale"]) < 10:
+        check_close((out, update.u), reference.recurrent_tree(**arguments))
+
+
+@case
+def convolution_tree(draw: Draw):
+    sizes, channels, taps, dtype = draw.sizes(), draw.width() % 400, draw.pick((2, 3, 4, 8)), draw.pick(FLOATS)
+    slots, index = slots_of(draw, len(sizes))
+    arguments = draw.damaged(dict(
+        x=draw.floats(sum(sizes), channels, dtype=dtype), weight=draw.floats(channels, taps, dtype=dtype),
+        bias=optional(draw, channels, dtype=dtype), states=draw.floats(slots, channels, taps - 1, dtype=dtype),
+        parents=draw.parents(sizes), cu_nodes=draw.bounds(sizes), activation=draw.pick((None, "silu")),
+        state_index=index,
+    ))  # fmt: skip
+    out = yield arguments
+    if all(is_tame(value) for value in arguments.values() if isinstance(value, Tensor) and value.is_floating_point()):
+        check_close([out], [reference.convolution_tree(**arguments)])
+
+
+@case
+def state_commit_(draw: Draw):
+    sizes = draw.sizes()
+    rows, (slots, index) = sum(sizes), slots_of(draw, len(sizes))
+    accepted = [draw.random.randrange(max(1, size)) for size in sizes]
+    path = torch.full((len(sizes), max([0, *accepted]) + 1), -1, dtype=torch.int32)
+    for b, size in enumerate(sizes):
+        path[b, : accepted[b] + 1] = torch.arange(accepted[b] + 1) if size else -1
+    states, updates = [], []
+    for _ in range(draw.pick((0, 1, 2, 3))):
+        if draw.chance(0.5):
+            own = draw.damaged({name: x for name, x in recurrence(draw, rows).items() if x is not None})
+            own["u"] = own.pop("v").float()
+            if min(own["k"].dim(), own["u"].dim()) == 3:
+                shape = (own["u"].shape[1], own["k"].shape[2], own["u"].shape[2])
+                states.append(draw.floats(slots, *shape, dtype=torch.float32))
+                updates.append(pass_ext.layers.RecurrentUpdate(**own))
+        else:
+            channels, dtype = draw.pick((0, 1, 8, 40)), draw.pick(FLOATS)
+            states.append(draw.floats(slots, channels, draw.pick((1, 3)), dtype=dtype))
+            updates.append(draw.floats(rows, channels, dtype=dtype))
+    arguments = draw.damaged(dict(
+        states=states, cu_nodes=draw.bounds(sizes), path=path, num_accepted=draw.spoilt(accepted), state_index=index,
+    )) | {"updates": updates}  # fmt: skip
+    before = [state.clone() for state in arguments["states"]]
+    yield arguments
+    given = [
+        part for update in updates for part in (update if isinstance(update, tuple) else [update]) if part is not None
+    ]
+    if before and all(map(is_tame, (*given, *before))):
+        reference.state_commit_(before, **{name: value for name, value in arguments.items() if name != "states"})
+        check_close(arguments["states"], before)
+
+
 # ---- results against the specification ----
 
 
@@ -838,6 +931,7 @@ def check_close(actual, expected, tolerance: float = 0.02) -> None:
 WRITTEN = {
     "adapter_rows_": ("out",),
     "cache_commit_": ("caches",),
+    "state_commit_": ("states",),
     "next_rows_": ("rows", "lengths", "prefix_lens", "report", "text"),
     "next_tree_": ("rows", "parents", "lengths", "prefix_lens", "report", "text"),
 }

@@ -365,6 +365,67 @@ def layer_stack(device):
     )  # fmt: skip
 
 
+def forest(device):
+    """parents and cu_nodes of a request of three nodes, one of none and one of two."""
+    return [torch.tensor(v, dtype=torch.int32, device=device) for v in ([-1, 0, 0, -1, 0], [0, 3, 3, 5])]
+
+
+@sample
+def recurrent_tree(device):
+    index = torch.tensor([3, 0, 1], dtype=torch.int32, device=device)
+
+    def random(*shape, dtype=torch.float32):
+        return torch.randn(shape, device=device).to(dtype)
+
+    for form, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+        form, qkv = form % 2, [random(5, heads, width, dtype=dtype) for heads, width in ((2, 8), (2, 8), (4, 20))]
+        beta, states = random(5, 4).sigmoid(), random(3, 4, 20, 8).transpose(2, 3)
+        yield *qkv, -random(5, 4).abs(), None, beta, states, None, *forest(device), form, 0.5
+        yield *qkv, -random(5, 4, 8).abs(), None, None, random(4, 4, 8, 20), index, *forest(device), form, 1.0
+        rates = random(4, 8, 20).abs()
+        yield *qkv, -random(5, 4, 20).abs(), rates, beta, states, None, *forest(device), form, 1.0
+    nothing = [torch.zeros(size, dtype=torch.int32, device=device) for size in (0, 4)]
+    yield *(x[:0] for x in qkv), random(0, 4), None, None, states, None, *nothing, 0, 1.0
+
+
+@sample
+def convolution_tree(device):
+    index = torch.tensor([3, 0, 1], dtype=torch.int32, device=device)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x, weight, bias, states = (
+            torch.randn(shape, device=device).to(dtype) for shape in ((5, 20), (20, 4), (20,), (4, 20, 3))
+        )
+        yield x, weight, bias, states[:3], None, *forest(device), True
+        yield x, weight, None, states, index, *forest(device), False
+    nothing = [torch.zeros(size, dtype=torch.int32, device=device) for size in (0, 4)]
+    yield x[:0], weight, bias, states[1:], None, *nothing, True
+
+
+@sample
+def state_commit_(device):
+    integers = dict(dtype=torch.int32, device=device)
+    cu_nodes = forest(device)[1]
+    path, accepted = torch.tensor([[0, 2], [-1, -1], [0, -1]], **integers), torch.tensor([1, 0, 0], **integers)
+
+    def random(*shape):
+        return torch.randn(shape, device=device)
+
+    k, u, x = random(5, 2, 8), random(5, 4, 20), random(5, 6)
+    head, channel, element, rates = (
+        -random(5, 4).abs(),
+        -random(5, 4, 8).abs(),
+        -random(5, 4, 20).abs(),
+        random(4, 8, 20).abs(),
+    )
+    updates = [k, u, head, x, k.bfloat16(), u, channel, k.half(), u, element, rates]
+
+    def states(slots):
+        return [random(slots, 4, 8, 20), random(slots, 6, 3), random(slots, 4, 20, 8).mT, random(slots, 4, 8, 20)]
+
+    yield states(3), updates, (3, 1, 3, 4), cu_nodes, path, accepted, None
+    yield states(5), updates, (3, 1, 3, 4), cu_nodes, path, accepted, torch.tensor([4, -1, 0], **integers)
+
+
 def shard_case(device, rule=1):
     """Arguments of a step on two ranks' shards, and the ranks' logits; the first rank's are whole slices."""
     integers = dict(dtype=torch.int32, device=device)

@@ -15,12 +15,17 @@ import pass_ext
 from pass_ext import _library, reference
 from pass_ext.ops import layer
 from pass_ext.ops.draft import MODES
+from pass_ext.ops.recurrent import FORMS, RecurrentUpdate
 from pass_ext.ops.shard import ROUNDS
 from pass_ext.ops.step import ACTIVATIONS, NORM_FORMS
 
 OPS = _library.op_names()
 # The weights of the samples' layers, in the order of the op's list.
 STACKED = ("input_norm", "q_weight", "k_weight", "v_weight", "o_weight", "gate_weight", "up_weight", "down_weight")
+# The tensors of the samples' updates of states, in the order of the op's list: a convolution's has no name of its own.
+UPDATES = [f"updates[{i}]{f'.{name}' * bool(name)}" for i, names in enumerate(
+    (("k", "u", "log_decay"), ("",), ("k", "u", "log_decay"), RecurrentUpdate._fields)
+) for name in names]  # fmt: skip
 PUBLIC = [name for name in OPS if function_of(name) is not None]
 
 
@@ -63,6 +68,8 @@ def named(op, where):
     """As in the op's own messages."""
     if op in ("layer_pack", "layer_stack") and arguments_of(op)[where[0]] == "weights":
         return STACKED[where[1] % len(STACKED)]
+    if op == "state_commit_" and arguments_of(op)[where[0]] == "updates":
+        return UPDATES[where[1]]
     return listed(op, where)
 
 
@@ -74,7 +81,7 @@ def keywords_of(op, sample):
     if "rule" in keywords:
         keywords["rule"] = list(pass_ext.RULES)[keywords["rule"]]
     if "form" in keywords:
-        keywords["form"] = NORM_FORMS[keywords["form"]]
+        keywords["form"] = (FORMS if op == "recurrent_tree" else NORM_FORMS)[keywords["form"]]
     for name in {"round", "next"} & keywords.keys():
         keywords[name] = ROUNDS[keywords[name]]
     if "activation" in keywords:
@@ -97,6 +104,12 @@ def keywords_of(op, sample):
     if "logprobs" in keywords:
         count = keywords.pop("logprobs")
         keywords |= {"return_logprobs": count >= 0, "top_logprobs": max(count, 0)}
+    if "silu" in keywords:
+        keywords["activation"] = "silu" if keywords.pop("silu") else None
+    if op == "state_commit_":
+        tensors, counts = iter(keywords["updates"]), keywords.pop("parts")
+        own = [[next(tensors) for _ in range(count)] for count in counts]
+        keywords["updates"] = [RecurrentUpdate(*parts) if len(parts) > 1 else parts[0] for parts in own]
     if op == "cache_commit_":
         keywords["new"] = keywords["new"] or None
     return keywords
@@ -489,7 +502,7 @@ def integer_places(op, sample):
 
 def results_of(op, sample):
     """Every tensor that a call returns or changes."""
-    if op == "cache_commit_":
+    if op in ("cache_commit_", "state_commit_"):
         sample = ([cache.clone() for cache in sample[0]], *sample[1:])
         call(op, sample)
         return sample[0]

@@ -1,0 +1,194 @@
+"""Layers that keep a state, `pass_ext.layers.recurrent_tree`, `convolution_tree` and `state_commit_`, against the recurrence in
+PyTorch, node by node as transformers' recurrent functions compute a token, with a copied state per node.
+`python -m benchmarks.ops.recurrent --help`.
+
+A case is one layer of one request: a binary tree of so many rows, and the commit of the path to its last node. Cold: the
+caches are swept, as the layers between two uses of a state sweep them.
+"""
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import pass_ext
+from benchmarks.harness.aims import at_least, never_slower, times_of
+from benchmarks.harness.cases import OURS, Case, Contender, Row
+from benchmarks.harness.command import parse, run
+from benchmarks.harness.plan import DTYPES, Aim, Plan
+from benchmarks.harness.results import line_name, lines_of
+from pass_ext import reference
+from pass_ext.testing import assert_error_within
+
+LAYERS = {  # heads, key heads, dk, dv, K, form
+    "Qwen3-Next": (32, 16, 128, 128, 4, "delta"),
+    "Mamba-2": (128, 8, 128, 64, 4, "additive"),
+}
+ROWS = (1, 4, 8, 16, 64)
+PLAIN = "PyTorch"
+
+
+# ---- the contenders ----
+
+
+def tree(form: str, inputs: tuple[Tensor, ...], step: tuple[Tensor, ...], parents: list[int]) -> Tensor:
+    """pass_ext: all nodes in one call."""
+    return pass_ext.layers.recurrent_tree(*inputs, *step, form=form)[0]
+
+
+def plain_tree(form: str, inputs: tuple[Tensor, ...], step: tuple[Tensor, ...], parents: list[int]) -> Tensor:
+    """Node by node, each with a state of its own."""
+    q, k, v, log_decay, beta, states = inputs
+    group = v.shape[1] // k.shape[1]
+    queries, keys = (x.to(states.dtype).repeat_interleave(group, 1) for x in (q, k))
+    behind: list[Tensor] = []
+    outs = []
+    for node, parent in enumerate(parents):
+        state = (states[0] if parent < 0 else behind[parent]) * log_decay[node].exp()[:, None, None]
+        value = v[node].to(states.dtype)
+        if form == "delta":
+            value = value - (state * keys[node, :, :, None]).sum(-2)
+        behind.append(state + keys[node, :, :, None] * (value * beta[node][:, None])[:, None])
+        outs.append((behind[-1] * queries[node, :, :, None]).sum(-2))
+    return torch.stack(outs).to(v.dtype)
+
+
+def convolution(inputs: tuple[Tensor, ...], step: tuple[Tensor, ...], windows: Tensor) -> Tensor:
+    """pass_ext."""
+    x, weight, state = inputs
+    return pass_ext.layers.convolution_tree(x, weight, None, state, *step, activation="silu")
+
+
+def plain_convolution(inputs: tuple[Tensor, ...], step: tuple[Tensor, ...], windows: Tensor) -> Tensor:
+    """Gathers every node's window, then multiplies; the indices are ready."""
+    x, weight, state = inputs
+    past = torch.cat([state[0].T, x])  # [K - 1 + N, C]
+    return functional.silu((past[windows] * weight.T).sum(1))
+
+
+def commit(states: list[Tensor], updates: list[Any], step: tuple[Tensor, ...], rows: list[int]) -> None:
+    """pass_ext: replays the path."""
+    pass_ext.layers.state_commit_(states, updates, *step)
+
+
+def plain_commit(states: list[Tensor], updates: list[Any], step: tuple[Tensor, ...], rows: list[int]) -> None:
+    """The same updates of the state, one after the other."""
+    (state,), (update,) = states, updates
+    keys = update.k.to(state.dtype).repeat_interleave(state.shape[1] // update.k.shape[1], 1)
+    for row in rows:
+        state[0].mul_(update.log_decay[row].exp()[:, None, None]).add_(keys[row, :, :, None] * update.u[row, :, None])
+
+
+CONTENDERS = {
+    "tree": (Contender(OURS, tree), Contender(PLAIN, plain_tree)),
+    "convolution": (Contender(OURS, convolution), Contender(PLAIN, plain_convolution)),
+    "commit": (Contender(OURS, commit), Contender(PLAIN, plain_commit)),
+}
+
+
+# ---- the cases ----
+
+
+def check_errors(case: Case) -> None:
+    """Raises unless ours is as close to float64 as PyTorch is."""
+    inputs = case.inputs[0]
+    if case.labels["op"] == "commit":
+        ours, near, exact = ([state.clone() for state in inputs[0]] for _ in range(3))
+        commit(ours, *inputs[1:])
+        plain_commit(near, *inputs[1:])
+        exact = [state.double() for state in exact]
+        reference.state_commit_(exact, inputs[1], *inputs[2])
+        return assert_error_within(ours[0], near[0], exact[0])
+    tensors = next(part for part in inputs if isinstance(part, tuple))
+    doubled = [tuple(x.double() for x in part) if part is tensors else part for part in inputs]
+    ours, plain = case.contenders
+    assert_error_within(ours(*inputs), plain(*inputs), plain(*doubled))
+    return None
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """Every layer with every number of rows; four rows of the first layer with --quick."""
+    sizes = [(layer, rows) for layer in LAYERS for rows in ROWS]
+    if options.quick:
+        sizes = sizes[1:2]
+    labels = [f"{op}, {layer}, {rows} rows" for layer, rows in sizes for op in CONTENDERS]
+    return Plan(labels, make_cases(options, sizes))
+
+
+def make_cases(options: argparse.Namespace, sizes: list[tuple[str, int]]) -> Iterator[Case]:
+    """The cases. Fewest bytes: a tree reads the state and its rows once, a commit reads and writes the state."""
+    dtype, device = DTYPES[options.dtype], torch.device(options.device)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    def integers(values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    for layer, rows in sizes:
+        heads, key_heads, dk, dv, taps, form = LAYERS[layer]
+        parents = [(i - 1) // 2 if i else -1 for i in range(rows)]
+        q, k = (functional.normalize(random(rows, key_heads, dk), dim=-1).to(dtype) for _ in range(2))
+        v, channels = random(rows, heads, dv).to(dtype), 2 * key_heads * dk + heads * dv
+        log_decay, beta, state = -random(rows, heads).abs(), random(rows, heads).sigmoid(), random(1, heads, dk, dv)
+        bounds = (integers(parents), integers([0, rows]))
+        x, weight, window = (
+            random(rows, channels).to(dtype),
+            random(channels, taps).to(dtype),
+            random(1, channels, taps - 1),
+        )
+        path = [rows - 1]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        update = pass_ext.layers.RecurrentUpdate(k, v.float(), log_decay)
+        accepted = (bounds[1], integers([path]), integers([len(path) - 1]))
+        inputs: dict[str, tuple[Any, ...]] = {
+            "tree": (form, (q, k, v, log_decay, beta, state), bounds, parents),
+            "convolution": ((x, weight, window.to(dtype)), bounds, windows_of(parents, taps).to(device)),
+            "commit": ([state], [update], accepted, path),
+        }
+        rows_bytes = (2 * q.numel() + 2 * v.numel()) * dtype.itemsize + 4 * v.numel()
+        fewest = {
+            "tree": 4 * state.numel() + rows_bytes,
+            "convolution": (2 * x.numel() + weight.numel() + window.numel()) * dtype.itemsize,
+            "commit": 8 * state.numel(),
+        }
+        for op, contenders in CONTENDERS.items():
+            labels: dict[str, str | int] = {"op": op, "layer": layer, "rows": rows}
+            yield Case(labels, contenders, [inputs[op]], fewest_bytes=fewest[op], check=check_errors)
+
+
+def windows_of(parents: list[int], taps: int) -> Tensor:
+    """[N, K]: each node's inputs, oldest first, among those of the state and of the nodes."""
+    windows: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        before = list(range(taps - 1)) if parent < 0 else windows[parent][1:]
+        windows.append([*before, taps - 1 + node])
+    return torch.tensor(windows)
+
+
+# ---- the aims ----
+
+
+def judge(rows: list[Row]) -> list[Aim]:
+    """A tree of 16 three times as fast as node by node, nothing slower."""
+    lines = lines_of({"rows": rows})
+    trees = [line for line in lines if line[0]["labels"]["op"] == "tree" and line[0]["labels"]["rows"] == 16]
+    return [
+        at_least("a tree of 16 rows: 3 × faster than node by node", 3, times_of(trees, PLAIN, name)),
+        never_slower(lines, name),
+    ]
+
+
+def name(line: list[Row]) -> str:
+    """A line in a few words."""
+    labels = line[0]["labels"]
+    return line_name(line, labels["op"], labels["layer"], f"{labels['rows']} rows")
+
+
+if __name__ == "__main__":
+    run("recurrent", parse(__doc__ or ""), make_plan, judge)

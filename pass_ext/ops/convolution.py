@@ -1,0 +1,68 @@
+"""``convolution_tree``: short causal convolutions over the trees of a step, as in front of recurrent layers and in LFM.
+
+The window of a node runs along its path and into the request's state: csrc/core/convolution.h. Kernels:
+csrc/cpu/convolution.cpp.
+"""
+
+import torch
+from torch import Tensor
+
+from pass_ext.ops.common.arguments import index_of, integers, typed
+from pass_ext.ops.common.kernels import call, refuse_gradients, register_fake
+
+_op = torch.ops.pass_ext.convolution_tree.default
+
+
+@typed("pass_ext::")
+def convolution_tree(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    parents: Tensor,
+    cu_nodes: Tensor,
+    *,
+    activation: str | None = None,
+    state_index: Tensor | None = None,
+) -> Tensor:
+    """A causal convolution per channel at every node of a step: over the node's input, those of its K - 1 nearest ancestors
+    and, beyond the root, the newest inputs in its request's state, which is not changed.
+
+    Args:
+        x: ``[N, C]`` bfloat16, float16 or float32; rows may be strided, C contiguous.
+        weight: ``[C, K]`` in x's dtype, K from 2 to 8; the last column multiplies the newest input.
+        bias: ``[C]`` in x's dtype, or None.
+        states: ``[B, C, K - 1]`` in x's dtype, the last inputs of each request, newest last; any strides. Beside
+            ``state_index`` ``[slots, C, K - 1]``.
+        parents, cu_nodes, state_index: as for ``recurrent_tree``.
+        activation: "silu" or None.
+
+    Returns:
+        ``[N, C]`` in x's dtype. ``state_commit_`` takes x itself as the update.
+
+    Computes in float32 and rounds once. A node has the bits that steps of one token along its path give. No gradients, reverse
+    or forward: the op raises if an input requires one. The CPU refuses values that are out of range, before anything is
+    written.
+    """
+    refuse_gradients("convolution_tree", x, weight, bias, states)
+    if activation is not None:
+        index_of("convolution_tree", "activation", activation, ("silu",))
+    parents = integers("convolution_tree", "parents", parents)
+    cu_nodes = integers("convolution_tree", "cu_nodes", cu_nodes)
+    state_index = integers("convolution_tree", "state_index", state_index)
+    out: Tensor = call(_op, x, weight, bias, states, state_index, parents, cu_nodes, activation is not None)
+    return out
+
+
+@register_fake("convolution_tree")
+def _shape(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    state_index: Tensor | None,
+    parents: Tensor,
+    cu_nodes: Tensor,
+    silu: bool,
+) -> Tensor:
+    return x.new_empty(x.shape)
