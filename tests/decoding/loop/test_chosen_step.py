@@ -84,7 +84,7 @@ def test_batches_with_ragged_ends(llama, chosen, rows_called, law, rank, ahead):
             assert called == 4 * 11 if ahead else called <= sum(used for used, _ in step)
         shapes |= {tuple(shape) for step in chosen for shape in step}
         if not ahead:
-            waiting = generate(llama, ids, method, run_ahead=False, **options)
+            waiting = generate(llama, ids, method, session=Session(llama, run_ahead=False), **options)
             assert torch.equal(plain.sequences, waiting.sequences) and counts_of(waiting) == counts_of(ours)
     assert len(shapes) > 4
 
