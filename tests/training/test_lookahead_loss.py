@@ -124,7 +124,7 @@ def test_base_rows_have_no_adapters(monkeypatch):
     window = windows_of(counting(9, 24)).at(0)
     seen = []
     monkeypatch.setattr(
-        "pass_ext.training.lookahead.loop.adapter_rows",
+        "pass_ext.training.lookahead.adapters.adapter_rows",
         lambda out, x, ids, *rest: seen.append(tuple(out.shape[:2])) or adapter_rows(out, x, ids, *rest),
     )
     step_loss(model, slots_for(model, adapters=1), window, WEIGHTS)
