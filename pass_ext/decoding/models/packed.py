@@ -187,12 +187,8 @@ class Adapted:
     def keeping_hidden(self) -> Iterator[KeptHidden]:
         """Inside, where the model is attached too, the input rows of its output layer are kept from each call."""
         head, hidden = self._output_layer(), KeptHidden()
-        with self.attached():
-            hook = head.register_forward_pre_hook(lambda _, inputs: hidden.keep(inputs[0]))
-            try:
-                yield hidden
-            finally:
-                hook.remove()
+        with self.attached(), head.register_forward_pre_hook(lambda _, inputs: hidden.keep(inputs[0])):
+            yield hidden
 
     def _output_layer(self) -> nn.Module:
         get_head = getattr(self.model, "get_output_embeddings", None)

@@ -81,7 +81,6 @@ class TransformersModel(Adapted):
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """The context in which the model is called, of one generation."""
         self._users += 1
         try:
             if self._users == 1:
@@ -112,7 +111,6 @@ class TransformersModel(Adapted):
 
     @property
     def way(self) -> str:
-        """How its calls of few rows are computed, and why so."""
         if self._way is None:
             return "as it is: not compared yet"
         return "own forward" if self._way.plan is not None else f"as it is: {self._way.reason}"
@@ -158,7 +156,6 @@ class TransformersModel(Adapted):
     def __call__(
         self, rows: Tensor, positions: Tensor, attend: StepAttend, wanted: Tensor | None, slots: CallSlots | None = None
     ) -> Tensor:
-        """Calls the model on packed rows, as ``Adapted``."""
         if not self._users:
             raise RuntimeError(
                 f"{type(self.model).__name__} is not attached: it takes packed rows inside `attached()` only"
