@@ -549,7 +549,8 @@ def test_the_first_layers_share_weights_and_nothing_else(model):
     assert part.config.num_hidden_layers == 1 and model.config.num_hidden_layers == 2
     assert len(part.model.layers) == 1 and len(model.model.layers) == 2
     weights = dict(model.named_parameters())
-    assert all(weight is weights[name] for name, weight in part.named_parameters()) and part.lm_head is model.lm_head
+    assert all(weight is weights[name] for name, weight in part.named_parameters())
+    assert part.lm_head.weight is model.lm_head.weight
     ids = torch.arange(5)[None]
     with counted_calls(model, True) as calls, torch.no_grad():
         short, long = part(ids).logits, model(ids).logits

@@ -18,6 +18,7 @@ from pass_ext.decoding.arguments import type_of, whole_number
 from pass_ext.decoding.models.module_ops import is_plain
 from pass_ext.decoding.models.packed import Adapted, StepAttend
 from pass_ext.decoding.models.parts import unwrapped
+from pass_ext.decoding.models.shadow import shadow_of
 from pass_ext.decoding.models.slots import CallSlots
 from pass_ext.decoding.models.transformers import TransformersModel
 from pass_ext.modules.exit_adapter import ExitAdapter
@@ -154,12 +155,7 @@ class EarlyExitModel(TransformersModel):
         )
 
     def __call__(
-        self,
-        rows: Tensor,
-        positions: Tensor,
-        attend: StepAttend,
-        wanted: Tensor | None,
-        slots: CallSlots | None = None,
+        self, rows: Tensor, positions: Tensor, attend: StepAttend, wanted: Tensor | None, slots: CallSlots | None = None
     ) -> Tensor:
         """Calls the layers as ``Adapted`` does; the logits are as wide as the target's."""
         logits = super().__call__(rows, positions, attend, wanted, slots)
@@ -179,28 +175,17 @@ def rows_of_head(head: nn.Linear, vocabulary: Tensor) -> nn.Linear:
 
 def first_layers(model: Any, count: int) -> Any:
     """The model without its later layers, sharing all weights; hooks on the model and its layers stay with the model."""
-    part, decoder = _shallow(model), _shallow(model.get_decoder())
-    setattr(part, model.base_model_prefix, decoder)
-    part.config = decoder.config = copy.deepcopy(model.config)
+    part = shadow_of(model)
+    decoder = part.get_decoder()
+    decoder.layers = decoder.layers[:count]
     part.config.num_hidden_layers = count
     if getattr(part.config, "layer_types", None):
         part.config.layer_types = part.config.layer_types[:count]
-    decoder.layers = nn.ModuleList(_shallow(layer) for layer in decoder.layers[:count])
+    for module in (part, decoder, *decoder.layers):
+        for name, hooks in vars(module).items():
+            if name.startswith(("_forward_hooks", "_forward_pre_hooks")):
+                vars(module)[name] = type(hooks)()
     return part
-
-
-def _shallow(module: nn.Module) -> Any:
-    """A copy with the same parameters and children; changes of its children and hooks leave the module alone."""
-    other = copy.copy(module)
-    other.__dict__["_modules"] = dict(module._modules)
-    for hooks in (
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_forward_hooks_with_kwargs",
-        "_forward_pre_hooks_with_kwargs",
-    ):
-        other.__dict__[hooks] = type(module.__dict__[hooks])()
-    return other
 
 
 def packed_model(model: Any) -> Adapted:

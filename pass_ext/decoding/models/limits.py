@@ -168,7 +168,7 @@ def _first_keys(model: Any, **inputs: Tensor) -> Tensor:
         raise _Keys(k)
 
     try:
-        with our_call(OurCall(attend, "", (), seen)):  # all at one position, so that equal tokens have equal keys
+        with our_call(OurCall(attend, seen=seen)):  # all at one position, so that equal tokens have equal keys
             model(**inputs, attention_mask=seen, position_ids=torch.zeros_like(seen).long(), use_cache=False)
     except _Keys as found:
         return found.keys

@@ -214,11 +214,9 @@ adapters of such runs the model as it is."""
 
 def _of_all_layers(placed: PlacedAdapters, plan: ModelPlan) -> Added | None:
     """For all layers in one call; None if these have not all the same adapters, or joined ones."""
-    if not placed.stacks or any(name not in _PLACES for name in placed.stacks):
+    if any(name not in _PLACES or len(down) != len(plan.layers) for name, down, _ in placed.stacks):
         return None
-    named = {_PLACES[name]: pair for name, pair in placed.stacks.items()}
-    if any(len(down) != len(plan.layers) for down, _ in named.values()):
-        return None
+    named = {_PLACES[name]: (down, up) for name, down, up in placed.stacks}
     if plan.layers[0].scale != 1.0 and {"o", "down"} & set(named):
         return None
     return _added("layer_stack", named, placed.scale)

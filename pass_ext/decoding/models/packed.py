@@ -19,6 +19,9 @@ from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
 from pass_ext.decoding.models.vocabulary import LogitShards
 from pass_ext.ops.lookahead import lookahead_embed
 
+NewRows = list[Tensor] | Tensor
+"""Keys and values of a call's rows, ``[N, KV heads, D]`` of layer 0, of layer 1 …; or all in one tensor."""
+
 
 class Attend(Protocol):
     """Attention of a step's rows to their request's text and to their ancestors in the tree."""
@@ -47,22 +50,31 @@ class Attend(Protocol):
 
 
 class StepAttend(Attend, Protocol):
-    """``Attend`` of a session's call, as our own models take it; ``StepAttention`` says what each does."""
+    """``Attend`` of a session's call, as our own models take it: layer by layer, or for all layers at once."""
 
     is_first: bool
+    """The session has no caches yet; this call makes them."""
     may_have_changed: bool
+    """The caller's code may have run since the session's last call."""
     options: list[dict[str, Any]]
+    """Scale, softcap and window of each layer that has attended by itself."""
 
     @property
-    def slot_rows(self) -> int: ...
+    def slot_rows(self) -> int:
+        """How many rows are look-ahead slots'; 0 where the host does not know it."""
 
-    def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None: ...
+    def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
+        """The arguments of ``layer_stack`` from ``caches`` to ``depths``; None if the caches are not of so many layers with
+        keys ``[N, KV heads, D]`` in the dtype of these rows. A first call makes the caches."""
 
-    def take(self, new: Tensor) -> None: ...
+    def take(self, new: Tensor) -> None:
+        """Takes the keys and values ``[2 * layers, N, KV heads, D]`` that ``layer_stack`` made."""
 
-    def again(self, rows: int) -> StepAttend: ...
+    def again(self, rows: int) -> StepAttend:
+        """The attention of the first rows once more, after the call; what it makes reaches no cache."""
 
-    def new_rows(self) -> list[Tensor] | Tensor: ...
+    def new_rows(self) -> NewRows:
+        """Keys and values of the rows, of all layers that have attended."""
 
 
 class Adapt(Protocol):
@@ -175,12 +187,8 @@ class Adapted:
     def keeping_hidden(self) -> Iterator[KeptHidden]:
         """Inside, where the model is attached too, the input rows of its output layer are kept from each call."""
         head, hidden = self._output_layer(), KeptHidden()
-        with self.attached():
-            hook = head.register_forward_pre_hook(lambda _, inputs: hidden.keep(inputs[0]))
-            try:
-                yield hidden
-            finally:
-                hook.remove()
+        with self.attached(), head.register_forward_pre_hook(lambda _, inputs: hidden.keep(inputs[0])):
+            yield hidden
 
     def _output_layer(self) -> nn.Module:
         get_head = getattr(self.model, "get_output_embeddings", None)
@@ -193,12 +201,7 @@ class Adapted:
         return head
 
     def __call__(
-        self,
-        rows: Tensor,
-        positions: Tensor,
-        attend: StepAttend,
-        wanted: Tensor | None,
-        slots: CallSlots | None = None,
+        self, rows: Tensor, positions: Tensor, attend: StepAttend, wanted: Tensor | None, slots: CallSlots | None = None
     ) -> Tensor:
         """Calls the model as a ``PackedModel``.
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.parts import configs_of
 from pass_ext.decoding.models.shadow import OurCall, current_call
 
 KEY = "pass_ext_rows"  # without "flash" in it, which models search for
@@ -21,8 +20,6 @@ KEY = "pass_ext_rows"  # without "flash" in it, which models search for
 
 def attend_by_rows(shadow: Any) -> None:
     """Switches the attention of a model's shadow; refuses a model that has attention of its own."""
-    from transformers import PreTrainedModel
-
     _register()
     shadow.set_attn_implementation(KEY)
     if shadow.config._attn_implementation != KEY:
@@ -30,11 +27,9 @@ def attend_by_rows(shadow: Any) -> None:
             f"{shadow.config.model_type}: {type(shadow).__name__} has attention of its own and takes no other "
             "(transformers' AttentionInterface), so pass_ext cannot decode it"
         )
-    known = set(map(id, configs_of(shadow.config)))
-    known |= {id(part.config) for part in shadow.modules() if isinstance(part, PreTrainedModel)}
-    for part in shadow.modules():  # layers of another model, as an early exit's are
+    for part in shadow.modules():  # layers of another model have its config
         config = vars(part).get("config")
-        if hasattr(config, "_attn_implementation") and id(config) not in known:
+        if getattr(config, "_attn_implementation", KEY) != KEY:
             config._attn_implementation = {"": KEY}
 
 
@@ -43,16 +38,8 @@ def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     # A compiled graph would keep the layer's number and the thread of its first call.
-    @torch.compiler.disable
-    def attention(module: nn.Module, *tensors: Any, **options: Any) -> Any:
-        return _row_attention(_call(), module, *tensors, **options), None
-
-    @torch.compiler.disable
-    def mask(**arguments: Any) -> Any:
-        return _row_mask(_call(), arguments)
-
-    AttentionInterface.register(KEY, attention)
-    AttentionMaskInterface.register(KEY, mask)
+    AttentionInterface.register(KEY, torch.compiler.disable(_row_attention))
+    AttentionMaskInterface.register(KEY, torch.compiler.disable(_row_mask))
 
 
 def _call() -> OurCall:
@@ -104,10 +91,10 @@ for _operator in _OPERATORS.split():
     setattr(RowMask, f"__{_operator}__", _refused)
 
 
-def _row_mask(call: OurCall, arguments: dict[str, Any]) -> RowMask:
+def _row_mask(**arguments: Any) -> RowMask:
     """The mask of one kind of layers. Only a layer that gets the mask raises its reason: some models make masks that no layer
     uses."""
-    window = window_of(arguments["mask_function"])
+    call, window = _call(), window_of(arguments["mask_function"])
     if window is None:
         return RowMask(call.model, -1, f"that {call.model} makes is neither causal nor a sliding window")
     if window == 0:
@@ -170,7 +157,6 @@ _INERT = {
 
 
 def _row_attention(
-    call: OurCall,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -181,9 +167,9 @@ def _row_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     **others: Any,
-) -> Tensor:
+) -> tuple[Tensor, None]:
     """q, k, v ``[1, heads, N, D]`` -> ``[1, N, heads, D of v]``."""
-    rows = query.shape[2]
+    call, rows = _call(), query.shape[2]
     kept_keys = dict(enumerate(call.kept)).get(module.layer_idx, -1)  # type: ignore[call-overload]
     window, reason = _window(module, attention_mask, rows, sliding_window, kept_keys)
     reason = reason or unsupported(module, rows, dropout, others)
@@ -191,13 +177,8 @@ def _row_attention(
         raise ValueError(
             f"pass_ext attention: {call.model}, layer {module.layer_idx}: {reason}, so pass_ext cannot decode this model"
         )
-    return call.attend(
-        module.layer_idx,
-        *(x[0].transpose(0, 1) for x in (query, key, value)),
-        scale=scaling,
-        softcap=softcap or 0.0,
-        window=window,
-    )[None]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return call.attend(module.layer_idx, q, k, v, scale=scaling, softcap=softcap or 0.0, window=window)[None], None
 
 
 def _window(

@@ -29,12 +29,13 @@ from pass_ext.decoding.models.slots import CallSlots
 class OurCall(NamedTuple):
     """A generation's call of a shadow."""
 
-    attend: Callable[..., Tensor]
-    model: str
+    attend: Any
+    """As a ``PackedModel`` takes it; None where nothing attends."""
+    model: str = ""
     """For messages."""
-    kept: tuple[int, ...]
+    kept: tuple[int, ...] = ()
     """How many keys of a text each layer of transformers' own cache keeps; -1: all."""
-    seen: Tensor
+    seen: Any = None
     """``[1, N]``, all True: the model's attention_mask. Without it transformers would take rows whose positions do not rise by
     1 for several packed texts, and mask them from each other."""
     slots: CallSlots | None = None

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -26,28 +26,23 @@ class PlacedAdapters(NamedTuple):
     scale: float
     pairs: Mapping[str, Pair]
     """Place, such as "3.self_attn.q_proj", -> down ``[K, r, in]`` and up ``[K, r, out]``: layers of ``stacks``."""
-    stacks: Mapping[str, Pair]
-    """Place in a layer, such as "self_attn.q_proj", -> down ``[layers, K, r, in]`` and up ``[layers, K, r, out]``. Empty if
-    layers differ in places, ranks or sizes; then ``pairs`` are copies of their own."""
+    stacks: Sequence[tuple[str, Tensor, Tensor]]
+    """A place in a layer, such as "self_attn.q_proj", down ``[layers, K, r, in]`` and up ``[layers, K, r, out]`` of the layers
+    that have it in one rank and size."""
 
     @classmethod
+    @torch.no_grad()
     def of(cls, adapters: SlotAdapters, slots: int, like: Tensor) -> PlacedAdapters:
         """Copies of the adapters of the first ``slots`` slots, as ``like``; contiguous, which the op of all layers wants."""
-        layers: dict[str, list[Pair]] = {}
+        alike: dict[Any, dict[str, Pair]] = {}
         for place, down, up in adapters.pairs(slots):
-            layers.setdefault(place.partition(".")[2], []).append((down.detach(), up.detach()))
-        if any(len(found) < adapters.layers or len(_shapes(found)) > 1 for found in layers.values()):
-            pairs = {
-                place: (_stacked((down.detach(),), like)[0], _stacked((up.detach(),), like)[0])
-                for place, down, up in adapters.pairs(slots)
-            }
-            return cls(adapters.scale, pairs, {})
-        stacks = {}
-        for name, found in layers.items():
-            downs, ups = zip(*found, strict=True)
-            stacks[name] = _stacked(downs, like), _stacked(ups, like)
-        numbers = range(adapters.layers)
-        pairs = {f"{i}.{name}": (down[i], up[i]) for name, (down, up) in stacks.items() for i in numbers}
+            alike.setdefault((place.partition(".")[2], down.shape, up.shape), {})[place] = down, up
+        pairs: dict[str, Pair] = {}
+        stacks = []
+        for (name, *_), found in alike.items():
+            down, up = (torch.stack(sides).to(like).contiguous() for sides in zip(*found.values(), strict=True))
+            stacks.append((name, down, up))
+            pairs |= zip(found, zip(down.unbind(), up.unbind(), strict=True), strict=True)
         return cls(adapters.scale, pairs, stacks)
 
     def check_places(self, model: Any) -> None:
@@ -59,14 +54,6 @@ class PlacedAdapters(NamedTuple):
             if there != sizes:
                 found = "no such layer" if module is None else f"{there}"
                 raise ValueError(f"these adapters have one for {place} with (in, out) = {sizes}, the model has {found}")
-
-
-def _stacked(tensors: tuple[Tensor, ...], like: Tensor) -> Tensor:
-    return torch.stack(tensors).to(like).contiguous()
-
-
-def _shapes(pairs: list[Pair]) -> set[tuple[torch.Size, torch.Size]]:
-    return {(down.shape, up.shape) for down, up in pairs}
 
 
 class PlacedSlots:
@@ -102,15 +89,15 @@ class PlacedSlots:
             raise ValueError("this session and the method differ in whether slots shift the input of every layer")
         if (theirs is None) != (mine is None):
             raise ValueError("this session and the method differ in whether slots have adapters")
-        if mine is not None and theirs is not None and (mine.scale != theirs.scale or _sizes(mine) != _sizes(theirs)):
+        if mine is not None and theirs is not None and _sizes(mine) != _sizes(theirs):
             raise ValueError("this session and the method differ in the places, ranks or scale of the slots' adapters")
         self.weight.copy_(other.weight)
         if self.deep is not None and other.deep is not None:
             self.deep.copy_(other.deep)
         if mine is not None and theirs is not None:
-            for place, pair in mine.pairs.items():
-                for tensor, new in zip(pair, theirs.pairs[place], strict=True):
-                    tensor.copy_(new)
+            for (_, *stacks), (_, *new) in zip(mine.stacks, theirs.stacks, strict=True):
+                for stack, numbers in zip(stacks, new, strict=True):
+                    stack.copy_(numbers)
 
     def of_call(self, ids: Tensor) -> CallSlots | None:
         """For rows with the ids ``[N]``; None if they need nothing but embeddings. Adapters are left out where no row is a
@@ -119,8 +106,8 @@ class PlacedSlots:
         return None if self.deep is None and adapters is None else CallSlots(ids, self.deep, adapters)
 
 
-def _sizes(adapters: PlacedAdapters) -> dict[str, set[tuple[torch.Size, torch.Size]]]:
-    return {place: _shapes([pair]) for place, pair in adapters.pairs.items()}
+def _sizes(adapters: PlacedAdapters) -> Any:
+    return adapters.scale, [*adapters.pairs], [(name, down.shape, up.shape) for name, down, up in adapters.stacks]
 
 
 class CallSlots:

@@ -54,7 +54,6 @@ class TransformersModel(Adapted):
         self._kept = limits.kept_by_cache(text)
         self.logit_shards = logit_shards_of(unwrapped(model))
         self._ran = False
-        self._placeholders = limits.placeholder_ids(model.config, len(self.table))
         self._replaced: dict[int, int] | None = None
         self._users = 0
         self._hidden: KeptHidden | None = None
@@ -82,7 +81,6 @@ class TransformersModel(Adapted):
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """The context in which the model is called, of one generation."""
         self._users += 1
         try:
             if self._users == 1:
@@ -94,7 +92,7 @@ class TransformersModel(Adapted):
                 self._end()
 
     def _begin(self) -> None:
-        if self._placeholders and self._replaced is None:
+        if self._replaced is None:
             self._replaced = self._find_replaced()
         if self.model is not unwrapped(self.model):
             self._way = Way(None, f"it is wrapped by {type(self.model).__name__}")
@@ -113,7 +111,6 @@ class TransformersModel(Adapted):
 
     @property
     def way(self) -> str:
-        """How its calls of few rows are computed, and why so."""
         if self._way is None:
             return "as it is: not compared yet"
         return "own forward" if self._way.plan is not None else f"as it is: {self._way.reason}"
@@ -124,8 +121,6 @@ class TransformersModel(Adapted):
             inner = unwrapped(shadow)
             attend_by_rows(inner)
             computes_by_ops(inner, are_few_of_our_call)
-            if self._adapted:
-                add_adapters(inner, self._adapted)
             head = inner.get_output_embeddings()
             if isinstance(head, nn.Module):
                 head.forward = partial(self._kept_before, head.forward)
@@ -149,21 +144,18 @@ class TransformersModel(Adapted):
                 self._hidden = former
 
     def _find_replaced(self) -> dict[int, int]:
+        placeholders = limits.placeholder_ids(self.model.config, len(self.table))
+        if not placeholders:
+            return {}
         pad = getattr(self.model.config.get_text_config(decoder=True), "pad_token_id", None)
         stand_ins = [0, *([] if pad is None else [pad])]
         shadow = unwrapped(self._its_shadow())
         with torch.no_grad():
-            return limits.replaced_ids(shadow, self.name, self._placeholders, stand_ins, self.embed_tokens)
+            return limits.replaced_ids(shadow, self.name, placeholders, stand_ins, self.embed_tokens)
 
     def __call__(
-        self,
-        rows: Tensor,
-        positions: Tensor,
-        attend: StepAttend,
-        wanted: Tensor | None,
-        slots: CallSlots | None = None,
+        self, rows: Tensor, positions: Tensor, attend: StepAttend, wanted: Tensor | None, slots: CallSlots | None = None
     ) -> Tensor:
-        """Calls the model on packed rows, as ``Adapted``."""
         if not self._users:
             raise RuntimeError(
                 f"{type(self.model).__name__} is not attached: it takes packed rows inside `attached()` only"
@@ -219,6 +211,10 @@ class TransformersModel(Adapted):
         if slots is not None and slots.deep is not None and not self._is_shifted:
             shift_layers(unwrapped(shadow))
             self._is_shifted = True
+        if slots is not None and slots.adapters is not None:
+            added = slots.adapters.pairs.keys() - self._adapted
+            add_adapters(unwrapped(shadow), added)
+            self._adapted |= added
         seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
         with our_call(OurCall(attend, self.name, self._kept, seen, slots, slot_rows)):
             logits: Tensor = shadow(
@@ -234,8 +230,7 @@ class TransformersModel(Adapted):
     def _tail(self, hidden: Tensor) -> Tensor:
         """Norm and head of the shadow."""
         shadow = self._its_shadow()
-        seen = torch.ones(1, hidden.shape[1], dtype=torch.bool, device=hidden.device)
-        with our_call(OurCall(_nothing, self.name, (), seen)):  # few rows, as they are in such a call
+        with our_call(OurCall(None)):  # few rows, as they are in such a call
             logits: Tensor = shadow.get_output_embeddings()(decoder_of(shadow).norm(hidden))
         return logits
 
@@ -249,17 +244,12 @@ class TransformersModel(Adapted):
         self._take(way)
 
     def check_adapters(self, adapters: PlacedAdapters) -> None:
-        """As ``Adapted``. Inside ``attached``."""
         if self.logit_shards is not None:
             raise ValueError(
                 f"{self.name}: look-ahead slots with adapters cannot be used under tensor parallelism, where each rank has a "
                 "part of a linear layer; use slots without"
             )
         adapters.check_places(unwrapped(self.model))
-        added = adapters.pairs.keys() - self._adapted
-        self._adapted |= added
-        if self._shadow is not None:
-            add_adapters(unwrapped(self._shadow), added)
 
     def _refusal(self, error: Exception) -> Exception:
         """The error of a failed first call, with a message that begins with the model's name."""
@@ -283,10 +273,6 @@ class TransformersModel(Adapted):
             raise ValueError(
                 f"the slots' vectors per layer must be {text.hidden_size} wide in {self.name}, got {width}"
             )
-
-
-def _nothing(layer: int, *_: Any, **__: Any) -> Tensor:
-    raise RuntimeError(f"layer {layer} attends behind all layers")
 
 
 def _shape_of_table(embedding: nn.Module, name: str) -> Tensor:

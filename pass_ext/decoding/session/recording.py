@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.session.step_attention import NewRows
+from pass_ext.decoding.models.packed import NewRows
 from pass_ext.tree import PackedTrees
 
 T = TypeVar("T")

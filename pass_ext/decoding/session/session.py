@@ -15,10 +15,10 @@ from torch import Tensor
 
 from pass_ext.decoding.arguments import instance, type_of, whole_number
 from pass_ext.decoding.models.early_exit import packed_model
-from pass_ext.decoding.models.packed import Adapted
+from pass_ext.decoding.models.packed import Adapted, NewRows
 from pass_ext.decoding.models.slots import PlacedSlots
 from pass_ext.decoding.session.recording import RecordedCalls
-from pass_ext.decoding.session.step_attention import NewRows, StepAttention, head_dim_for, padded
+from pass_ext.decoding.session.step_attention import StepAttention, head_dim_for, padded
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.tree import PackedTrees

@@ -1,54 +1,22 @@
-"""``StepAttention``: the attention of one call of a session, layer by layer or for all layers at once, and the keys and values
-that the call's rows got.
-"""
+"""``StepAttention``: the attention of one call of a session, and the keys and values that the call's rows got."""
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
+from pass_ext.decoding.models.packed import NewRows, StepAttend
 from pass_ext.ops.attention import HEAD_DIMS, attention_tree
 from pass_ext.tree import PackedTrees
 
-NewRows = list[Tensor] | Tensor
-"""Keys and values of a call's rows, ``[N, KV heads, D]`` of layer 0, of layer 1 …; or all in one tensor."""
 
-
-class Caches(Protocol):
-    """What a session has of keys and values."""
-
-    prefix_lens: Tensor
-    caches: list[tuple[Tensor, Tensor]]
-    head_dims: list[tuple[int, int]]
-
-    def all_caches(self) -> list[Tensor] | Tensor: ...
-
-    def add_layer(self, keys: Tensor, values: Tensor, dims: tuple[int, int]) -> None: ...
-
-    def check_rows(self, layer: int, *rows: Tensor) -> None: ...
-
-
-class StepAttention:
-    """``attend`` of one call, as a ``PackedModel`` takes it.
-
-    Attributes:
-        layers: how many have attended.
-        is_first: the session has no caches yet; this call makes them.
-        may_have_changed: the caller's code may have run since the session's last call.
-        slot_rows: how many rows are look-ahead slots'; 0 where the host does not know it.
-        options: scale, softcap and window of each layer that has attended by itself.
-    """
+class StepAttention(StepAttend):
+    """``attend`` of one call of a session. layers: how many have attended."""
 
     def __init__(
-        self,
-        session: Caches,
-        trees: PackedTrees,
-        ids: Tensor | None = None,
-        *,
-        may_have_changed: bool = True,
+        self, session: Any, trees: PackedTrees, ids: Tensor | None = None, *, may_have_changed: bool = True
     ) -> None:
         self.layers = 0
         self.options: list[dict[str, Any]] = []
@@ -59,7 +27,7 @@ class StepAttention:
         self._stacked: Tensor | None = None
         self._ids = ids
 
-    @cached_property
+    @property
     def slot_rows(self) -> int:
         return 0 if self._ids is None or not self._ids.is_cpu else int((self._ids < 0).sum())
 
@@ -74,7 +42,6 @@ class StepAttention:
         softcap: float = 0.0,
         window: int = -1,
     ) -> Tensor:
-        """As ``Attend``."""
         session, trees = self._session, self._trees
         if layer != self.layers:
             raise ValueError(f"layers must attend once each and in order: expected layer {self.layers}, got {layer}")
@@ -90,16 +57,14 @@ class StepAttention:
         self._new += k, v
         self.layers += 1
         self.options.append(dict(scale=scale, softcap=softcap, window=window))
+        keys, values = session.caches[layer]
         out, _ = attention_tree(
-            q, *session.caches[layer], session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes,
-            k_new=k, v_new=v, depths=trees.depths if window >= 0 else None, scale=scale, softcap=softcap,
-            window=window,
+            q, keys, values, session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes, k_new=k, v_new=v,
+            depths=trees.depths if window >= 0 else None, scale=scale, softcap=softcap, window=window,
         )  # fmt: skip
         return out[..., : dims[1]].contiguous()  # models call view() on it
 
     def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
-        """The arguments of ``layer_stack`` from ``caches`` to ``depths``; None if the caches are not of so many layers with
-        keys ``[N, KV heads, D]`` in the dtype of these rows. A first call makes the caches."""
         session, trees = self._session, self._trees
         if self.layers or head_dim not in HEAD_DIMS:
             return None
@@ -116,17 +81,14 @@ class StepAttention:
         return listed, session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes, trees.depths
 
     def take(self, new: Tensor) -> None:
-        """Takes the keys and values ``[2 * layers, N, KV heads, D]`` that ``layer_stack`` made."""
         self._stacked, self.layers = new, len(new) // 2
 
     def again(self, rows: int) -> StepAttention:
-        """The attention of the first rows once more, after the call; what it makes reaches no cache."""
         parents, cu_nodes, most, visible, depths = self._trees
         trees = PackedTrees(parents[:rows], cu_nodes.clamp(max=rows), most, visible[:rows], depths[:rows])
         return StepAttention(self._session, trees, None if self._ids is None else self._ids[:rows])
 
     def new_rows(self) -> NewRows:
-        """Keys and values of the rows, of all layers that have attended."""
         return self._new if self._stacked is None else self._stacked
 
 

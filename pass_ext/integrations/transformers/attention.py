@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pass_ext.decoding.models.row_attention import unsupported, window_conflict
-from pass_ext.integrations.transformers.masks import Call, CausalRows, TreeStep, causal_calls, dense_calls
+from pass_ext.decoding.session.step_attention import padded
+from pass_ext.integrations.transformers.masks import Call, CausalRows, TreeStep, causal, dense_calls
 from pass_ext.ops.attention import HEAD_DIMS, attention_tree
 
 NAME = "pass_ext"
@@ -79,9 +80,7 @@ def _plan(
         return _dense_plan(mask, batch, queries), -1
     if mask is None:  # the model makes no mask if nothing is padding
         column, window = key.shape[2] - queries, -1 if sliding_window is None else sliding_window
-        mask = CausalRows(
-            batch, queries, column, None, window, causal_calls(batch, queries, column, None, window, query.device)
-        )
+        mask = causal(batch, queries, column, None, window, query.device)
     elif not isinstance(mask, CausalRows):
         raise TypeError(
             f"pass_ext attention: attention_mask must come from pass_ext's mask function or be a 4-D tensor, got "
@@ -112,10 +111,7 @@ def _at_head_dim(*tensors: Tensor) -> Iterable[Tensor]:
         raise ValueError(
             f"pass_ext attention: head dimensions go up to {HEAD_DIMS[-1]}, got {widest}; use attn_implementation='sdpa'"
         )
-    return (
-        tensor if tensor.shape[-1] == dim else torch.nn.functional.pad(tensor, (0, dim - tensor.shape[-1]))
-        for tensor in tensors
-    )
+    return (padded(tensor, dim) for tensor in tensors)
 
 
 def _refuse(module: torch.nn.Module, floats: tuple[Tensor, ...], dropout: float, options: dict[str, Any]) -> None:

@@ -23,8 +23,7 @@ from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.stats import GenerationStats
 from pass_ext.integrations.grammar import grammars_of
 from pass_ext.integrations.transformers.cache import cache_length, read_cache, write_cache
-from pass_ext.integrations.transformers.processors import NodeCriteria, sampling_parameters
-from pass_ext.integrations.transformers.step_rows import NotedRows, step_scores
+from pass_ext.integrations.transformers.processors import NodeCriteria, NotedRows, sampling_parameters, step_scores
 
 _DROPPED = ("streamer", "assistant_model", "synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask")
 # Model arguments that transformers prepares for a decoding loop; pass_ext computes its own or does not need them.

@@ -127,30 +127,35 @@ def causal_rows(**arguments: Any) -> Any:
     starts = None
     if attention_mask is not None:
         starts = _starts(attention_mask, offset, queries, arguments["kv_offset"])
-    batch = arguments["batch_size"]
-    calls = causal_calls(batch, queries, column, starts, window, device)
     name = getattr(arguments.get("config"), "model_type", "this model")
-    return CausalRows(batch, queries, column, starts, window, calls, name)
+    return causal(arguments["batch_size"], queries, column, starts, window, device, name)
 
 
-def causal_calls(
-    batch: int, queries: int, column: int | Tensor, starts: Sequence[int] | None, window: int, device: torch.device
-) -> tuple[Call, ...]:
-    """The calls of ordinary causal attention: chains of at most 1,024 rows; the rows before a chain are its prefix."""
+def causal(
+    batch: int,
+    queries: int,
+    column: int | Tensor,
+    starts: tuple[int, ...] | None,
+    window: int,
+    device: torch.device,
+    model: str = "this model",
+) -> CausalRows:
+    """Ordinary causal attention in chains of at most 1,024 rows; the rows before a chain are its prefix."""
     calls = []
-    if starts is not None:
-        column = int(column)
     for requests, start in _runs(starts, batch):
         first = 0 if start == 0 else max(0, start - int(column))  # the rows before are padding
         for begin in range(first, queries, MAX_TREE_NODES):
             rows = slice(begin, min(begin + MAX_TREE_NODES, queries))
             nodes, count = rows.stop - begin, requests.stop - requests.start
             visible, cu_nodes, depths = _chains(nodes, count, device)
-            prefix_lens = _prefix_lens(column, begin - start, count, device)
+            if starts is None and isinstance(column, Tensor):  # avoids a synchronisation
+                prefix_lens = (column.to(device) + begin).to(torch.int32).reshape(1).repeat(count)
+            else:
+                prefix_lens = torch.full((count,), int(column) + begin - start, dtype=torch.int32, device=device)
             calls.append(
                 Call(requests, rows, start, prefix_lens, cu_nodes, visible, nodes, depths if window >= 0 else None)
             )
-    return tuple(calls)
+    return CausalRows(batch, queries, column, starts, window, tuple(calls), model)
 
 
 def dense_calls(mask: Tensor, batch: int, queries: int) -> tuple[Call, ...]:
@@ -300,12 +305,6 @@ def _runs(starts: Sequence[int] | None, batch: int) -> list[tuple[slice, int]]:
         runs.append((slice(begin, end), start))
         begin = end
     return runs
-
-
-def _prefix_lens(column: int | Tensor, more: int, count: int, device: torch.device) -> Tensor:
-    if isinstance(column, Tensor):  # avoids a synchronisation
-        return (column.to(device) + more).to(torch.int32).reshape(1).repeat(count)
-    return torch.full((count,), column + more, dtype=torch.int32, device=device)
 
 
 def _bounds(nodes: int, count: int, device: torch.device) -> Tensor:

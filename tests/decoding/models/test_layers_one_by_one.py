@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pass_ext import PaSS, Tree, generate
 from pass_ext.__main__ import main
 from pass_ext.decoding.models import own_forward
-from pass_ext.integrations.transformers.step_rows import NotedRows
+from pass_ext.integrations.transformers.processors import NotedRows
 from pass_ext.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")

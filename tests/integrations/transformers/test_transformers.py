@@ -349,7 +349,7 @@ def test_heads_that_are_too_wide_are_refused():
 
 def test_a_layer_and_a_mask_with_different_windows_are_refused():
     query = torch.zeros(1, 1, 2, 64)
-    mask = hooks.masks.CausalRows(1, 2, 0, None, 5, hooks.masks.causal_calls(1, 2, 0, None, 5, query.device))
+    mask = hooks.masks.causal(1, 2, 0, None, 5, query.device)
     with pytest.raises(ValueError, match="Module says sliding_window=3, its mask has a window of 5"):
         hooks.attention(torch.nn.Module(), query, query, query, mask, sliding_window=3)
     for window in (5, None):

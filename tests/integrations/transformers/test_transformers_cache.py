@@ -1,4 +1,6 @@
-"""read_cache and write_cache: the contents of one cache, put into another, continue the text alike; refusals name the cache."""
+"""read_cache and write_cache: the contents of one cache, put into another, continue the text alike; refusals name the cache.
+The cache by its names in transformers before 5.24 and since.
+"""
 
 import pytest
 import torch
@@ -6,10 +8,13 @@ from torch.nn.functional import pad
 
 transformers = pytest.importorskip("transformers")
 
+from packaging.version import Version  # noqa: E402
 from support.small_models import SIZES, prompts, small_model  # noqa: E402
 
+from pass_ext.decoding.models.parts import cache_name, given_cache  # noqa: E402
 from pass_ext.integrations.transformers import cache_length, custom_generate, read_cache, write_cache  # noqa: E402
 
+NOW = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
 AT_LEAST_5 = int(transformers.__version__.split(".")[0]) >= 5
 
 
@@ -136,3 +141,27 @@ def test_custom_generate_hands_back_heads_of_their_own_sizes(architecture):
     theirs = model.generate(half.sequences, past_key_values=half.past_key_values, **options)
     ours = model.generate(half.sequences, past_key_values=filled, custom_generate=custom_generate(), **options)
     assert torch.equal(theirs.sequences, expected) and torch.equal(ours.sequences, expected)
+
+
+# ---- names ----
+
+
+def _former(ids, past_key_values=None, use_cache=True):
+    """A forward of another package, that has not followed."""
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_is_found_by_either_name(name):
+    cache = transformers.DynamicCache()
+    assert given_cache({name: cache, "use_cache": True}) is cache
+    assert given_cache({name: None}) is given_cache({}) is None
+
+
+def test_a_forward_is_asked_for_its_own_name():
+    model = small_model("llama")
+    assert cache_name(_former) == "past_key_values"
+    assert cache_name(model.forward) == cache_name(model.get_decoder().forward) == NOW
+    ids = torch.tensor([[5, 6, 7]])
+    result = model(ids, use_cache=True)
+    assert cache_name(type(result)) == NOW
+    assert result[NOW].get_seq_length() == 3
