@@ -21,11 +21,10 @@ from pass_ext.decoding.drafting.drafting import Drafting
 from pass_ext.decoding.loop.loop import Step
 from pass_ext.decoding.loop.scores import Scores
 from pass_ext.decoding.loop.texts import Report, Texts
-from pass_ext.decoding.profiling import profiled
 from pass_ext.decoding.requests.processors import Processor, processed
 from pass_ext.decoding.session.reading import read_prompts
 from pass_ext.decoding.session.session import Session
-from pass_ext.decoding.session.step_inputs import TreePacks
+from pass_ext.decoding.stats import profiled
 from pass_ext.ops.accept import AcceptResult
 from pass_ext.tree import Tree
 
@@ -45,16 +44,7 @@ class _Done(NamedTuple):
 
 
 class HostStep(Step):
-    """The step of a batch.
-
-    Args:
-        context: model and sampling.
-        drafting: proposes the candidates.
-        session: opened.
-        accept: judges them.
-        processors: logits processors.
-        scores: collects log probabilities; None: nobody wants them.
-    """
+    """The step of a batch. scores: collects log probabilities; None: nobody wants them."""
 
     def __init__(
         self,
@@ -63,11 +53,10 @@ class HostStep(Step):
         session: Session,
         accept: AcceptFunction,
         processors: Sequence[Processor],
-        scores: Scores | None = None,
+        scores: Scores | None,
     ) -> None:
         self._context, self._drafting, self._session, self._scores = context, drafting, session, scores
         self._sampling, self._function, self._processors = context.sampling, accept, processors
-        self._packs = TreePacks(context.device)
         self._shards = context.target.logit_shards
         if self._shards is not None:
             self._shards.share(self._sampling.seeds)
@@ -97,7 +86,7 @@ class HostStep(Step):
             logits = self._verify(steps)
         result = self._accept(steps, logits)
         with profiled("commit"):
-            self._session.commit(self._packs(_trees(steps)), result.path, result.num_accepted)
+            self._session.commit(self._session.packed(_trees(steps)), result.path, result.num_accepted)
 
     def read(self) -> list[Report]:
         steps, result = self._done.steps, self._done.result
@@ -124,17 +113,15 @@ class HostStep(Step):
 
     def _verify(self, steps: Steps) -> Tensor:
         """``[N, V]``, the target's logits of all rows."""
-        ids = [token for step in steps if step is not None for token in step.ids]
+        ids = [token for step in steps if step for token in step.ids]
         self.rows = len(ids)
-        logits = self._session.call(self._packs(_trees(steps)), self._on_device(ids), may_hold_slots=min(ids) < 0)
+        logits = self._session.call(self._session.packed(_trees(steps)), self._on_device(ids))
         return self._usable(logits)
 
     def _usable(self, logits: Tensor) -> Tensor:
         """The logits, with the columns of all ranks where something reads whole rows."""
         reads_rows = self._processors or self._scores or self._context.guides is not None or not self._function.by_ops
-        if self._shards is not None and reads_rows:
-            return self._shards.whole(logits)
-        return logits
+        return self._shards.whole(logits) if self._shards is not None and reads_rows else logits
 
     def _accept(self, steps: Steps, logits: Tensor) -> AcceptResult:
         drawn_from = logits
@@ -153,7 +140,8 @@ class HostStep(Step):
         draft_rows = [row for step in steps if step for row in step.accept_draft_rows]
         # A rule that divides by the drafts' distribution cannot judge look-ahead rows: they have none.
         if needs_draft_logits:
-            nodes = [row for row, is_node in enumerate(_are_nodes(steps)) if is_node]
+            slots = [slot for step in steps if step for slot in step.tree.slots]
+            nodes = [row for row, slot in enumerate(slots) if slot < 0]
             trees = [step.candidates.tree if step else None for step in steps]
             tokens, draft_rows = [tokens[row] for row in nodes], [draft_rows[row] for row in nodes]
             logits = logits[: len(nodes)] if nodes[-1] == len(nodes) - 1 else logits[self._on_device(nodes)]
@@ -166,7 +154,7 @@ class HostStep(Step):
         rows = JudgedRows(
             logits,
             self._on_device(tokens),
-            self._packs(trees),
+            self._session.packed(trees),
             max(step.candidates.tree.max_depth for step in steps if step),
             self._on_device([len(text) for text in self._texts.tokens]),
             self._sampling,
@@ -183,7 +171,3 @@ class HostStep(Step):
 
 def _trees(steps: Steps) -> list[Tree | None]:
     return [step.tree if step else None for step in steps]
-
-
-def _are_nodes(steps: Steps) -> list[bool]:
-    return [slot < 0 for step in steps if step is not None for slot in step.tree.slots]

@@ -30,7 +30,8 @@ class Scores:
 
     def __init__(self, count: int, sampling: BatchSampling, *, from_accept: bool) -> None:
         self._count, self._sampling = count, sampling
-        self._options = {"return_logprobs": True, "top_logprobs": count} if from_accept else {}
+        self.options: dict[str, Any] = {"return_logprobs": True, "top_logprobs": count} if from_accept else {}
+        """The keywords that ask ``accept_tree`` for log probabilities."""
         self._owners: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
 
@@ -55,11 +56,6 @@ class Scores:
             )
         return cls(logprobs, sampling, from_accept=accept.by_ops and not has_processors)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The keywords that ask ``accept_tree`` for log probabilities."""
-        return self._options
-
     def add(
         self,
         steps: Sequence[StepRows | None],
@@ -82,7 +78,7 @@ class Scores:
         owners, depths = (torch.tensor(numbers, device=logits.device) for numbers in zip(*places, strict=True))
         rows = sizes.cumsum(0)[owners] + result.path[owners, depths]
         self._owners += [b for b, _ in places]
-        if self._options and result.logprobs is not None:
+        if self.options and result.logprobs is not None:
             self._logprobs.append(TokenLogprobs(*(part[owners, depths] for part in result.logprobs)))
         else:
             sampling = self._sampling.of_requests(owners)

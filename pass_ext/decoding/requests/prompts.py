@@ -48,11 +48,10 @@ def prompts_of(
         pad: the id of padding; None: unknown.
         ends: the ids that end a text.
     """
-    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64):
-        got = (
-            f"{input_ids.dtype} {list(input_ids.shape)}" if isinstance(input_ids, Tensor) else type(input_ids).__name__
-        )
-        raise ValueError(f"input_ids must be integers [B, T], got {got}")
+    if not isinstance(input_ids, Tensor):
+        raise ValueError(f"input_ids must be integers [B, T], got {type(input_ids).__name__}")
+    if input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"input_ids must be integers [B, T], got {input_ids.dtype} {list(input_ids.shape)}")
     if attention_mask is None:
         mask = _inferred(input_ids.tolist(), pad, ends)
     else:
@@ -148,13 +147,8 @@ def _inferred(rows: Sequence[Sequence[int]], pad: int | None, ends: Collection[i
 
 
 def warn_of_length(text: int, longest: int, most_positions: int) -> None:
-    """Transformers' own warning, once, for a text that goes on after the model's positions.
-
-    Args:
-        text: the tokens of the longest text.
-        longest: its length at which generation stops anyway, which the warning leaves out.
-        most_positions: the longest text that the model is made for.
-    """
+    """Transformers' own warning, once, for a text of so many tokens that goes on after the model's positions. longest: the
+    length at which generation stops anyway, which the warning leaves out."""
     if min(text, longest - 1) > most_positions:
         from transformers import MaxLengthCriteria
 

@@ -18,7 +18,7 @@ NewRows = list[Tensor] | Tensor
 
 
 class Caches(Protocol):
-    """What a session has of keys and values."""
+    """The keys and values of a session."""
 
     prefix_lens: Tensor
     caches: list[tuple[Tensor, Tensor]]
@@ -120,7 +120,7 @@ class StepAttention:
         self._stacked, self.layers = new, len(new) // 2
 
     def again(self, rows: int) -> StepAttention:
-        """The attention of the first rows once more, after the call; what it makes reaches no cache."""
+        """The attention of the first rows once more, after the call; its keys and values reach no cache."""
         parents, cu_nodes, most, visible, depths = self._trees
         trees = PackedTrees(parents[:rows], cu_nodes.clamp(max=rows), most, visible[:rows], depths[:rows])
         return StepAttention(self._session, trees, None if self._ids is None else self._ids[:rows])

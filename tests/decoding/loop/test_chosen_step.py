@@ -10,7 +10,7 @@ from support.generation import Mixer, NoHostReads, slots_for
 from support.small_models import VOCABULARY, ragged_prompts, small_model, whole_prompts
 
 from pass_ext import LookaheadEmbedding, NGram, PaSS, Plain, Session, Tree, generate
-from pass_ext.decoding.loop.chosen_step import ChosenStep
+from pass_ext.decoding.loop.device_step import ChosenStep
 from pass_ext.drafting import SyntheticAcceptance
 
 ENDS = [5, 6, 7]
@@ -84,7 +84,7 @@ def test_batches_with_ragged_ends(llama, chosen, rows_called, law, rank, ahead):
             assert called == 4 * 11 if ahead else called <= sum(used for used, _ in step)
         shapes |= {tuple(shape) for step in chosen for shape in step}
         if not ahead:
-            waiting = generate(llama, ids, method, run_ahead=False, **options)
+            waiting = generate(llama, ids, method, session=Session(llama, run_ahead=False), **options)
             assert torch.equal(plain.sequences, waiting.sequences) and counts_of(waiting) == counts_of(ours)
     assert len(shapes) > 4
 
@@ -129,7 +129,7 @@ def test_streamers_and_criteria_see_the_same(llama, chosen):
 
 def test_candidates_that_come_true(llama, chosen, monkeypatch):
     """Slots that offer the text itself: blocks are accepted, also behind nodes that have no slots of their own."""
-    import pass_ext.decoding.loop.chosen_step as module
+    import pass_ext.decoding.loop.device_step as module
 
     ids = whole_prompts(1)
     plain = generate(llama, ids, Plain(), max_new_tokens=40, eos_token_id=[])

@@ -1,4 +1,4 @@
-"""The tokens that the rows of look-ahead slots offer as candidates.
+"""The tokens that look-ahead slots offer as candidates.
 
 ``SlotTokens``: for ops that put them into a tree (csrc/core/next.h, next_tree.h). Slot i's logits rank the candidates at depth
 i + 1 below each parent, with transition scores left[parent] · right[token] where the embeddings have them; and tokens that the
@@ -36,10 +36,9 @@ _tables: MutableMapping[LookaheadEmbedding, tuple[Any, tuple[Tensor, Tensor]]] =
 
 
 class SlotTokens:
-    """What look-ahead rows offer, in mode "coupled".
+    """The tokens that look-ahead rows offer, in mode "coupled".
 
     Args:
-        lookahead: the embeddings.
         tree: of candidates.
         table: the model's input embeddings.
         shards: the ranks that hold the columns of the logits; None: this process has all.
@@ -68,7 +67,7 @@ class SlotTokens:
 
     @property
     def are_scored(self) -> bool:
-        """True: what a slot offers is reordered below each parent."""
+        """True: a slot's tokens are reordered below each parent."""
         return self.transition is not None or self.recalls
 
     @property
@@ -134,14 +133,10 @@ class TreeFiller:
     """Fills a tree of candidates from the logits of look-ahead slots.
 
     Args:
-        lookahead: the embeddings.
-        tree: of candidates.
-        table: the model's input embeddings.
+        lookahead, tree, table, shards, recalls: as for ``SlotTokens``.
         sampling: of the batch.
         rule: how the candidates will be judged.
-        shards: the ranks that hold the columns of the slots' logits; None: this process has all.
         guides: the grammars of the texts; None: none has one.
-        recalls: tokens that the text recalls rise.
     """
 
     def __init__(
@@ -205,7 +200,7 @@ class TreeFiller:
         text: Tensor | None,
     ) -> Filled:
         """The best of the offered tokens below every parent: ``next_rows_`` moves each request to its root. Under a grammar the
-        first level has what it allows; what it forbids below is left out where the candidates of all drafters meet."""
+        first level has tokens that it allows; deeper ones that it forbids are left out where all drafters' candidates meet."""
         count, nodes, depth = len(roots), self.tree.num_nodes, self.tree.max_depth
         at = (places[:, None] + torch.arange(1, depth + 1, device=places.device)).flatten()
         logits, allowed = slots[:, :depth].flatten(0, 1), None
@@ -221,7 +216,7 @@ class TreeFiller:
             places.clone(),
             zeros.clone(),
             places.new_empty(count, 4),
-            limits=places + 9,  # far behind the root
+            limits=places + 9,  # far after the root
             parents=self._parents,
             nodes=nodes,
             emitted=torch.tensor(roots, device=places.device)[:, None],
@@ -345,11 +340,7 @@ def _with_children(paths: Tensor, tokens: Tensor, level: Level) -> Tensor:
 
 
 class GrowingTexts:
-    """The texts of a batch as one tensor, ``[B, T]``, to which each step adds the new tokens.
-
-    Args:
-        device: where they are wanted.
-    """
+    """The texts of a batch as one tensor, ``[B, T]``, to which each step adds the new tokens. device: where they are wanted."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -359,13 +350,8 @@ class GrowingTexts:
     def of(self, texts: Sequence[Sequence[int]], requests: Sequence[int]) -> Tensor:
         """``[len(requests), T]`` of these requests, T the longest text. texts: of all requests; they only grow."""
         longest = max(map(len, texts))
-        if len(texts) != len(self._known) or longest > self._rows.shape[1]:
-            rows = torch.zeros(len(texts), 2 * longest, dtype=torch.int64)
-            if len(texts) == len(self._known):
-                rows[:, : self._rows.shape[1]] = self._rows
-            else:
-                self._known = [0] * len(texts)
-            self._rows = rows
+        if longest > self._rows.shape[1]:
+            self._rows, self._known = torch.zeros(len(texts), 2 * longest, dtype=torch.int64), [0] * len(texts)
         for b, text in enumerate(texts):
             if len(text) > self._known[b]:
                 self._rows[b, self._known[b] : len(text)] = torch.tensor(text[self._known[b] :])
