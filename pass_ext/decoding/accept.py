@@ -212,7 +212,7 @@ DECODING_RULES: dict[str, DecodingRule] = {
 
 
 def accept_function(rule: Any) -> AcceptFunction:
-    """The accept function that a caller asks for, by its name or itself."""
+    """The accept function that is asked for, by its name or itself."""
     if isinstance(rule, AcceptFunction):
         return rule
     if not isinstance(rule, str) or rule not in DECODING_RULES:

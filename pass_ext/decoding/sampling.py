@@ -19,7 +19,7 @@ Numbers = float | Sequence[float] | Tensor
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled, as ``generate`` is told. Each field is one number for all requests, or one for each.
+    """How tokens are sampled. Each field is one number for all requests, or one for each.
 
     Args:
         temperature: 0 is greedy.

@@ -65,7 +65,9 @@ class DraftCalls:
         self._vocabulary, self._device = session.model.table.shape[0], session.device
         self._keep_hidden = keep_hidden
         self._shares = draft.shared_model is unwrapped(session.model.model)
-        self._graphs = graphs and not self._shares  # an early exit's calls read another session's caches
+        self._graphs = (
+            graphs and not keep_hidden and not self._shares
+        )  # an early exit's calls read another session's caches
         self._session: Session
         if self._shares:
             self._session = FirstLayers(session, draft, draft.shares_layers)

@@ -80,7 +80,7 @@ class DraftContext:
 
     @property
     def device(self) -> torch.device:
-        """The target's."""
+        """The target's device."""
         return self.target.table.device
 
     @property

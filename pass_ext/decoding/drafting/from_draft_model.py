@@ -43,12 +43,9 @@ _WITH_REPLACEMENT = tuple(name for name, rule in DECODING_RULES.items() if rule.
 
 
 class ModelDrafter(Drafter):
-    """Fills a tree with the tokens of a draft model.
+    """Fills a tree, numbered level by level, with the tokens of a draft model.
 
     Args:
-        draft: the draft model.
-        tree: the largest tree, numbered level by level.
-        context: the generation.
         decision: see ``pass_ext.modules.decision``; None: all levels.
         pace: if the tree was planned from the times of calls.
     """
@@ -84,14 +81,8 @@ class ModelDrafter(Drafter):
 
     def begin(self, session: Session) -> None:
         """Allocates the draft's caches, or shares the target's."""
-        self._calls = DraftCalls(
-            self._draft,
-            session,
-            self.tree.max_depth,
-            self._texts,
-            graphs=self._context.graphs and not self._needs_hidden,
-            keep_hidden=self._needs_hidden,
-        )
+        options = dict(graphs=self._context.graphs, keep_hidden=self._needs_hidden)
+        self._calls = DraftCalls(self._draft, session, self.tree.max_depth, self._texts, **options)
 
     def propose(self, batch: Batch) -> Proposal:
         if self._context.target_adds:

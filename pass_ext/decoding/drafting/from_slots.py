@@ -165,14 +165,12 @@ class LookaheadDrafter(Drafter):
 
     def _groups_after(self, batch: Batch) -> tuple[list[int], list[list[int]]]:
         """The requests whose last accepted node had look-ahead slots, and the rows of these in the logits."""
-        requests: list[int] = []
-        rows: list[list[int]] = []
+        rows: dict[int, list[int]] = {}
         for b, (step, first) in enumerate(zip(batch.steps, batch.first_rows, strict=True)):
             group = step.tree.group_rows(batch.last_nodes[b]) if step is not None else ()
             if batch.levels[b] and len(group):
-                requests.append(b)
-                rows.append([first + row for row in group])
-        return requests, rows
+                rows[b] = [first + row for row in group]
+        return list(rows), list(rows.values())
 
     def _chosen(self, batch: Batch, choice: RowChoice) -> list[Candidates | None]:
         """The rows that suit the place of each request; None: the root alone."""

@@ -46,13 +46,7 @@ class SlotTokens:
     """
 
     def __init__(
-        self,
-        lookahead: LookaheadEmbedding,
-        tree: Tree,
-        table: Tensor,
-        shards: LogitShards | None = None,
-        *,
-        recalls: bool = False,
+        self, lookahead: LookaheadEmbedding, tree: Tree, table: Tensor, shards: LogitShards | None, *, recalls: bool
     ) -> None:
         self._draw = draft_sample if shards is None else shards.draft_sample
         tables = transition_tables(lookahead, table, shards) if lookahead.rank else None
@@ -87,12 +81,7 @@ class SlotTokens:
         return self._scored(logits, self.most, requests, allowed)
 
     def of_rows(
-        self,
-        logits: Tensor,
-        positions: Tensor | None,
-        sampling: BatchSampling,
-        requests: int,
-        allowed: Tensor | None = None,
+        self, logits: Tensor, positions: Tensor | None, sampling: BatchSampling, requests: int, allowed: Tensor | None
     ) -> dict[str, Any]:
         """The offered tokens, as keyword arguments of ``next_rows_``.
 
@@ -178,30 +167,23 @@ class TreeFiller:
             positions: the text positions of these roots.
             text: ``[len(requests), T]`` int64, the texts, these roots included; needed where they are recalled.
         """
-        device = slots.device
         if text is None and self.offers.recalls:
             raise ValueError("TreeFiller: text must be given where it is recalled, got None")
         text = text if self.offers.recalls else None
-        sampling = self._sampling.of_requests(torch.tensor(requests, device=device))
-        places = torch.tensor(positions, device=device)
+        places = torch.tensor(positions, device=slots.device)
         if self._mode == "coupled":
-            return self._best(slots, requests, roots, sampling, places, text)
+            return self._best(slots, requests, roots, places, text)
         if self._shards is not None:
             slots = self._shards.whole(slots)
-        return self._drawn(slots, requests, roots, sampling, places, text)
+        return self._drawn(slots, requests, roots, places, text)
 
     def _best(
-        self,
-        slots: Tensor,
-        requests: Sequence[int],
-        roots: Sequence[int],
-        sampling: BatchSampling,
-        places: Tensor,
-        text: Tensor | None,
+        self, slots: Tensor, requests: Sequence[int], roots: Sequence[int], places: Tensor, text: Tensor | None
     ) -> Filled:
         """The best of the offered tokens below every parent: ``next_rows_`` moves each request to its root. Under a grammar the
         first level has tokens that it allows; deeper ones that it forbids are left out where all drafters' candidates meet."""
         count, nodes, depth = len(roots), self.tree.num_nodes, self.tree.max_depth
+        sampling = self._sampling.of_requests(places.new_tensor(requests))
         at = (places[:, None] + torch.arange(1, depth + 1, device=places.device)).flatten()
         logits, allowed = slots[:, :depth].flatten(0, 1), None
         if self._guides is not None:
@@ -231,16 +213,11 @@ class TreeFiller:
         return Filled(rows[1, :, 1:].tolist(), None, None)
 
     def _drawn(
-        self,
-        slots: Tensor,
-        requests: Sequence[int],
-        roots: Sequence[int],
-        sampling: BatchSampling,
-        places: Tensor,
-        text: Tensor | None,
+        self, slots: Tensor, requests: Sequence[int], roots: Sequence[int], places: Tensor, text: Tensor | None
     ) -> Filled:
         """Draws separately below every parent, under its mask, and keeps the logits of the draws for rules that need them."""
         device, nodes = slots.device, self.tree.num_nodes
+        sampling = self._sampling.of_requests(places.new_tensor(requests))
         # The extra entry `nodes` takes the surplus candidates of parents with fewer children.
         tokens = torch.full((len(requests), nodes + 1), -1, device=device)
         tokens[:, 0] = torch.tensor(roots, device=device)
@@ -290,11 +267,7 @@ class TreeFiller:
         return self._rows
 
     def _scored(
-        self,
-        slots: Tensor,
-        parents: Tensor,
-        recalled: tuple[Tensor, Tensor, Tensor] | None,
-        allowed: Tensor | None,
+        self, slots: Tensor, parents: Tensor, recalled: tuple[Tensor, Tensor, Tensor] | None, allowed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """``[n * P, K]`` each, the shortlist of a slot below these parents, and its scores.
 

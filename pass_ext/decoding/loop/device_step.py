@@ -267,7 +267,7 @@ class FixedStep(DeviceStep):
                 draws = offers.draws(self._sampling)
                 foreseen = (places + 1).flatten() if draws else None
                 sampling = self._sampling.repeated(slots.shape[1]) if draws else self._sampling
-                offered = offers.of_rows(slots.flatten(0, 1), foreseen, sampling, requests)
+                offered = offers.of_rows(slots.flatten(0, 1), foreseen, sampling, requests, None)
                 offered |= {"groups": groups} | self._parameters
             next_rows_(
                 self._rows,

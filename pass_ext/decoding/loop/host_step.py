@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from pass_ext.decoding.accept import AcceptFunction, JudgedRows
@@ -23,7 +22,7 @@ from pass_ext.decoding.loop.scores import Scores
 from pass_ext.decoding.loop.texts import Report, Texts
 from pass_ext.decoding.requests.processors import Processor, processed
 from pass_ext.decoding.session.reading import read_prompts
-from pass_ext.decoding.session.session import Session
+from pass_ext.decoding.session.session import Session, uploaded
 from pass_ext.decoding.stats import profiled
 from pass_ext.ops.accept import AcceptResult
 from pass_ext.tree import Tree
@@ -115,7 +114,7 @@ class HostStep(Step):
         """``[N, V]``, the target's logits of all rows."""
         ids = [token for step in steps if step for token in step.ids]
         self.rows = len(ids)
-        logits = self._session.call(self._session.packed(_trees(steps)), self._on_device(ids))
+        logits = self._session.call(self._session.packed(_trees(steps)), uploaded(ids, self._session.device))
         return self._usable(logits)
 
     def _usable(self, logits: Tensor) -> Tensor:
@@ -135,7 +134,7 @@ class HostStep(Step):
         return result
 
     def _judged(self, steps: Steps, logits: Tensor) -> AcceptResult:
-        trees, needs_draft_logits = _trees(steps), self._context.needs_draft_logits
+        trees, needs_draft_logits, device = _trees(steps), self._context.needs_draft_logits, self._session.device
         tokens = [token for step in steps if step for token in step.accept_tokens]
         draft_rows = [row for step in steps if step for row in step.accept_draft_rows]
         # A rule that divides by the drafts' distribution cannot judge look-ahead rows: they have none.
@@ -144,7 +143,7 @@ class HostStep(Step):
             nodes = [row for row, slot in enumerate(slots) if slot < 0]
             trees = [step.candidates.tree if step else None for step in steps]
             tokens, draft_rows = [tokens[row] for row in nodes], [draft_rows[row] for row in nodes]
-            logits = logits[: len(nodes)] if nodes[-1] == len(nodes) - 1 else logits[self._on_device(nodes)]
+            logits = logits[: len(nodes)] if nodes[-1] == len(nodes) - 1 else logits[uploaded(nodes, device)]
         options: dict[str, Any] = {} if self._scores is None else dict(self._scores.options)
         guides, draft_logits = self._context.guides, self._drafting.draft_logits
         if guides is not None:
@@ -153,20 +152,17 @@ class HostStep(Step):
             options["draft_allowed"] = self._drafting.draft_allowed
         rows = JudgedRows(
             logits,
-            self._on_device(tokens),
+            uploaded(tokens, device),
             self._session.packed(trees),
             max(step.candidates.tree.max_depth for step in steps if step),
-            self._on_device([len(text) for text in self._texts.tokens]),
+            uploaded([len(text) for text in self._texts.tokens], device),
             self._sampling,
             draft_logits,
-            None if draft_logits is None else self._on_device(draft_rows).int(),
+            None if draft_logits is None else uploaded(draft_rows, device).int(),
             self._shards,
             options,
         )
         return self._function.accept(rows)
-
-    def _on_device(self, numbers: Sequence[Any]) -> Tensor:
-        return torch.tensor(numbers, device=self._session.device)
 
 
 def _trees(steps: Steps) -> list[Tree | None]:

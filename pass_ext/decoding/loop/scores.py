@@ -19,13 +19,11 @@ from pass_ext.ops.accept import MAX_TOP_LOGPROBS, AcceptResult, TokenLogprobs, a
 
 
 class Scores:
-    """Collects the log probabilities of a generation's new tokens. Everything stays on the device.
+    """Collects the log probabilities of a generation's new tokens, each with ``count`` alternatives. Everything stays on the
+    device.
 
-    Args:
-        count: the alternatives of each token.
-        sampling: of the batch.
-        from_accept: True: the accept step's own log probabilities are of the model's logits. False: logits processors change
-            them before it, or it has none.
+    from_accept: True: the accept step's own log probabilities are of the model's logits. False: logits processors change them
+    before it, or it has none.
     """
 
     def __init__(self, count: int, sampling: BatchSampling, *, from_accept: bool) -> None:
@@ -45,7 +43,7 @@ class Scores:
         has_processors: bool,
         has_grammar: bool,
     ) -> Scores | None:
-        """The scores that a caller asks for; None: none."""
+        """The scores that are asked for; None: none."""
         if logprobs is None:
             return None
         whole_number("generate: logprobs, if not None,", logprobs, 0, MAX_TOP_LOGPROBS)
@@ -64,13 +62,8 @@ class Scores:
         result: AcceptResult,
         gained: Sequence[int],
     ) -> None:
-        """Adds a step.
-
-        Args:
-            logits: ``[N, V]``, the model's, of the rows of ``steps``.
-            drawn_from: the same after the logits processors.
-            gained: the tokens that each text has gained of those emitted.
-        """
+        """Adds a step with its logits ``[N, V]`` before and after the logits processors, and the number of emitted tokens that
+        each text has gained."""
         places = [(b, j) for b, count in enumerate(gained) for j in range(count)]
         if not places:
             return

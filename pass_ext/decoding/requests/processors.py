@@ -38,11 +38,9 @@ def processor_name(processor: Any) -> str:
 
 def flat_processors(processor: Any) -> list[Processor]:
     """The processors in a flat list, from a single one, nested lists, transformers' ``LogitsProcessorList``, or None."""
-    if processor is None:
-        return []
-    if not isinstance(processor, (list, tuple)):
-        return [processor]
-    return [inner for part in processor for inner in flat_processors(part)]
+    if isinstance(processor, (list, tuple)):
+        return [inner for part in processor for inner in flat_processors(part)]
+    return [] if processor is None else [processor]
 
 
 def check_stateless(processors: Sequence[Any], *, one_text: bool) -> None:
@@ -153,9 +151,7 @@ class NodeProcessor:
     """Runs processors on nodes as transformers would on whole batches: texts include their padding, and a processor that may
     depend on the request gets ``[B, n]``, one row per request.
 
-    Args:
-        processors: transformers' ``LogitsProcessor``s, or any callables of that kind.
-        padding: the ids left of each request's prompt.
+    padding: the ids left of each request's prompt.
     """
 
     def __init__(self, processors: Sequence[Any], padding: Sequence[Sequence[int]]) -> None:

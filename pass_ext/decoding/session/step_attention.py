@@ -43,12 +43,7 @@ class StepAttention:
     """
 
     def __init__(
-        self,
-        session: Caches,
-        trees: PackedTrees,
-        ids: Tensor | None = None,
-        *,
-        may_have_changed: bool = True,
+        self, session: Caches, trees: PackedTrees, ids: Tensor | None = None, *, may_have_changed: bool = True
     ) -> None:
         self.layers = 0
         self.options: list[dict[str, Any]] = []

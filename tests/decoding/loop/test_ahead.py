@@ -369,7 +369,7 @@ def test_a_step_runs_where_no_numbers_are(law, rank, recalls):
     tree = Tree.from_branching((2, 1))
     sampling = SamplingParams(**law).for_batch(requests, torch.device("cpu"))
     sampling = type(sampling)(**{name: v if v is None else v.to(device) for name, v in sampling.keywords().items()})
-    rows = FixedRows(tree, ((0, 3), (2, 3)), 3, SlotTokens(lookahead, tree, model.embedding, recalls=recalls))
+    rows = FixedRows(tree, ((0, 3), (2, 3)), 3, SlotTokens(lookahead, tree, model.embedding, None, recalls=recalls))
     step = FixedStep(session, rows, sampling, accept_function("coupled"), "never")
     step.renew(sampling, 1)
     step._accept_prompts(torch.empty(requests * 4, 9, device=device))
