@@ -134,17 +134,13 @@ class GenerationStats(AcceptanceStats):
 
 
 class AcceptanceCounts:
-    """Counts on the host, of steps that the host has read anyway.
-
-    Args:
-        max_accepted: the most tokens that one step can accept.
-    """
+    """Counts on the host, of steps that accept at most ``max_accepted`` tokens."""
 
     def __init__(self, max_accepted: int) -> None:
         self._steps, self._drafted = [0] * (max_accepted + 1), 0
 
     def add(self, accepted: int, drafted: int) -> None:
-        """Counts one step of one request. drafted: drafted tokens that the step verified; 0: not a draft."""
+        """Counts one step of one request. drafted: tokens that the step verified; 0: not a draft."""
         if drafted > 0:
             self._steps[min(accepted, len(self._steps) - 1)] += 1
             self._drafted += drafted

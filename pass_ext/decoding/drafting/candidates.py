@@ -149,11 +149,8 @@ def join(parents: Sequence[int], tokens: Sequence[int], chains: Iterable[Sequenc
     """Hangs chains of proposals, the best first, below the root of a tree of candidates; equal beginnings are shared. The nodes
     of the tree keep their numbers, so its groups and draft rows stay valid.
 
-    Args:
-        parents, tokens: of each node; -1 for the root's parent. ``[-1], [root]`` is a tree without candidates.
-
-    Returns:
-        The parents and tokens of the joined tree.
+    parents, tokens: of each node; -1 for the root's parent. ``[-1], [root]`` is a tree without candidates. Returns those of the
+    joined tree.
     """
     joined_parents, joined_tokens = list(parents), list(tokens)
     below: dict[tuple[int, int], int] = {}
@@ -224,13 +221,11 @@ def draw_children(
     parents: Tensor,
     allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draws ``width`` children below every parent.
+    """Draws ``width`` children, at this depth, below the P parents of n requests.
 
     Args:
         logits: ``[n * P, V]``, request by request.
-        sampling: the parameters of the n requests.
-        places: ``[n]``, the text positions of their roots.
-        depth: the children's depth.
+        places: ``[n]``, the text positions of the roots.
         parents: ``[P]``, the parents' node numbers.
         allowed: ``[n * P, ceil(V / 32)]`` int32 words, the tokens that a grammar allows; None: all.
 

@@ -40,13 +40,10 @@ class _LastCall:
 
 
 class DraftCalls:
-    """Calls a draft model on the trees of a batch.
+    """Calls a draft model on the trees of a batch, whose texts grow with every step.
 
     Args:
-        draft: the draft model.
         session: the target's.
-        max_depth: the most levels of the trees.
-        texts: the requests' tokens, which grow with every step.
         graphs: calls of a repeated shape are CUDA graphs.
         keep_hidden: ``level`` also returns the rows that go into the draft's output layer.
     """
@@ -83,7 +80,7 @@ class DraftCalls:
 
         Args:
             tree: the levels drafted so far.
-            requests: the numbers of those that draft on; the others in the last call are finished.
+            requests: those that draft on; the others in the last call are finished.
             tokens: ``[B, n]``, each node's token.
             parents: the nodes of the deepest level that have children.
 

@@ -123,8 +123,7 @@ class TreeFiller:
 
     Args:
         lookahead, tree, table, shards, recalls: as for ``SlotTokens``.
-        sampling: of the batch.
-        rule: how the candidates will be judged.
+        sampling, rule: of the generation.
         guides: the grammars of the texts; None: none has one.
     """
 
@@ -162,9 +161,7 @@ class TreeFiller:
 
         Args:
             slots: ``[len(requests), L, V]``, logits of their look-ahead groups, slot 0 first.
-            requests: their numbers.
-            roots: the tokens of their next roots.
-            positions: the text positions of these roots.
+            roots, positions: the tokens and text positions of their next roots.
             text: ``[len(requests), T]`` int64, the texts, these roots included; needed where they are recalled.
         """
         if text is None and self.offers.recalls:

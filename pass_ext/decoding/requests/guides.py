@@ -90,11 +90,8 @@ class Guides:
     def below(
         self, tree: Tree, requests: Sequence[int], tokens: Sequence[Sequence[int]], parents: Sequence[int]
     ) -> Tensor:
-        """The masks of the children of these parents in the same tree of each of these requests, request by request.
-
-        Args:
-            tokens: for each of these requests the tokens of its nodes, the root's first; -1: no token.
-        """
+        """The masks of the children of these parents in the same tree of each of these requests, request by request. tokens: as
+        for ``of_nodes``, one row for each of these requests."""
         return self._stacked(
             [mask for b, row in zip(requests, tokens, strict=True) for mask in self._masks(b, tree, row, parents)]
         )

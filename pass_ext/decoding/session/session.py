@@ -192,8 +192,7 @@ class Session:
         Args:
             model: the same model, adapted anew.
             longest: the length that the longest text may reach.
-            max_depth: of a step's candidates, some of which the last step may accept after the limit.
-            deepest_row: of a step, below the text's end.
+            max_depth: of candidates, some of which the last step may accept after the limit. deepest_row: below the text's end.
         """
         limit, positions = model.rope_limit, model.known_positions
         if limit is not None and longest + deepest_row > limit:
