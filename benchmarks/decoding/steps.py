@@ -81,10 +81,10 @@ def profile(contender: Contender, prompts: Sequence[Prompt], setting: Setting, m
 @contextmanager
 def timed_ranges(device: torch.device) -> Iterator[dict[str, list[float]]]:
     """Times the profiler ranges of the decoding loop; on a GPU a range waits for the work before and in it."""
-    from pass_ext.decoding.loop import chosen_step, device_step, fixed_step, host_step
+    from pass_ext.decoding.loop import device_step, host_step
     from pass_ext.decoding.session import reading
 
-    modules = (host_step, device_step, fixed_step, chosen_step, reading)
+    modules = (host_step, device_step, reading)
 
     times: dict[str, list[float]] = defaultdict(list)
 

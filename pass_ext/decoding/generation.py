@@ -21,10 +21,8 @@ from pass_ext.decoding.accept import AcceptFunction, accept_function
 from pass_ext.decoding.arguments import instance, whole_number
 from pass_ext.decoding.drafting.drafter import DraftContext, DraftingMethod
 from pass_ext.decoding.drafting.drafting import Drafting
-from pass_ext.decoding.drafting.lookahead.device_rows import ChosenRows, FixedRows, HostDecides
-from pass_ext.decoding.loop.chosen_step import ChosenStep
-from pass_ext.decoding.loop.device_step import DeviceStep, Records
-from pass_ext.decoding.loop.fixed_step import FixedStep
+from pass_ext.decoding.drafting.from_slots import ChosenRows, FixedRows, HostDecides
+from pass_ext.decoding.loop.device_step import ChosenStep, DeviceStep, FixedStep, Records
 from pass_ext.decoding.loop.host_step import HostStep
 from pass_ext.decoding.loop.loop import Loop, Step
 from pass_ext.decoding.loop.scores import Scores
@@ -133,7 +131,8 @@ def generate(
         tokens = [list(text) for text in prompts.texts]
         context = DraftContext(adapted, tokens, sampling, accept.name, bool(session.cuda_graphs), guides)
         drafting = Drafting(method, context)
-        stack.enter_context(drafting.attached())
+        for drafter in drafting.drafters:
+            stack.enter_context(drafter.attached())
         texts = Texts(tokens, max_new_tokens, ends, listener, drafting.max_depth, guides)
         rows = _device_rows(context, drafting, accept, processors, scores, session.run_ahead)
         # On the CPU work does not overlap, unless the caller wants it, and a pace needs the seconds of each step.
@@ -181,7 +180,7 @@ def _device_rows(
     scores: Scores | None,
     run_ahead: bool | None,
 ) -> FixedRows | ChosenRows | None:
-    """What the rows of the device's steps are; None: the host makes them."""
+    """The rows of the device's steps; None: the host makes them."""
     if run_ahead is False:
         return None
     try:
@@ -216,10 +215,10 @@ def _device_step(
     key = rows.key, absent, accept
     step = session.fixed_steps.get(key)
     if not isinstance(step, DeviceStep):
-        if isinstance(rows, ChosenRows):
-            step = ChosenStep(session, rows, sampling, accept, records)
-        else:
-            step = FixedStep(session, rows, sampling, accept, records)
+        options = sampling, accept, records
+        step = (
+            ChosenStep(session, rows, *options) if isinstance(rows, ChosenRows) else FixedStep(session, rows, *options)
+        )
         if records != "never":
             session.fixed_steps[key] = step
     step.renew(sampling, lag)

@@ -19,7 +19,7 @@ Numbers = float | Sequence[float] | Tensor
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled, as ``generate`` is told. Each field is one number for all requests, or one for each.
+    """How tokens are sampled. Each field is one number for all requests, or one for each.
 
     Args:
         temperature: 0 is greedy.
@@ -87,15 +87,13 @@ class BatchSampling:
 
     def of_requests(self, requests: Tensor) -> BatchSampling:
         """The parameters of the requests with these numbers ``[n]``, in this order."""
-        return BatchSampling(**{name: None if v is None else v[requests] for name, v in self.keywords().items()})
+        return replace(self, **{name: v[requests] for name, v in self.keywords().items() if v is not None})
 
     def repeated(self, times: int) -> BatchSampling:
         """Each request's parameters ``times`` times in a row."""
-        return BatchSampling(
-            **{
-                name: None if v is None else v.repeat_interleave(times, output_size=times * len(v))
-                for name, v in self.keywords().items()
-            }
+        given = {name: v for name, v in self.keywords().items() if v is not None}
+        return replace(
+            self, **{name: v.repeat_interleave(times, output_size=times * len(v)) for name, v in given.items()}
         )
 
 
@@ -108,11 +106,8 @@ def _per_request(name: str, value: Any, requests: int, dtype: torch.dtype, devic
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         numbers = "numbers" if limits is None else f"integers from {limits.min} to {limits.max}"
         raise TypeError(f"{name} must be {numbers}, got {value!r}") from error
-    if (
-        tensor.is_complex()
-        or tensor.dtype == torch.bool
-        or (tensor.is_floating_point() and not dtype.is_floating_point)
-    ):
+    strange = tensor.is_complex() or tensor.dtype == torch.bool
+    if strange or (tensor.is_floating_point() and not dtype.is_floating_point):
         raise TypeError(f"{name} must be {'numbers' if dtype.is_floating_point else 'integers'}, got {tensor.dtype}")
     if tensor.dim() == 0:
         tensor = tensor.expand(requests)

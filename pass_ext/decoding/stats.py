@@ -1,16 +1,25 @@
-"""Acceptance statistics, with the names and definitions of vLLM's speculative decoding metrics.
+"""Measurements of a generation. Acceptance statistics, with the names and definitions of vLLM's speculative decoding metrics.
 
     mean acceptance length = 1 + accepted tokens / drafts        draft acceptance rate = accepted tokens / drafted tokens
 
 A draft is a step of one request that verified at least one drafted token. Tokens accepted after a text's end (its limit, an
 end token, a stopping criterion) are thrown away and not counted.
+
+``profiled``: named ranges of a step for profilers, ``pass_ext::draft``, ``verify``, ``accept``, ``commit``.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from itertools import accumulate, zip_longest
 from typing import Any
+
+import torch
+
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -125,17 +134,13 @@ class GenerationStats(AcceptanceStats):
 
 
 class AcceptanceCounts:
-    """Counts on the host, of steps that the host has read anyway.
-
-    Args:
-        max_accepted: the most tokens that one step can accept.
-    """
+    """Counts on the host, of steps that accept at most ``max_accepted`` tokens."""
 
     def __init__(self, max_accepted: int) -> None:
         self._steps, self._drafted = [0] * (max_accepted + 1), 0
 
     def add(self, accepted: int, drafted: int) -> None:
-        """Counts one step of one request. drafted: drafted tokens that the step verified; 0: not a draft."""
+        """Counts one step of one request. drafted: tokens that the step verified; 0: not a draft."""
         if drafted > 0:
             self._steps[min(accepted, len(self._steps) - 1)] += 1
             self._drafted += drafted
@@ -148,3 +153,18 @@ class AcceptanceCounts:
 def _summed(left: AcceptanceStats, right: AcceptanceStats) -> tuple[tuple[int, ...], int]:
     counts = zip_longest(left.acceptance_histogram, right.acceptance_histogram, fillvalue=0)
     return tuple(a + b for a, b in counts), left.num_draft_tokens + right.num_draft_tokens
+
+
+def profiled(name: str) -> AbstractContextManager[object]:
+    """The range ``pass_ext::<name>`` while a torch profiler is active or ``PASS_EXT_NVTX=1``, which adds an NVTX range on CUDA;
+    otherwise nothing."""
+    nvtx = os.environ.get("PASS_EXT_NVTX") == "1"
+    if not nvtx and not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return _NOTHING
+    return _range(f"pass_ext::{name}", nvtx and torch.cuda.is_available())
+
+
+@contextmanager
+def _range(name: str, nvtx: bool) -> Iterator[None]:
+    with torch.profiler.record_function(name), torch.cuda.nvtx.range(name) if nvtx else _NOTHING:
+        yield

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 import pass_ext
-from pass_ext.decoding.drafting.lookahead.drafter import lookahead_drafter
-from pass_ext.decoding.drafting.lookahead.slot_tokens import transition_tables
+from pass_ext.decoding.drafting.from_slots import lookahead_drafter
+from pass_ext.decoding.drafting.slot_tokens import transition_tables
 from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.modules.files import fingerprint_of
 

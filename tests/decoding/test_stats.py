@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from pass_ext import LookaheadEmbedding, NGram, PaSS, Tree, generate
-from pass_ext.decoding.profiling import profiled
-from pass_ext.decoding.stats import AcceptanceCounts, AcceptanceStats, GenerationStats
+from pass_ext.decoding.stats import AcceptanceCounts, AcceptanceStats, GenerationStats, profiled
 
 
 def random_steps(seed, most=4, requests=5, steps=30):

@@ -82,10 +82,11 @@ MAY_IMPORT = {
 }
 # The same for pass_ext/decoding/, where a room may import all rooms of lines above its own.
 DECODING_FLOORS = (
-    ("arguments", "sampling", "stats", "profiling"),
+    ("arguments", "sampling", "stats"),
     ("models",),
     ("session", "requests"),
     ("accept", "methods"),
+    ("synthetic",),
     ("planning",),
     ("drafting",),
     ("loop",),

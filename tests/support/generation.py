@@ -16,8 +16,8 @@ from pass_ext import (
     Tree,
 )
 from pass_ext.decoding import generation
-from pass_ext.decoding.drafting.lookahead.drafter import LookaheadDrafter
-from pass_ext.decoding.drafting.lookahead.slot_tokens import Filled, TreeFiller
+from pass_ext.decoding.drafting.from_slots import LookaheadDrafter
+from pass_ext.decoding.drafting.slot_tokens import Filled, TreeFiller
 from pass_ext.modules.exit_adapter import ExitAdapter
 
 BUSHY = Tree([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])

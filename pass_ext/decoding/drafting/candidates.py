@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import NamedTuple
 
 import torch
@@ -66,11 +66,8 @@ class Candidates:
     @property
     def chains(self) -> list[list[int]]:
         """The tokens on the path to each leaf, up to the first node without a token."""
-        chains = []
-        for leaf in self.tree.leaves:
-            chain = [self.tokens[node - 1] for node in self.tree.path(leaf)[1:]]
-            chains.append(chain[: chain.index(-1)] if -1 in chain else chain)
-        return chains
+        paths = ([self.tokens[node - 1] for node in self.tree.path(leaf)[1:]] for leaf in self.tree.leaves)
+        return [list(takewhile(lambda token: token != -1, path)) for path in paths]
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ class StepRows:
     @property
     def tree(self) -> Tree:
         """The candidates with their look-ahead slots."""
-        return _with_groups(self.candidates.tree, self.candidates.groups)
+        return with_groups(self.candidates.tree, self.candidates.groups)
 
     @property
     def ids(self) -> list[int]:
@@ -143,47 +140,36 @@ class Batch:
 
     def last_logits(self) -> Tensor:
         """``[B, V]``, the logits of each last accepted node; an arbitrary row for requests that were not in the call."""
-        rows = [
-            0 if step is None else first + node
-            for step, first, node in zip(self.steps, self.first_rows, self.last_nodes, strict=True)
-        ]
+        places = zip(self.steps, self.first_rows, self.last_nodes, strict=True)
+        rows = [0 if step is None else first + node for step, first, node in places]
         return self.logits[torch.tensor(rows, device=self.logits.device)]
 
 
 def join(parents: Sequence[int], tokens: Sequence[int], chains: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Hangs chains of proposals below the root of a tree of candidates; equal beginnings are shared.
+    """Hangs chains of proposals, the best first, below the root of a tree of candidates; equal beginnings are shared. The nodes
+    of the tree keep their numbers, so its groups and draft rows stay valid.
 
-    Nodes keep their numbers and new ones follow, so the groups and draft rows of the tree stay valid.
-
-    Args:
-        parents, tokens: of each node; -1 for the root's parent. ``[-1], [root]`` is a tree without candidates.
-        chains: the best first.
-
-    Returns:
-        The parents and tokens of the joined tree.
+    parents, tokens: of each node; -1 for the root's parent. ``[-1], [root]`` is a tree without candidates. Returns those of the
+    joined tree.
     """
     joined_parents, joined_tokens = list(parents), list(tokens)
-    if len(joined_parents) != len(joined_tokens) or not joined_parents:
-        raise ValueError(
-            f"parents and tokens must be one for each node, the root included, got {len(parents)} and {len(tokens)}"
-        )
     below: dict[tuple[int, int], int] = {}
     for node in range(1, len(joined_parents)):
         below.setdefault((joined_parents[node], joined_tokens[node]), node)
     for chain in chains:
         node = 0
         for token in chain:
-            child = below.get((node, token))
-            if child is None:
-                child = below[node, token] = len(joined_parents)
+            if (node, token) not in below:
+                below[node, token] = len(joined_parents)
                 joined_parents.append(node)
                 joined_tokens.append(token)
-            node = child
+            node = below[node, token]
     return joined_parents, joined_tokens
 
 
 @lru_cache(maxsize=1024)
-def _with_groups(candidates: Tree, groups: Groups) -> Tree:
+def with_groups(candidates: Tree, groups: Groups) -> Tree:
+    """The tree with look-ahead slots after these nodes."""
     return candidates.with_lookahead(dict(groups)) if groups else candidates
 
 
@@ -198,13 +184,18 @@ class Level(NamedTuple):
     """The parents, on the host."""
 
 
+def filled(rows: Sequence[Sequence[int]], filler: int = -1) -> list[list[int]]:
+    """The rows, each filled at its end up to the longest one."""
+    longest = max(map(len, rows))
+    return [[*row, *[filler] * (longest - len(row))] for row in rows]
+
+
 def levels_of(tree: Tree, device: torch.device) -> list[Level]:
     """The levels that have children, the root's first."""
     levels = []
     for depth in range(tree.max_depth):
         parents = [v for v in range(tree.num_nodes) if tree.depths[v] == depth and tree.children(v)]
-        width = max(len(tree.children(v)) for v in parents)
-        children = [[*tree.children(v), *[tree.num_nodes] * (width - len(tree.children(v)))] for v in parents]
+        children = filled([tree.children(v) for v in parents], tree.num_nodes)
         level = torch.tensor(parents, device=device), torch.tensor(children, device=device)
         levels.append(Level(*level, tuple(parents)))
     return levels
@@ -230,13 +221,11 @@ def draw_children(
     parents: Tensor,
     allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draws ``width`` children below every parent.
+    """Draws ``width`` children, at this depth, below the P parents of n requests.
 
     Args:
         logits: ``[n * P, V]``, request by request.
-        sampling: the parameters of the n requests.
-        places: ``[n]``, the text positions of their roots.
-        depth: the children's depth.
+        places: ``[n]``, the text positions of the roots.
         parents: ``[P]``, the parents' node numbers.
         allowed: ``[n * P, ceil(V / 32)]`` int32 words, the tokens that a grammar allows; None: all.
 
@@ -246,7 +235,7 @@ def draw_children(
     count = len(parents)
     parameters = sampling.repeated(count).keywords()
     if mode == "coupled":
-        positions = (places + depth).repeat_interleave(count)
-        return draft_sample(logits, width, mode=mode, positions=positions, allowed=allowed, **parameters)
-    positions, nodes = (places + 1).repeat_interleave(count), parents.repeat(len(places))
-    return draft_sample(logits, width, mode=mode, positions=positions, nodes=nodes, allowed=allowed, **parameters)
+        parameters["positions"] = (places + depth).repeat_interleave(count)
+    else:
+        parameters |= dict(positions=(places + 1).repeat_interleave(count), nodes=parents.repeat(len(places)))
+    return draft_sample(logits, width, mode=mode, allowed=allowed, **parameters)

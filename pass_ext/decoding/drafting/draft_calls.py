@@ -17,16 +17,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.drafting.candidates import filled
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.parts import unwrapped
 from pass_ext.decoding.models.vocabulary import in_vocabulary
-from pass_ext.decoding.session.session import Session
-from pass_ext.decoding.session.step_inputs import TreePacks, uploaded
+from pass_ext.decoding.session.session import FirstLayers, Session, uploaded
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
-_MAX_LAG = (
-    8  # the most unread tokens that every level's call reads above the root; more are read once, in separate calls
-)
+_MAX_LAG = 8  # unread tokens that every level's call reads above the root; more are read once, in separate calls
 _MAX_PIECE = 256  # tokens of a text in each separate call
 
 
@@ -42,14 +40,10 @@ class _LastCall:
 
 
 class DraftCalls:
-    """Calls a draft model on the trees of a batch.
+    """Calls a draft model on the trees of a batch, whose texts grow with every step.
 
     Args:
-        draft: the draft model.
         session: the target's.
-        max_depth: the most levels of the trees.
-        vocabulary: the number of the target's tokens.
-        texts: the requests' tokens, which grow with every step.
         graphs: calls of a repeated shape are CUDA graphs.
         keep_hidden: ``level`` also returns the rows that go into the draft's output layer.
     """
@@ -59,22 +53,23 @@ class DraftCalls:
         draft: Adapted,
         session: Session,
         max_depth: int,
-        vocabulary: int,
         texts: Sequence[list[int]],
         *,
         graphs: bool,
         keep_hidden: bool,
     ) -> None:
         self._draft, self._texts = draft, texts
-        self._vocabulary, self._device = vocabulary, session.device
+        self._vocabulary, self._device = session.model.table.shape[0], session.device
         self._keep_hidden = keep_hidden
         self._shares = draft.shared_model is unwrapped(session.model.model)
-        self._graphs = graphs and not self._shares  # an early exit's calls read another session's caches
+        self._graphs = (
+            graphs and not keep_hidden and not self._shares
+        )  # an early exit's calls read another session's caches
+        self._session: Session
         if self._shares:
-            self._session = session.first_layers(draft, draft.shares_layers)
+            self._session = FirstLayers(session, draft, draft.shares_layers)
         else:
             self._session = Session(draft, session.requests, session.room + max_depth, cuda_graphs=self._graphs)
-        self._packs = TreePacks(self._session.device)
         self._held = [0] * len(texts)
         self._last: _LastCall | None = None
 
@@ -85,7 +80,7 @@ class DraftCalls:
 
         Args:
             tree: the levels drafted so far.
-            requests: the numbers of those that draft on; the others in the last call are finished.
+            requests: those that draft on; the others in the last call are finished.
             tokens: ``[B, n]``, each node's token.
             parents: the nodes of the deepest level that have children.
 
@@ -96,24 +91,19 @@ class DraftCalls:
         trees: list[Tree | None] = [None] * len(self._texts)
         lags = [0] * len(self._texts)
         known: list[int] = []
-        for b in requests:
-            held = self._length_held(b)
-            trees[b], lags[b] = tree, len(self._texts[b]) - 1 - held
-            known += self._texts[b][held:]
-        index: list[int] = []
+        index: list[int] = []  # into the tokens of all nodes, then the unread ones
         parent_rows: list[int] = []
-        first, nodes = 0, tree.num_nodes
         for b in requests:
+            held = len(self._texts[b]) - 1 if self._shares else self._held[b]
+            trees[b], lags[b] = tree, len(self._texts[b]) - 1 - held
             parent_rows += (len(index) + lags[b] + parent for parent in parents)
-            index += range(first, first + lags[b] + 1)
-            index += (len(known) + b * tokens.shape[1] + node for node in range(1, nodes))
-            first += lags[b] + 1
-        source = torch.cat([uploaded(known, self._device), tokens.flatten()])
+            index += range(tokens.numel() + len(known), tokens.numel() + len(known) + lags[b] + 1)
+            index += (b * tokens.shape[1] + node for node in range(1, tree.num_nodes))
+            known += self._texts[b][held:]
+        source = torch.cat([tokens.flatten(), uploaded(known, self._device)])
         ids = self._known_to_draft(source[uploaded(index, self._device)].to(self._session.device))
         rows = uploaded(parent_rows, self._session.device)
-        packed = self._packs(
-            [None if part is None else _behind(part, lag) for part, lag in zip(trees, lags, strict=True)]
-        )
+        packed = self._session.packed([part and _after(part, lag) for part, lag in zip(trees, lags, strict=True)])
         self._last = _LastCall(trees, lags, packed, list(map(len, self._texts)), [])
         with ExitStack() as stack:
             hidden_rows = stack.enter_context(self._draft.keeping_hidden()) if self._keep_hidden else None
@@ -163,37 +153,27 @@ class DraftCalls:
     def _release(self, going_on: Sequence[int]) -> None:
         """Commits the text that finished requests have read, because later calls leave them out."""
         last = self._last
-        stopped = (
-            set() if last is None else {b for b, tree in enumerate(last.trees) if tree is not None} - set(going_on)
-        )
-        if last is None or not stopped or self._shares:
+        if last is None or self._shares:
             return
-        paths: list[list[int]] = [[] for _ in self._texts]
-        for b in stopped:
-            paths[b] = list(range(last.lags[b] + 1))
-        self._commit(last.packed, paths)
+        stopped = {b for b, tree in enumerate(last.trees) if tree is not None} - set(going_on)
+        if stopped:
+            paths = [list(range(lag + 1)) if b in stopped else [] for b, lag in enumerate(last.lags)]
+            self._commit(last.packed, paths)
 
     def _known_to_draft(self, ids: Tensor) -> Tensor:
         """Replaces ids outside the draft's table: -1 (no token), and tokens that only the target has. No candidate below such a
         node can be accepted."""
         return ids.clamp(0, self._draft.table.shape[0] - 1)
 
-    def _length_held(self, b: int) -> int:
-        """The number of the text's tokens in the draft's cache."""
-        return len(self._texts[b]) - 1 if self._shares else self._held[b]
-
     def _commit(self, packed: PackedTrees, paths: Sequence[Sequence[int]]) -> None:
         """Commits these rows of the last call; an empty path commits no row of that request."""
-        longest = max(map(len, paths))
-        padded = [[*path, *[-1] * (longest - len(path))] for path in paths]
-        counts = [max(len(path) - 1, 0) for path in paths]
-        device = self._session.device
-        self._session.commit(packed, uploaded(padded, device).int(), uploaded(counts, device).int())
+        counts, device = [max(len(path) - 1, 0) for path in paths], self._session.device
+        self._session.commit(packed, uploaded(filled(paths), device).int(), uploaded(counts, device).int())
         self._held = [held + len(path) for held, path in zip(self._held, paths, strict=True)]
         self._session.prefix_lens.copy_(uploaded(self._held, device))
 
 
 @lru_cache(maxsize=1024)
-def _behind(tree: Tree, lag: int) -> Tree:
+def _after(tree: Tree, lag: int) -> Tree:
     """Hangs the tree below a chain of ``lag`` tokens that are not in the cache yet."""
     return Tree([*range(-1, lag), *(parent + lag for parent in tree.parents[1:])]) if lag else tree

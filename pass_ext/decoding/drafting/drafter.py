@@ -25,8 +25,7 @@ from pass_ext.decoding.planning.pace import Pace
 from pass_ext.decoding.planning.step_times import StepTimes, measured_times, step_clock
 from pass_ext.decoding.requests.guides import Guides
 from pass_ext.decoding.sampling import BatchSampling
-from pass_ext.decoding.session.session import Session
-from pass_ext.decoding.session.step_inputs import uploaded
+from pass_ext.decoding.session.session import Session, uploaded
 from pass_ext.ops.common.rules import RULES
 
 DRAFT_MODEL, LOOK_AHEAD, N_GRAM = "draft model", "look-ahead", "n-gram"
@@ -81,7 +80,7 @@ class DraftContext:
 
     @property
     def device(self) -> torch.device:
-        """The target's."""
+        """The target's device."""
         return self.target.table.device
 
     @property
@@ -130,7 +129,7 @@ class DraftContext:
         return draw_children(logits, width, drawing_mode(self.sampling, self.rule), sampling, places, depth, nodes)
 
     def pace(self, times: StepTimes | None = None, tokens: float = 1.0, seconds: float | None = None) -> Pace:
-        """What decides when drafting pauses, for ``Drafter.pace``.
+        """The pace at which drafting pauses, for ``Drafter.pace``.
 
         Args:
             times: seconds of the target's calls by their rows; None: measured, once per model and machine.

@@ -6,8 +6,7 @@ the package is a class in methods.py, a file here with its drafters, and a line 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import singledispatch
 from typing import Any
@@ -19,8 +18,13 @@ from pass_ext.decoding.drafting.candidates import Batch, Candidates, Proposal, S
 from pass_ext.decoding.drafting.drafter import DraftContext, Drafter, DraftingMethod
 from pass_ext.decoding.drafting.from_draft_model import multi_candidate_drafters, speculative_drafters
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
-from pass_ext.decoding.drafting.lookahead.device_rows import ChosenRows, DrafterOnDevice, FixedRows, HostDecides
-from pass_ext.decoding.drafting.lookahead.drafter import lookahead_drafters
+from pass_ext.decoding.drafting.from_slots import (
+    ChosenRows,
+    FixedRows,
+    HostDecides,
+    LookaheadDrafter,
+    lookahead_drafters,
+)
 from pass_ext.decoding.methods import Method, MultiCandidate, NGram, PaSS, Plain, Speculative
 from pass_ext.decoding.requests.grammar import Guide
 from pass_ext.decoding.requests.guides import allowed_nodes, forced_chains
@@ -32,34 +36,30 @@ _MOST_FORCED = 16  # tokens that a grammar forces, in one step of one request
 
 
 class Drafting:
-    """All drafters of one generation."""
+    """All drafters of one generation. Refuses a rule that cannot judge their candidates."""
 
     def __init__(self, method: Method | DraftingMethod, context: DraftContext) -> None:
-        self.drafters = drafters_of(method, context)
+        self.drafters = _make(method, context)
+        context.check_origins(*(drafter.name for drafter in self.drafters))
+        for drafter in self.drafters:
+            if context.is_judged_by_rule and context.rule not in drafter.rules:
+                raise ValueError(
+                    f"generate: rule must be {' or '.join(map(repr, drafter.rules))} for {drafter.name} candidates, got "
+                    f"{context.rule!r}"
+                )
         self.draft_logits: Tensor | None = None
         """``[R, V]``, the logits that the last candidates were drawn from."""
         self.draft_allowed: Tensor | None = None
         """The masks that they were drawn under."""
-        self._needs_draft_logits = context.needs_draft_logits
-        self.max_depth = max((drafter.max_depth for drafter in self.drafters), default=0)
         self._most_forced = _MOST_FORCED if context.guides is not None and getattr(method, "drafts", True) else 0
-        self.max_depth += self._most_forced
-        self.deepest_row = max((drafter.deepest_row for drafter in self.drafters), default=0)
-        self.deepest_row = max(self.deepest_row, self.max_depth)
+        self.max_depth = max((drafter.max_depth for drafter in self.drafters), default=0) + self._most_forced
+        self.deepest_row = max([self.max_depth, *(drafter.deepest_row for drafter in self.drafters)])
         self.prompt_slots = max((drafter.prompt_slots for drafter in self.drafters), default=0)
         # Without candidates nobody would emit a token where the target adds none.
         paces = [drafter.pace for drafter in self.drafters if drafter.pace is not None]
         self.pace = paces[0] if paces and context.target_adds else None
         """When drafting pauses; None: never."""
         self._context = context
-
-    @contextmanager
-    def attached(self) -> Iterator[None]:
-        """The context in which drafters propose."""
-        with ExitStack() as stack:
-            for drafter in self.drafters:
-                stack.enter_context(drafter.attached())
-            yield
 
     def begin(self, session: Session) -> None:
         """Gives all drafters the target's session."""
@@ -75,7 +75,7 @@ class Drafting:
         if not self.drafters:
             return FixedRows(_ROOT)
         drafter = self.drafters[0]
-        if len(self.drafters) > 1 or not isinstance(drafter, DrafterOnDevice):
+        if len(self.drafters) > 1 or not isinstance(drafter, LookaheadDrafter):
             raise HostDecides("candidates do not come from look-ahead slots alone")
         return drafter.device_rows(is_synthetic=is_synthetic)
 
@@ -85,24 +85,21 @@ class Drafting:
         for drafter, proposal in zip(self.drafters, proposals, strict=True):
             _check(drafter, proposal, len(batch.texts))
         # Where the rule needs draft logits, all candidates are of one drafter: check_origins.
-        self.draft_logits = proposals[0].draft_logits if proposals and self._needs_draft_logits else None
+        self.draft_logits = proposals[0].draft_logits if proposals and self._context.needs_draft_logits else None
         self.draft_allowed = proposals[0].draft_allowed if self.draft_logits is not None else None
-        return [
-            StepRows(
-                text[-1], self._guided(b, merged(text[-1], [p.candidates[b] for p in proposals]), batch.remaining[b])
-            )
-            if batch.remaining[b]
-            else None
-            for b, text in enumerate(batch.texts)
-        ]
-
-    def _guided(self, request: int, candidates: Candidates, remaining: int) -> Candidates:
-        guide = None if self._context.guides is None else self._context.guides.of(request)
-        if guide is None:
-            return candidates
-        drawn = self.draft_logits is not None
-        leaves_only = drawn or self._context.chains_only
-        return guided(guide, candidates, remaining - 1, self._most_forced, drawn=drawn, leaves_only=leaves_only)
+        steps: list[StepRows | None] = []
+        for b, text in enumerate(batch.texts):
+            if not batch.remaining[b]:
+                steps.append(None)
+                continue
+            candidates = merged(text[-1], [proposal.candidates[b] for proposal in proposals])
+            guide = None if self._context.guides is None else self._context.guides.of(b)
+            if guide is not None:
+                drawn, levels = self.draft_logits is not None, batch.remaining[b] - 1
+                leaves_only = drawn or self._context.chains_only
+                candidates = guided(guide, candidates, levels, self._most_forced, drawn=drawn, leaves_only=leaves_only)
+            steps.append(StepRows(text[-1], candidates))
+        return steps
 
 
 def merged(root: int, parts: Iterable[Candidates | None]) -> Candidates:
@@ -179,19 +176,6 @@ def _check(drafter: Drafter, proposal: Any, requests: int) -> None:
             f"{type(drafter).__name__}.propose: candidates must be at most max_depth {drafter.max_depth} levels deep, "
             f"got {depth}"
         )
-
-
-def drafters_of(method: Any, context: DraftContext) -> Sequence[Drafter]:
-    """New drafters for one generation; refuses a rule that cannot judge what they propose."""
-    drafters = _make(method, context)
-    context.check_origins(*(drafter.name for drafter in drafters))
-    for drafter in drafters:
-        if context.is_judged_by_rule and context.rule not in drafter.rules:
-            raise ValueError(
-                f"generate: rule must be {' or '.join(map(repr, drafter.rules))} for {drafter.name} candidates, got "
-                f"{context.rule!r}"
-            )
-    return drafters
 
 
 @singledispatch

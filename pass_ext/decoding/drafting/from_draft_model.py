@@ -27,15 +27,14 @@ from pass_ext.decoding.drafting.candidates import (
 from pass_ext.decoding.drafting.draft_calls import DraftCalls
 from pass_ext.decoding.drafting.drafter import DRAFT_MODEL, LOOK_AHEAD, N_GRAM, DraftContext, Drafter
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
-from pass_ext.decoding.drafting.lookahead.drafter import lookahead_drafter
+from pass_ext.decoding.drafting.from_slots import lookahead_drafter
 from pass_ext.decoding.methods import MultiCandidate, Speculative
 from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.vocabulary import check_pair
 from pass_ext.decoding.planning.pace import Pace
 from pass_ext.decoding.planning.plan import call_times, draft_plan
-from pass_ext.decoding.session.session import Session
-from pass_ext.decoding.session.step_inputs import uploaded
+from pass_ext.decoding.session.session import Session, uploaded
 from pass_ext.modules.decision import DraftLevel
 from pass_ext.tree import Tree
 
@@ -44,12 +43,9 @@ _WITH_REPLACEMENT = tuple(name for name, rule in DECODING_RULES.items() if rule.
 
 
 class ModelDrafter(Drafter):
-    """Fills a tree with the tokens of a draft model.
+    """Fills a tree, numbered level by level, with the tokens of a draft model.
 
     Args:
-        draft: the draft model.
-        tree: the largest tree, numbered level by level.
-        context: the generation.
         decision: see ``pass_ext.modules.decision``; None: all levels.
         pace: if the tree was planned from the times of calls.
     """
@@ -85,15 +81,8 @@ class ModelDrafter(Drafter):
 
     def begin(self, session: Session) -> None:
         """Allocates the draft's caches, or shares the target's."""
-        self._calls = DraftCalls(
-            self._draft,
-            session,
-            self.tree.max_depth,
-            self._context.target.table.shape[0],
-            self._texts,
-            graphs=self._context.graphs and not self._needs_hidden,
-            keep_hidden=self._needs_hidden,
-        )
+        options = dict(graphs=self._context.graphs, keep_hidden=self._needs_hidden)
+        self._calls = DraftCalls(self._draft, session, self.tree.max_depth, self._texts, **options)
 
     def propose(self, batch: Batch) -> Proposal:
         if self._context.target_adds:
@@ -117,6 +106,7 @@ class ModelDrafter(Drafter):
         draft_rows = [[-1] * nodes for _ in depths]
         drawn_from: list[Tensor] = []
         drawn_under: list[Tensor] = []
+        drawn_rows = 0
         guides = self._context.guides
         places = uploaded([len(text) - 1 for text in self._texts], self._device)
         begin = 0
@@ -141,10 +131,9 @@ class ModelDrafter(Drafter):
             )
             tokens[at[:, None, None], level.children] = drawn.view(len(going), -1, width)
             if self._context.needs_draft_logits:
-                before = sum(len(rows) for rows in drawn_from)
-                for place, b in enumerate(going):
-                    for i, parent in enumerate(level.numbers):
-                        draft_rows[b][parent] = before + place * len(level.numbers) + i
+                for b in going:
+                    for parent in level.numbers:
+                        draft_rows[b][parent], drawn_rows = drawn_rows, drawn_rows + 1
                 drawn_from.append(logits)
                 drawn_under += [] if allowed is None else [allowed]
             if self._decision is not None and depth + 1 < self.tree.max_depth:

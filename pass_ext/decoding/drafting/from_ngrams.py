@@ -23,17 +23,10 @@ _MOST_PLACES = 32
 
 
 class NGramIndex:
-    """The places of every n-gram of one growing text.
+    """The places of every n-gram of one growing text, from the longest to the shortest ones."""
 
-    Args:
-        longest, shortest: lengths of the n-grams, longest first.
-    """
-
-    def __init__(self, longest: int = 4, shortest: int = 1) -> None:
-        if not 1 <= shortest <= longest:
-            raise ValueError(f"n-grams must have 1 <= shortest <= longest, got shortest {shortest}, longest {longest}")
-        self.longest = longest
-        self.shortest = shortest
+    def __init__(self, longest: int, shortest: int) -> None:
+        self._longest, self._shortest = longest, shortest
         self._text: list[int] = []
         self._places: dict[tuple[int, ...], list[int]] = {}  # of the last token of each n-gram
 
@@ -49,7 +42,7 @@ class NGramIndex:
 
     def _ngrams(self) -> Iterator[tuple[int, ...]]:
         """Those that the text ends in, longest first."""
-        for n in range(min(self.longest, len(self._text)), self.shortest - 1, -1):
+        for n in range(min(self._longest, len(self._text)), self._shortest - 1, -1):
             yield tuple(self._text[-n:])
 
     def proposals(
@@ -84,17 +77,11 @@ class NGramIndex:
 
 
 class NGramDrafter(Drafter):
-    """Proposes continuations from each request's own text.
-
-    Args:
-        method: the settings.
-        requests: the number of requests.
-        guides: the grammars of the texts; None: none has one.
-    """
+    """Proposes continuations from each request's own text, and from the corpus."""
 
     name = N_GRAM
 
-    def __init__(self, method: NGram, requests: int, guides: Guides | None = None) -> None:
+    def __init__(self, method: NGram, requests: int, guides: Guides | None) -> None:
         self.max_depth = method.tokens
         self._method = method
         self._guides = [None if guides is None else guides.of(request) for request in range(requests)]

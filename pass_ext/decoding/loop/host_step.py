@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from pass_ext.decoding.accept import AcceptFunction, JudgedRows
@@ -21,11 +20,10 @@ from pass_ext.decoding.drafting.drafting import Drafting
 from pass_ext.decoding.loop.loop import Step
 from pass_ext.decoding.loop.scores import Scores
 from pass_ext.decoding.loop.texts import Report, Texts
-from pass_ext.decoding.profiling import profiled
 from pass_ext.decoding.requests.processors import Processor, processed
 from pass_ext.decoding.session.reading import read_prompts
-from pass_ext.decoding.session.session import Session
-from pass_ext.decoding.session.step_inputs import TreePacks
+from pass_ext.decoding.session.session import Session, uploaded
+from pass_ext.decoding.stats import profiled
 from pass_ext.ops.accept import AcceptResult
 from pass_ext.tree import Tree
 
@@ -45,16 +43,7 @@ class _Done(NamedTuple):
 
 
 class HostStep(Step):
-    """The step of a batch.
-
-    Args:
-        context: model and sampling.
-        drafting: proposes the candidates.
-        session: opened.
-        accept: judges them.
-        processors: logits processors.
-        scores: collects log probabilities; None: nobody wants them.
-    """
+    """The step of a batch. scores: collects log probabilities; None: nobody wants them."""
 
     def __init__(
         self,
@@ -63,11 +52,10 @@ class HostStep(Step):
         session: Session,
         accept: AcceptFunction,
         processors: Sequence[Processor],
-        scores: Scores | None = None,
+        scores: Scores | None,
     ) -> None:
         self._context, self._drafting, self._session, self._scores = context, drafting, session, scores
         self._sampling, self._function, self._processors = context.sampling, accept, processors
-        self._packs = TreePacks(context.device)
         self._shards = context.target.logit_shards
         if self._shards is not None:
             self._shards.share(self._sampling.seeds)
@@ -97,7 +85,7 @@ class HostStep(Step):
             logits = self._verify(steps)
         result = self._accept(steps, logits)
         with profiled("commit"):
-            self._session.commit(self._packs(_trees(steps)), result.path, result.num_accepted)
+            self._session.commit(self._session.packed(_trees(steps)), result.path, result.num_accepted)
 
     def read(self) -> list[Report]:
         steps, result = self._done.steps, self._done.result
@@ -124,17 +112,15 @@ class HostStep(Step):
 
     def _verify(self, steps: Steps) -> Tensor:
         """``[N, V]``, the target's logits of all rows."""
-        ids = [token for step in steps if step is not None for token in step.ids]
+        ids = [token for step in steps if step for token in step.ids]
         self.rows = len(ids)
-        logits = self._session.call(self._packs(_trees(steps)), self._on_device(ids), may_hold_slots=min(ids) < 0)
+        logits = self._session.call(self._session.packed(_trees(steps)), uploaded(ids, self._session.device))
         return self._usable(logits)
 
     def _usable(self, logits: Tensor) -> Tensor:
         """The logits, with the columns of all ranks where something reads whole rows."""
         reads_rows = self._processors or self._scores or self._context.guides is not None or not self._function.by_ops
-        if self._shards is not None and reads_rows:
-            return self._shards.whole(logits)
-        return logits
+        return self._shards.whole(logits) if self._shards is not None and reads_rows else logits
 
     def _accept(self, steps: Steps, logits: Tensor) -> AcceptResult:
         drawn_from = logits
@@ -148,15 +134,16 @@ class HostStep(Step):
         return result
 
     def _judged(self, steps: Steps, logits: Tensor) -> AcceptResult:
-        trees, needs_draft_logits = _trees(steps), self._context.needs_draft_logits
+        trees, needs_draft_logits, device = _trees(steps), self._context.needs_draft_logits, self._session.device
         tokens = [token for step in steps if step for token in step.accept_tokens]
         draft_rows = [row for step in steps if step for row in step.accept_draft_rows]
         # A rule that divides by the drafts' distribution cannot judge look-ahead rows: they have none.
         if needs_draft_logits:
-            nodes = [row for row, is_node in enumerate(_are_nodes(steps)) if is_node]
+            slots = [slot for step in steps if step for slot in step.tree.slots]
+            nodes = [row for row, slot in enumerate(slots) if slot < 0]
             trees = [step.candidates.tree if step else None for step in steps]
             tokens, draft_rows = [tokens[row] for row in nodes], [draft_rows[row] for row in nodes]
-            logits = logits[: len(nodes)] if nodes[-1] == len(nodes) - 1 else logits[self._on_device(nodes)]
+            logits = logits[: len(nodes)] if nodes[-1] == len(nodes) - 1 else logits[uploaded(nodes, device)]
         options: dict[str, Any] = {} if self._scores is None else dict(self._scores.options)
         guides, draft_logits = self._context.guides, self._drafting.draft_logits
         if guides is not None:
@@ -165,25 +152,18 @@ class HostStep(Step):
             options["draft_allowed"] = self._drafting.draft_allowed
         rows = JudgedRows(
             logits,
-            self._on_device(tokens),
-            self._packs(trees),
+            uploaded(tokens, device),
+            self._session.packed(trees),
             max(step.candidates.tree.max_depth for step in steps if step),
-            self._on_device([len(text) for text in self._texts.tokens]),
+            uploaded([len(text) for text in self._texts.tokens], device),
             self._sampling,
             draft_logits,
-            None if draft_logits is None else self._on_device(draft_rows).int(),
+            None if draft_logits is None else uploaded(draft_rows, device).int(),
             self._shards,
             options,
         )
         return self._function.accept(rows)
 
-    def _on_device(self, numbers: Sequence[Any]) -> Tensor:
-        return torch.tensor(numbers, device=self._session.device)
-
 
 def _trees(steps: Steps) -> list[Tree | None]:
     return [step.tree if step else None for step in steps]
-
-
-def _are_nodes(steps: Steps) -> list[bool]:
-    return [slot < 0 for step in steps if step is not None for slot in step.tree.slots]

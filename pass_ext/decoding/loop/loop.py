@@ -6,8 +6,8 @@
 With lag 1 the host begins a step before it has read the one before, so a GPU never waits for it. The texts are the same. A text
 that ends on the host (an end token, a stopping criterion) is written on for a step, whose tokens are thrown away.
 
-A step drafts, verifies, accepts and commits. host_step.py: the host drafts, once it has read the step before. fixed_step.py,
-chosen_step.py: the device makes the rows.
+A step drafts, verifies, accepts and commits. host_step.py: the host drafts, once it has read the step before. device_step.py:
+the device makes the rows.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Step(ABC):
         """Waits for the oldest step that was not read, the prompts' first."""
 
     def follow(self, gained: Sequence[int]) -> None:
-        """Learns what the texts have taken of the step just read. gained: tokens of each text."""
+        """Learns how many tokens each text has taken of the step just read."""
         return
 
     def price_by(self, pace: Pace, requests: int) -> None:
-        """Learns what rows cost so many requests."""
+        """Learns the price of rows for so many requests."""
         return
 
 
@@ -57,10 +57,8 @@ class Loop:
     """The loop of one generation.
 
     Args:
-        step: of the batch.
-        texts: of the requests.
         pace: when drafting pauses, which takes a lag of 0; None: never.
-        lag: steps that the host may be late, 0 or more.
+        lag: steps that the host may be late.
     """
 
     def __init__(self, step: Step, texts: Texts, pace: Pace | None, lag: int) -> None:

@@ -19,18 +19,17 @@ from pass_ext.ops.accept import MAX_TOP_LOGPROBS, AcceptResult, TokenLogprobs, a
 
 
 class Scores:
-    """Collects the log probabilities of a generation's new tokens. Everything stays on the device.
+    """Collects the log probabilities of a generation's new tokens, each with ``count`` alternatives. Everything stays on the
+    device.
 
-    Args:
-        count: the alternatives of each token.
-        sampling: of the batch.
-        from_accept: True: the accept step's own log probabilities are of the model's logits. False: logits processors change
-            them before it, or it has none.
+    from_accept: True: the accept step's own log probabilities are of the model's logits. False: logits processors change them
+    before it, or it has none.
     """
 
     def __init__(self, count: int, sampling: BatchSampling, *, from_accept: bool) -> None:
         self._count, self._sampling = count, sampling
-        self._options = {"return_logprobs": True, "top_logprobs": count} if from_accept else {}
+        self.options: dict[str, Any] = {"return_logprobs": True, "top_logprobs": count} if from_accept else {}
+        """The keywords that ask ``accept_tree`` for log probabilities."""
         self._owners: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
 
@@ -44,7 +43,7 @@ class Scores:
         has_processors: bool,
         has_grammar: bool,
     ) -> Scores | None:
-        """The scores that a caller asks for; None: none."""
+        """The scores that are asked for; None: none."""
         if logprobs is None:
             return None
         whole_number("generate: logprobs, if not None,", logprobs, 0, MAX_TOP_LOGPROBS)
@@ -55,11 +54,6 @@ class Scores:
             )
         return cls(logprobs, sampling, from_accept=accept.by_ops and not has_processors)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The keywords that ask ``accept_tree`` for log probabilities."""
-        return self._options
-
     def add(
         self,
         steps: Sequence[StepRows | None],
@@ -68,13 +62,8 @@ class Scores:
         result: AcceptResult,
         gained: Sequence[int],
     ) -> None:
-        """Adds a step.
-
-        Args:
-            logits: ``[N, V]``, the model's, of the rows of ``steps``.
-            drawn_from: the same after the logits processors.
-            gained: the tokens that each text has gained of those emitted.
-        """
+        """Adds a step with its logits ``[N, V]`` before and after the logits processors, and the number of emitted tokens that
+        each text has gained."""
         places = [(b, j) for b, count in enumerate(gained) for j in range(count)]
         if not places:
             return
@@ -82,7 +71,7 @@ class Scores:
         owners, depths = (torch.tensor(numbers, device=logits.device) for numbers in zip(*places, strict=True))
         rows = sizes.cumsum(0)[owners] + result.path[owners, depths]
         self._owners += [b for b, _ in places]
-        if self._options and result.logprobs is not None:
+        if self.options and result.logprobs is not None:
             self._logprobs.append(TokenLogprobs(*(part[owners, depths] for part in result.logprobs)))
         else:
             sampling = self._sampling.of_requests(owners)

@@ -1,12 +1,7 @@
-"""``Texts``: the texts of a batch on the host. It extends them by the tokens of each step, ends them, feeds streamer and
-stopping criteria, and counts what was accepted.
+"""``Texts``: the texts of a batch on the host, which it extends by the tokens of each step and ends.
 
-``Listener``: feeds new tokens to the streamer and asks the stopping criteria.
-
-``Reports``: a device's reports on their way to the host, which reads them later without a wait for newer work.
-
-On CUDA a report is copied to pinned memory after the work that wrote it, and an event marks that it has arrived. On the
-CPU, with one report at a time, there is no copy: it is read before the next step writes.
+``Listener``: the streamer and the stopping criteria. ``Reports``: a device's reports on their way to the host, which reads them
+later without a wait for newer work.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from pass_ext.ops.accept import STATUS
 
 
 class Report(NamedTuple):
-    """What a step gave one request."""
+    """The result of a step for one request."""
 
     accepted: int
     """How many drafted tokens were accepted; -1: the request was at its end."""
@@ -44,7 +39,6 @@ class Texts:
         tokens: of each request, the prompt first. The lists grow.
         max_new_tokens: the most new tokens of each text.
         ends: tokens that end a text.
-        listener: streamer and stopping criteria.
         max_accepted: the most tokens that one step can accept.
         guides: the grammars of the texts; None: none has one.
     """
@@ -60,7 +54,7 @@ class Texts:
     ) -> None:
         self.tokens = tokens
         self.limits = [len(text) + max_new_tokens for text in tokens]
-        self.remaining = [max_new_tokens for _ in tokens]
+        self.remaining = [max_new_tokens] * len(tokens)
         """Tokens that each request still has to write; 0: it has ended."""
         self.counts = AcceptanceCounts(max(1, max_accepted))
         self._ends, self._listener, self._guides = ends, listener, guides
@@ -93,9 +87,8 @@ class Texts:
         new = new[:allowed]
         count, stopped = self._listener.feed(request, text, new, accepted)
         text += new[:count]
-        self.remaining[request] = (
-            self.limits[request] - len(text) if end is None and not stopped and not finished else 0
-        )
+        has_ended = end is not None or stopped or finished
+        self.remaining[request] = 0 if has_ended else self.limits[request] - len(text)
         self.counts.add(min(accepted, count), drafted)
         return count
 
@@ -157,11 +150,12 @@ class Listener:
 
 
 class Reports:
-    """Reports in the order of their steps.
+    """Reports in the order of their steps. On CUDA a report is copied to pinned memory after the work that wrote it, and an
+    event marks that it has arrived. On the CPU, with one at a time, there is no copy: it is read before the next step writes.
 
     Args:
         report: the buffer that each step overwrites.
-        most: how many may be on their way at once. If 1, each must be read before the next step.
+        most: how many may be on their way at once.
     """
 
     def __init__(self, report: Tensor, most: int) -> None:

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.arguments import instance
+from pass_ext.decoding.arguments import instance, whole_number
 from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.models.packed import Adapted
-from pass_ext.decoding.planning.plan import checked_count
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.files import HitRates
 from pass_ext.ops.draft import draft_sample
@@ -40,15 +39,15 @@ def calibrate(
     Args:
         model: the target, as ``generate`` takes it.
         draft_model: as ``model``. The vocabularies may differ by padding: tokens that the target lacks are no candidates.
-        texts: tokens that the target wrote itself (greedy), with their prompts. A path ends behind a token that the target
+        texts: tokens that the target wrote itself (greedy), with their prompts. A path ends after a token that the target
             would not have written.
         ranks: how many of the draft's candidates count, the most probable first.
         levels: how many tokens ahead.
         prompt_lengths: how many tokens of each text are its prompt: steps begin at the prompt's last token. None: 1 for every
             text.
     """
-    checked_count("ranks", ranks)
-    checked_count("levels", levels)
+    whole_number("ranks", ranks)
+    whole_number("levels", levels)
     target, draft = packed_model(model), packed_model(draft_model)
     prompts = _checked(texts, prompt_lengths, min(target.table.shape[0], draft.table.shape[0]))
     right = _map_rows(target, texts, lambda logits, text, rows: logits.argmax(-1).cpu())

@@ -1,11 +1,11 @@
-"""Every number that decides how many rows a step has, and why it is what it is."""
+"""Every number that decides how many rows a step has, and its reason."""
 
-# ---- what a step takes (step_times.py) ----
+# ---- the seconds of a step (step_times.py) ----
 
 REMEMBERED = 8
 """Steps of a kind whose median counts: two slow ones among them change nothing."""
 REMEMBERED_OF_ROWS = 3
-"""The same for one number of rows, beside what all steps say: calls take no straight line between the measured numbers."""
+"""The same for one number of rows, beside all steps: times are no straight line between the measured numbers."""
 FEWEST_DRAFTED = 4
 """Drafted steps that tell something, where plain ones are known: the first ones are slow, for memory is allocated."""
 OLDEST = 20.0
@@ -21,19 +21,19 @@ drafts cost 5 %."""
 UNCOMPARED = 2
 """Drafted steps before a plain one is timed, where none was lately: without it nothing tells what drafting gains."""
 
-# ---- what a row costs (pace.py) ----
+# ---- the price of a row (pace.py) ----
 
 PLANNED_STEPS = 16
 """Steps that the plan's tokens per second count for, before a text has shown its own."""
 KEPT = 0.97
-"""Of the tokens and seconds so far, at each step: the last 30 or so say how fast the text is."""
+"""Share of the tokens and seconds so far that each step keeps: the last 30 or so say how fast the text is."""
 PRICED_EVERY = 8
 """Steps between two prices: computing them takes the host longer than they change."""
 
 # ---- which rows there are (drafting) ----
 
 MOST_ROWS = 32
-"""Of a request where rows have a price; more never paid on a CPU."""
+"""Rows of a request where they have a price; more never paid on a CPU."""
 FEWEST_CHOSEN = 5
 """Rows below which all places take nearly the same, so that the plan's are as good."""
 
@@ -42,4 +42,4 @@ FEWEST_CHOSEN = 5
 ASSUMED_RATE, ASSUMED_FALL = 0.35, 0.5
 """Hit rate of the best candidate where nothing was counted, and of each further rank against the one before."""
 MOST_PLANNED_ROWS = 64
-"""Of a draft model's tree: the most that step times are measured at."""
+"""Rows of a draft model's tree: the most that step times are measured at."""

@@ -1,11 +1,11 @@
-"""``Pace``: whether the next step of a batch drafts, and what its rows cost.
+"""``Pace``: whether the next step of a batch drafts, and the price of its rows.
 
     lost    seconds of a drafted step / those of a plain one - its tokens / those of a plain one; gains only make good losses
     pause   once 3 plain steps are lost: 48 plain steps, and twice as many after each trial in a row that lost
     price   of n rows of each request: their seconds, in tokens at the speed of the last steps
 
 So drafts that are never right cost 5 % of a text of 256 tokens. Where no plain step was timed lately, one stands between
-drafted ones: it tells what they are compared with.
+drafted ones, for comparison.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Pace:
         return not self._left and (self._drafted < UNCOMPARED or self.clock.knows_plain)
 
     def add(self, rows: int, requests: int, tokens: int, seconds: float, *, may_draft: bool) -> None:
-        """Counts a step: the rows and tokens of so many requests together. may_draft: False: nothing was drafted, though rows
-        may hold what a grammar forces."""
+        """Counts a step: the rows and tokens of so many requests together. may_draft: False: nothing was drafted, though
+        rows may hold tokens that a grammar forces."""
         is_plain = rows == requests or not may_draft
         self.clock.add(rows, seconds, is_plain=is_plain)
         self._steps += 1

@@ -8,8 +8,6 @@
 
 Row times are those of all requests together. A draft model has a call for each level, on the rows of the levels above. For each
 depth the tree grows best first, by reach; groups go to the nodes that are most likely to be the last accepted ones.
-
-``plan`` is ``pass_ext.drafting.plan``.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from functools import cache, lru_cache, singledispatch
 from itertools import accumulate
 from typing import Any
 
+from pass_ext.decoding.arguments import whole_number
 from pass_ext.decoding.methods import MAX_DRAFT_LEVELS, MultiCandidate, PaSS, Speculative
 from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.models.packed import Adapted
@@ -31,7 +30,7 @@ from pass_ext.decoding.planning.step_times import StepTimes, measured_times
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.tree import MAX_TREE_NODES, Tree
 
-HitRates = Sequence[Sequence[float]]
+Rates = Sequence[Sequence[float]]
 """``rates[i][r]``: P(the candidate of rank r at depth i + 1 is right | the path to its parent is right)."""
 StepTime = Callable[[int], float]
 """Seconds of one model call at a number of rows."""
@@ -45,7 +44,7 @@ class Plan:
     """The shape of a step, with the expected tokens and speed. Child k of a node is the candidate of rank k."""
 
     tree: Tree
-    """The nodes, and behind them their groups of look-ahead slots. A draft model's nodes are numbered level by level."""
+    """The nodes, and after them their groups of look-ahead slots. A draft model's nodes are numbered level by level."""
     slots: int
     """Look-ahead slots of one group, in full steps and in probes; 0: a draft model's, or plain decoding."""
     reach: tuple[float, ...] = field(repr=False)
@@ -77,9 +76,9 @@ class Plan:
         return {node: size for node, size in sizes.items() if size}
 
     @property
-    def last(self) -> tuple[float, ...]:
+    def last(self) -> list[float]:
         """For each node, P(it is the last accepted one)."""
-        return tuple(_last_of(self.tree.parents[: self.tree.num_nodes], self.reach))
+        return _last_of(self.tree.parents[: self.tree.num_nodes], self.reach)
 
     @property
     def accepted(self) -> float:
@@ -97,8 +96,8 @@ class Plan:
         """True without candidates: nothing beats plain decoding."""
         return len(self.tree) == 1
 
-    def describe(self) -> str:
-        """The plan as text: costs and expectations of a step, then the tree with the rank and probabilities of each node."""
+    def __str__(self) -> str:
+        """Costs and expectations of a step, then the tree with the rank and probabilities of each node."""
         if self.is_plain:
             return "plain decoding: no plan is expected to be faster"
         gain = "" if self.speedup is None else f", {self.speedup:.2f}x plain decoding"
@@ -112,9 +111,6 @@ class Plan:
             calls = f"{_counted(len(self.draft_rows), 'call')} on {on} {'row' if on == '1' else 'rows'}"
             lines = [f"{self.rows} rows, drafted by {calls}", expected]
         return "\n".join([*lines, *self._table()])
-
-    def __str__(self) -> str:
-        return self.describe()
 
     def _table(self) -> Iterator[str]:
         """A line for each node: its place in the tree, rank, probabilities and number of look-ahead slots."""
@@ -134,7 +130,7 @@ class Costs:
         target: seconds of one call of the target by its rows; None: every call costs the same.
         draft: the same of a draft model; None: look-ahead slots draft.
         requests: how many are decoded together; times are read at this many times the rows.
-        passes: 1: groups of slots behind candidates where they pay. 2: no groups, probes and full steps alternate.
+        passes: 1: groups of slots after candidates where they pay. 2: no groups, probes and full steps alternate.
     """
 
     def __init__(
@@ -142,14 +138,14 @@ class Costs:
     ) -> None:
         if passes not in (1, 2):
             raise ValueError(f"passes must be 1 or 2, got {passes!r}")
-        checked_count("requests", requests)
+        whole_number("requests", requests)
         self.are_measured, self.has_draft, self.passes = target is not None, draft is not None, passes
         name = "step_time" if draft is None else "target_time"
         self.target = _times(name, target or (lambda rows: 1.0), requests)
         self._draft = None if draft is None else _times("draft_time", draft, requests)
 
     def seconds(self, levels: Sequence[int], slots: int, groups: int, miss: float) -> float:
-        """Seconds of a full step, and of the probe behind it as often as there is one.
+        """Seconds of a full step, and of the probe after it as often as there is one.
 
         Args:
             levels: nodes of each depth, the root's first.
@@ -174,16 +170,13 @@ class Costs:
             yield groups, miss
 
 
-def plan_step(hit_rates: HitRates, rows: int, costs: Costs) -> Plan:
-    """Returns the step that is expected to give the most tokens per second; ``Plan.plain`` where nothing is expected to be
-    faster.
+def plan_step(hit_rates: Rates, rows: int, costs: Costs) -> Plan:
+    """The step that is expected to give the most tokens per second; ``Plan.plain`` where nothing is expected to be faster.
 
-    Args:
-        hit_rates: ``rates[i][r]`` for depth i + 1 and rank r; of look-ahead slots one row for each.
-        rows: the most rows of the target's call, per request.
-        costs: of the calls.
+    rows: the most rows of the target's call, per request.
     """
-    rates, rows = checked_rates(hit_rates), min(checked_count("rows", rows), MAX_TREE_NODES)
+    whole_number("rows", rows)
+    rates, rows = checked_rates(hit_rates), min(rows, MAX_TREE_NODES)
     best, shape = 1 / costs.target(1), None  # depth limit, nodes, groups
     for depth in range(1, min(len(rates), rows - 1) + 1):
         parents, reach, depths = _best_first(rates, depth, rows)
@@ -204,17 +197,11 @@ def plan_step(hit_rates: HitRates, rows: int, costs: Costs) -> Plan:
     return _promised(_with_groups(Tree(parents), reach, depth, groups), rates, 0 if costs.has_draft else depth, costs)
 
 
-def plan_of_tree(tree: Tree, hit_rates: HitRates, costs: Costs, *, slots: int = 0, rows: int | None = None) -> Plan:
-    """The plan of a given tree.
+def plan_of_tree(tree: Tree, hit_rates: Rates, costs: Costs, *, slots: int = 0, rows: int | None = None) -> Plan:
+    """The plan of a given tree, at most ``slots`` levels deep where look-ahead slots draft.
 
-    Of look-ahead slots: groups that ``tree.with_lookahead`` added stay; they must be of one size. A tree without groups gets as
-    many as pay within ``rows``, on the nodes most likely to be the last accepted one; none with two passes.
-
-    Args:
-        tree: the candidates, at most ``slots`` levels deep where slots draft.
-        hit_rates, costs: as for ``plan_step``.
-        slots: the number of trained look-ahead slots; 0: a draft model drafts.
-        rows: the most rows; None: 1,024.
+    Groups of slots in the tree stay; they must be of one size. A tree without groups gets as many as pay within ``rows`` (None:
+    1,024), on the nodes most likely to be the last accepted one; none with two passes.
     """
     rates = checked_rates(hit_rates)
     if costs.has_draft:
@@ -223,7 +210,8 @@ def plan_of_tree(tree: Tree, hit_rates: HitRates, costs: Costs, *, slots: int = 
         raise ValueError(
             f"tree must have a depth of 1 to {slots}, the trained look-ahead slots; it has {tree.max_depth}"
         )
-    most = MAX_TREE_NODES if rows is None else checked_count("rows", rows)
+    most = MAX_TREE_NODES if rows is None else rows
+    whole_number("rows", most)
     if len(tree) > most:
         raise ValueError(f"tree has {len(tree)} rows, look-ahead slots included; rows allows {most}")
     if tree.has_lookahead:
@@ -272,7 +260,7 @@ def _with_groups(tree: Tree, reach: Sequence[float], slots: int, groups: int) ->
     return tree.with_lookahead(dict.fromkeys(order[:groups], slots)) if groups else tree
 
 
-def _promised(tree: Tree, rates: Sequence[Sequence[float]], slots: int, costs: Costs) -> Plan:
+def _promised(tree: Tree, rates: Rates, slots: int, costs: Costs) -> Plan:
     if costs.has_draft:
         tree, _ = tree.breadth_first()
     shape = Plan(tree, slots, tuple(_reach_of(tree, rates)), 0.0, None)
@@ -283,7 +271,7 @@ def _promised(tree: Tree, rates: Sequence[Sequence[float]], slots: int, costs: C
     return Plan(tree, slots, shape.reach, tokens / (1 + miss), speedup)
 
 
-def _reach_of(tree: Tree, rates: Sequence[Sequence[float]]) -> list[float]:
+def _reach_of(tree: Tree, rates: Rates) -> list[float]:
     reach = [1.0] * tree.num_nodes
     for node in range(tree.num_nodes):
         level = rates[tree.depths[node]] if tree.depths[node] < len(rates) else []
@@ -329,11 +317,11 @@ def _times(name: str, step_time: StepTime, requests: int) -> StepTime:
 
 
 def assumed_hit_rates(levels: int, ranks: int) -> list[list[float]]:
-    """Assumed hit rates where nothing was counted: 0.35 for each level's best candidate, half as much for each further rank."""
+    """Hit rates where nothing was counted."""
     return [[ASSUMED_RATE * ASSUMED_FALL**rank for rank in range(ranks)] for _ in range(levels)]
 
 
-def checked_rates(hit_rates: HitRates) -> list[list[float]]:
+def checked_rates(hit_rates: Rates) -> list[list[float]]:
     """The rates as lists of floats; refuses rows that are not probabilities of exclusive events."""
     rates = [[float(rate) for rate in level] for level in hit_rates]
     for depth, level in enumerate(rates, 1):
@@ -342,13 +330,6 @@ def checked_rates(hit_rates: HitRates) -> list[list[float]]:
                 f"hit_rates must be probabilities that sum to at most 1 for each depth, got {level} for depth {depth}"
             )
     return rates
-
-
-def checked_count(name: str, value: int) -> int:
-    """Returns the value; refuses anything but a whole number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}")
-    return value
 
 
 def _counted(number: int, word: str) -> str:
@@ -373,8 +354,7 @@ def plan(
         temperature: of the texts. ``PaSS`` knows how often slots are right in greedy texts, temperature 0, and in others; draft
             models' hit rates are those that were counted.
     """
-    if isinstance(requests, bool) or not isinstance(requests, int) or requests < 1:
-        raise ValueError(f"plan: requests must be a whole number, 1 or more, got {requests!r}")
+    whole_number("plan: requests", requests)
     if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
         raise ValueError(f"plan: temperature must be a number, 0 or more, got {temperature!r}")
     return _plan(method, model, requests, temperature)
@@ -405,16 +385,15 @@ def _(method: Speculative | MultiCandidate, model: Any, requests: int, temperatu
 def pass_plan(
     method: PaSS, model: Adapted, requests: int, *, greedy: bool, graphs: bool = False
 ) -> tuple[Plan, StepTimes | None]:
-    """Returns the plan, and the step times behind it if ``rows`` is "auto". greedy: True if all texts have temperature 0.
-    graphs: True if calls will be CUDA graphs."""
+    """The plan, and its step times if ``rows`` is "auto". greedy: all texts have temperature 0. graphs: calls will be
+    CUDA graphs."""
     slots = method.num_slots
     rates = slot_hit_rates(method.lookahead, slots, _ASSUMED_RANKS, greedy=greedy)
     times = measured_times(model, graphs=graphs, lookahead=method.lookahead) if method.rows == "auto" else None
-    known = tuple(map(tuple, rates))
-    return _pass_plan(known, times, slots, method.tree, method.rows, method.passes, requests), times
+    return _pass_plan(tuple(map(tuple, rates)), times, slots, method.tree, method.rows, method.passes, requests), times
 
 
-def slot_hit_rates(lookahead: LookaheadEmbedding, slots: int, ranks: int, *, greedy: bool) -> HitRates:
+def slot_hit_rates(lookahead: LookaheadEmbedding, slots: int, ranks: int, *, greedy: bool) -> Rates:
     """The calibrated rates of the first slots, for greedy texts their own where the file has them; without calibration a guess
     with so many ranks."""
     calibrated = (lookahead.greedy_hit_rates if greedy else None) or lookahead.hit_rates
@@ -450,7 +429,7 @@ def draft_plan(
     graphs: bool = False,
     chain: bool = False,
 ) -> Plan:
-    """Plans the tree that is expected to be fastest for these models on this machine. chain: only chains are allowed."""
+    """The tree that is expected to be fastest for these models on this machine. chain: only chains are allowed."""
     known = method.hit_rates or getattr(method.draft_model, "hit_rates", None)
     rates = known or assumed_hit_rates(_ASSUMED_LEVELS, _ASSUMED_DRAFTS)
     times, draft_times = call_times(target, draft, graphs=graphs)
@@ -461,6 +440,6 @@ def draft_plan(
 
 
 def call_times(target: Adapted, draft: Adapted, *, graphs: bool = False) -> tuple[StepTimes, StepTimes]:
-    """Step times of the target and of the draft, measured once. Calls of an early-exit draft are never CUDA graphs."""
+    """Step times of both models. Calls of an early-exit draft are never CUDA graphs."""
     has_caches = draft.shared_model is not unwrapped(target.model)
     return measured_times(target, graphs=graphs), measured_times(draft, graphs=graphs and has_caches)

@@ -53,19 +53,13 @@ _FORMAT = 3
 _PREFIX = 256  # tokens of text before the measured rows
 
 _times: dict[tuple[Any, ...], StepTimes] = {}
-"""Times by model, device, threads, and whether calls are CUDA graphs."""
+"""Times by model, device, threads, and kind of calls."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one call at some numbers of rows.
-
-    A number of rows that took longer than a larger number gets the larger number's time, because disturbances only add time.
-
-    Args:
-        rows: ascending, two or more.
-        seconds: one for each number of rows.
-    """
+    """Seconds of one call at two or more ascending numbers of rows. A number that took longer than a larger one gets the larger
+    one's time, because disturbances only add time."""
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -97,11 +91,7 @@ class StepTimes:
 
 
 class StepClock:
-    """Seconds of steps.
-
-    Args:
-        table: the measured seconds of calls by their rows.
-    """
+    """Seconds of steps. table: the measured seconds of calls by their rows."""
 
     def __init__(self, table: StepTimes) -> None:
         self.table = table
@@ -139,8 +129,8 @@ class StepClock:
 
 @lru_cache(maxsize=64)
 def step_clock(table: StepTimes, tokens: int) -> StepClock:
-    """The clock of texts of about so many tokens, a power of two: attention takes longer behind a long text. The same object
-    until it was not used for long, so a generation begins with what the one before has seen."""
+    """The clock of texts of about so many tokens, a power of two: attention takes longer after a long text. The same object
+    until it was not used for long, so a generation begins with the steps of the one before."""
     return StepClock(table)
 
 
@@ -150,27 +140,28 @@ def _lately(samples: deque[tuple[float, float]]) -> list[float]:
 
 
 def measured_times(model: Adapted, *, graphs: bool = False, lookahead: LookaheadEmbedding | None = None) -> StepTimes:
-    """Seconds of a call by its rows, behind a short prefix; measured once per model and machine, then read from disk.
+    """Seconds of a call by its rows, after a short prefix; measured once per model and machine, then read from disk. A callable
+    without a config cannot be recognised in another process, so it is measured once per object.
 
-    lookahead: with adapters, half the rows of a call are slots, so that the times hold the work of these; without, it changes
-    no time.
-
-    A callable without a config cannot be recognised in another process, so it is measured once per object.
+    lookahead: with adapters, half the rows of a call are slots, so that the times hold the work of these.
     """
     if model.logit_shards is not None:
         raise ValueError(
             f"{model.name}: rows must be a number under tensor parallelism, such as PaSS(slots, rows=24), got 'auto': "
             "ranks that measure their own step times would choose different trees"
         )
-    adapted = None if lookahead is None or lookahead.adapters is None else lookahead
-    fingerprint = _fingerprint(model)
-    key = _key(model, fingerprint, graphs, adapted)
+    fingerprint, work = _fingerprint(model), " in graphs" if graphs else ""
+    if lookahead is None or lookahead.adapters is None:
+        lookahead = None
+    else:  # the sizes of adapters decide their time
+        sizes = sorted(lookahead.adapters.sizes.items()), lookahead.adapters.count, lookahead.num_lookahead
+        work += f" with adapters {hashlib.sha256(str(sizes).encode()).hexdigest()}"
+    key = fingerprint or id(model.model), str(model.table.device), torch.get_num_threads(), work
     if key in _times:
         return _times[key]
     with torch.no_grad(), model.attached():
-        kind = fingerprint and f"{fingerprint}{' in graphs' if graphs else ''}{key[-1]}"
-        run = _Calls(model, graphs, adapted).run
-        times = measure(run, fingerprint=kind, device=model.table.device)
+        run = _Calls(model, graphs, lookahead).run
+        times = measure(run, fingerprint=fingerprint and fingerprint + work, device=model.table.device)
     if fingerprint is None:
         try:
             finalize(model.model, _times.pop, key, None)
@@ -180,32 +171,18 @@ def measured_times(model: Adapted, *, graphs: bool = False, lookahead: Lookahead
     return times
 
 
-def _key(model: Adapted, fingerprint: str | None, graphs: bool, adapted: LookaheadEmbedding | None) -> tuple[Any, ...]:
-    """What times belong to; the last entry describes adapters."""
-    machine = str(model.table.device), torch.get_num_threads(), graphs
-    return fingerprint or id(model.model), *machine, _sizes_text(adapted)
-
-
-def _sizes_text(adapted: LookaheadEmbedding | None) -> str:
-    """The sizes of all adapters, which decide their time."""
-    if adapted is None or adapted.adapters is None:
-        return ""
-    known = sorted(adapted.adapters.sizes.items()), adapted.adapters.count, adapted.num_lookahead
-    return f" with adapters {hashlib.sha256(str(known).encode()).hexdigest()}"
-
-
 class _Calls:
-    """Calls with any number of rows behind one prefix. The first call reads the prefix.
+    """Calls with any number of rows after one prefix. The first call reads the prefix.
 
-    adapted: look-ahead embeddings with adapters, whose slots are the second half of the rows; None: no row is a slot's.
+    lookahead: embeddings whose slots are the second half of the rows; None: no row is a slot's.
     """
 
-    def __init__(self, model: Adapted, graphs: bool, adapted: LookaheadEmbedding | None = None) -> None:
+    def __init__(self, model: Adapted, graphs: bool, lookahead: LookaheadEmbedding | None) -> None:
         self._session = Session(model, 1, _PREFIX + MAX_PLANNED_ROWS, cuda_graphs=graphs)
         self._slots = 0
-        if adapted is not None:
-            self._slots = adapted.num_lookahead
-            self._session.set_slots(adapted, self._slots)
+        if lookahead is not None:
+            self._slots = lookahead.num_lookahead
+            self._session.set_slots(lookahead, self._slots)
 
     def run(self, rows: int) -> None:
         session = self._session
@@ -258,7 +235,7 @@ def measure(
     key = None if fingerprint is None else _key_on_disk(fingerprint, rows, device)
     if key is not None and (known := _kept(key)) is not None:
         return known
-    times = StepTimes(rows, tuple(map(min, _rounds(run, rows, device, budget).values())))
+    times = StepTimes(rows, tuple(_fastest(run, rows, device, budget)))
     if key is not None:
         _keep(key, times)
     return times
@@ -299,41 +276,35 @@ def _path(key: dict[str, object]) -> Path:
     return cache_folder() / "step_times" / f"{digest[:24]}.json"
 
 
-def _rounds(
-    run: Callable[[int], object], rows: tuple[int, ...], device: torch.device, budget: float
-) -> dict[int, list[float]]:
-    """Seconds of each round, by the number of rows."""
+def _fastest(run: Callable[[int], object], rows: tuple[int, ...], device: torch.device, budget: float) -> list[float]:
+    """Seconds of the fastest round, for each number of rows."""
     begin = time.perf_counter()
     for count in rows:  # first calls allocate, compile and warm caches
         _timed(run, count, device)
-    rounds: dict[int, list[float]] = {count: [] for count in rows}
+    best = dict.fromkeys(rows, math.inf)
     for done in range(_MOST_ROUNDS):
         spent = time.perf_counter() - begin
         if done >= _FEWEST_ROUNDS and spent * (done + 2) / (done + 1) > budget:
             break
         for count in rows if done % 2 == 0 else reversed(rows):
-            rounds[count].append(_timed(run, count, device))
-    return rounds
+            best[count] = min(best[count], _timed(run, count, device))
+    return list(best.values())
 
 
 def _timed(run: Callable[[int], object], rows: int, device: torch.device) -> float:
-    _synchronize(device)
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    wait()
     begin = time.perf_counter()
     run(rows)
-    _synchronize(device)
+    wait()
     return time.perf_counter() - begin
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _key_on_disk(fingerprint: str, rows: Sequence[int], device: torch.device) -> dict[str, object]:
     try:
-        package_version = version("pass_ext")
+        package = version("pass_ext")
     except PackageNotFoundError:
-        package_version = "0+unknown"
+        package = "0+unknown"
     return {
         "format": _FORMAT,
         "fingerprint": fingerprint,
@@ -341,7 +312,7 @@ def _key_on_disk(fingerprint: str, rows: Sequence[int], device: torch.device) ->
         "device": device_name(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "pass_ext": package_version,
+        "pass_ext": package,
         "kernels": kernels_hash(device.type),
         "instructions": status().cpu_isa,
     }

@@ -82,9 +82,6 @@ def allow_tokens(words: Tensor, tokens: Iterable[int]) -> None:
         words[word] = value - 2 * (value & _INT32_SIGN)
 
 
-_ALL = -1  # every bit of a word
-
-
 class _Place:
     """A place after a path of tokens."""
 
@@ -121,7 +118,7 @@ class Guide:
         self._vocabulary, self._ends = vocabulary, [end for end in ends if 0 <= end < vocabulary]
         self._root = _Place()
         self._path: list[int] = []  # where the grammar stands, after the text's end
-        self._every = torch.full((-(-vocabulary // 32),), _ALL, dtype=torch.int32)
+        self._every = torch.full((-(-vocabulary // 32),), -1, dtype=torch.int32)  # all bits
 
     def allows(self, path: Sequence[int]) -> bool:
         """True if these tokens may follow the text."""
@@ -153,13 +150,9 @@ class Guide:
     def forced(self, path: Sequence[int], most: int) -> list[int]:
         """Up to ``most`` tokens that the grammar forces after this path, end tokens included."""
         chain: list[int] = []
-        while len(chain) < most:
-            here = [*path, *chain]
-            new = self._next_forced(here)[: most - len(chain)]
-            if not new:
-                break
+        while len(chain) < most and (new := self._next_forced([*path, *chain])):
             chain += new
-        return chain
+        return chain[:most]
 
     def advance(self, tokens: Sequence[int]) -> tuple[int, bool]:
         """Takes new tokens of the text.
@@ -188,8 +181,7 @@ class Guide:
         for depth, token in enumerate(path):
             if token not in place.below:
                 place.below[token] = self._tried(place, path[:depth], token)
-            below = place.below[token]
-            if below is None:
+            if (below := place.below[token]) is None:
                 return None
             place = below
         return place

@@ -51,10 +51,7 @@ def forced_chains(
     for node in nodes:
         path = path_to(tree, tokens, node)
         room = min(most, levels - len(path))
-        if room <= 0 or not guide.allows(path):
-            continue
-        chain = guide.forced(path, room)
-        if chain:
+        if room > 0 and guide.allows(path) and (chain := guide.forced(path, room)):
             chains[node] = chain
             most -= len(chain)
     return chains
@@ -64,13 +61,7 @@ _METHODS = ("accept", "rollback", "fill_mask", "forced", "fork")
 
 
 class Guides:
-    """The guides of a batch.
-
-    Args:
-        guides: of each request; None: any token may follow.
-        vocabulary: V, the number of the model's tokens.
-        device: of the masks.
-    """
+    """The guides of a batch, None where any token may follow, and their masks on a device. vocabulary: V."""
 
     def __init__(self, guides: Sequence[Guide | None], vocabulary: int, device: torch.device) -> None:
         self._guides, self._device = list(guides), device
@@ -99,11 +90,8 @@ class Guides:
     def below(
         self, tree: Tree, requests: Sequence[int], tokens: Sequence[Sequence[int]], parents: Sequence[int]
     ) -> Tensor:
-        """The masks of the children of these parents in the same tree of each of these requests, request by request.
-
-        Args:
-            tokens: for each of these requests the tokens of its nodes, the root's first; -1: no token.
-        """
+        """The masks of the children of these parents in the same tree of each of these requests, request by request. tokens: as
+        for ``of_nodes``, one row for each of these requests."""
         return self._stacked(
             [mask for b, row in zip(requests, tokens, strict=True) for mask in self._masks(b, tree, row, parents)]
         )
@@ -122,12 +110,7 @@ class Guides:
 def guides_of(
     grammar: Any, prompts: int, vocabulary: int, ends: Collection[int], device: torch.device, samples: int = 1
 ) -> Guides | None:
-    """The guides of a batch; None without a grammar.
-
-    Args:
-        grammar: one for all prompts, or one or None for each.
-        samples: texts of each prompt.
-    """
+    """The guides of a batch with so many texts of each prompt; None without a grammar."""
     each = list(grammar) if isinstance(grammar, (list, tuple)) else [grammar] * prompts
     if len(each) != prompts:
         raise ValueError(

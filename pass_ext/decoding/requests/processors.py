@@ -38,11 +38,9 @@ def processor_name(processor: Any) -> str:
 
 def flat_processors(processor: Any) -> list[Processor]:
     """The processors in a flat list, from a single one, nested lists, transformers' ``LogitsProcessorList``, or None."""
-    if processor is None:
-        return []
-    if not isinstance(processor, (list, tuple)):
-        return [processor]
-    return [inner for part in processor for inner in flat_processors(part)]
+    if isinstance(processor, (list, tuple)):
+        return [inner for part in processor for inner in flat_processors(part)]
+    return [] if processor is None else [processor]
 
 
 def check_stateless(processors: Sequence[Any], *, one_text: bool) -> None:
@@ -57,15 +55,11 @@ def check_stateless(processors: Sequence[Any], *, one_text: bool) -> None:
         follows = any(kind.__module__.split(".")[0] in _FOLLOW_A_TEXT for kind in kinds) or _holds_matcher(processor)
         if not counts and (one_text or not follows):
             continue
-        way = (
-            ""
-            if counts
-            else "; give its grammar as grammar=, or give it method Plain() and one prompt, where it meets no candidates"
-        )
+        way = "; give its grammar as grammar=, or give it method Plain() and one prompt, where it meets no candidates"
         raise ValueError(
             "generate: logits_processor must compute its result from ids and logits alone, because it is called for every "
             f"candidate of every text, got {processor_name(processor)}, which keeps state between calls or runs the "
-            f"model{way}"
+            f"model{'' if counts else way}"
         )
 
 
@@ -110,9 +104,7 @@ def processed(
     Returns:
         ``[N, V]`` float32.
     """
-    result = logits.float()
-    if result is logits:
-        result = logits.clone()
+    result = logits.to(torch.float32, copy=True)
     rows: list[int] = []
     requests: list[int] = []
     paths: list[list[int]] = []
@@ -159,9 +151,7 @@ class NodeProcessor:
     """Runs processors on nodes as transformers would on whole batches: texts include their padding, and a processor that may
     depend on the request gets ``[B, n]``, one row per request.
 
-    Args:
-        processors: transformers' ``LogitsProcessor``s, or any callables of that kind.
-        padding: the ids left of each request's prompt.
+    padding: the ids left of each request's prompt.
     """
 
     def __init__(self, processors: Sequence[Any], padding: Sequence[Sequence[int]]) -> None:
@@ -201,13 +191,9 @@ class NodeProcessor:
         batches = []
         for by_request in by_length.values():
             for turn in range(max(map(len, by_request.values()))):
-                filler = next(rows[turn] for rows in by_request.values() if turn < len(rows))
-                batches.append(
-                    [
-                        by_request[b][turn] if turn < len(by_request.get(b, ())) else filler
-                        for b in range(len(self._padding))
-                    ]
-                )
+                there = {b: rows[turn] for b, rows in by_request.items() if turn < len(rows)}
+                filler = next(iter(there.values()))
+                batches.append([there.get(b, filler) for b in range(len(self._padding))])
         return batches
 
 
@@ -225,17 +211,12 @@ def processors_of(
     *,
     one_text: bool,
 ) -> list[Processor]:
-    """The processors of a generation: the config's, then the given ones.
-
-    Args:
-        config: the caller's ``GenerationConfig``; None: the model's own.
-        ends: tokens that end a text.
-        one_text: a single prompt is decoded without candidates: calls then come as in transformers' own loop.
-    """
+    """The processors of a generation: those of the ``GenerationConfig`` (None: the model's own), then the given ones. one_text:
+    as for ``check_stateless``."""
     config = adapted.generation_config if config is None else config
-    own = None if config is None else _config_processor(adapted, config, prompts, max_new_tokens, ends)
-    processors: list[Processor] = [] if own is None else [own]
-    processors += flat_processors(given)
+    processors = flat_processors(given)
+    if config is not None and (own := _config_processor(adapted, config, prompts, max_new_tokens, ends)) is not None:
+        processors.insert(0, own)
     check_stateless(processors, one_text=one_text)
     return processors
 

@@ -28,10 +28,8 @@ class Prompts:
 
     def extended(self, new: Sequence[Sequence[int]], pad: int) -> Tensor:
         """``[B, T + most new]``: the input, then each request's new tokens, then padding."""
-        tail = torch.full((len(new), max(map(len, new))), pad, dtype=torch.int64)
-        for row, tokens in zip(tail, new, strict=True):
-            row[: len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-        return torch.cat([self.input_ids.long(), tail.to(self.input_ids.device)], dim=1)
+        longest, ids = max(map(len, new)), self.input_ids.long()
+        return torch.cat([ids, ids.new_tensor([[*tokens, *[pad] * (longest - len(tokens))] for tokens in new])], dim=1)
 
 
 def prompts_of(
@@ -41,18 +39,12 @@ def prompts_of(
     pad: int | None = None,
     ends: Collection[int] = (),
 ) -> Prompts:
-    """Checks the prompts and removes their padding, which may lie left, right, or on both sides.
-
-    Args:
-        attention_mask: None: as transformers infers it, from ``pad`` if that ends no text; inside a text, too.
-        pad: the id of padding; None: unknown.
-        ends: the ids that end a text.
-    """
-    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64):
-        got = (
-            f"{input_ids.dtype} {list(input_ids.shape)}" if isinstance(input_ids, Tensor) else type(input_ids).__name__
-        )
-        raise ValueError(f"input_ids must be integers [B, T], got {got}")
+    """Checks the prompts and removes their padding, which may lie left, right, or on both sides. Without attention_mask it is
+    inferred as transformers does, from the id ``pad`` if that ends no text; inside a text, too."""
+    if not isinstance(input_ids, Tensor):
+        raise ValueError(f"input_ids must be integers [B, T], got {type(input_ids).__name__}")
+    if input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"input_ids must be integers [B, T], got {input_ids.dtype} {list(input_ids.shape)}")
     if attention_mask is None:
         mask = _inferred(input_ids.tolist(), pad, ends)
     else:
@@ -96,9 +88,9 @@ def special_tokens(
     """The tokens that end texts here, these and those that usually do, and the token of padding.
 
     Args:
-        eos_token_id: the caller's; None: those of the configs.
-        config: the caller's ``GenerationConfig`` or None.
-        model_config: the model's own; None: it is no generating model of transformers.
+        eos_token_id: None: those of the configs.
+        config: a ``GenerationConfig`` that comes before the model's own.
+        model_config: None: it is no generating model of transformers.
     """
     if config is not None and model_config is None:
         raise TypeError(
@@ -148,13 +140,8 @@ def _inferred(rows: Sequence[Sequence[int]], pad: int | None, ends: Collection[i
 
 
 def warn_of_length(text: int, longest: int, most_positions: int) -> None:
-    """Transformers' own warning, once, for a text that goes on after the model's positions.
-
-    Args:
-        text: the tokens of the longest text.
-        longest: its length at which generation stops anyway, which the warning leaves out.
-        most_positions: the longest text that the model is made for.
-    """
+    """Transformers' own warning, once, for a text of so many tokens that goes on after the model's positions. longest: the
+    length at which generation stops anyway, which the warning leaves out."""
     if min(text, longest - 1) > most_positions:
         from transformers import MaxLengthCriteria
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.profiling import profiled
 from pass_ext.decoding.session.session import Session
+from pass_ext.decoding.stats import profiled
 from pass_ext.tree import MAX_TREE_NODES, Tree, pack_trees
 
 SHARED_ROWS = {"cpu": 48, "cuda": 512}
@@ -30,18 +30,15 @@ class Beginning(NamedTuple):
 
 
 def read_prompts(session: Session, texts: Sequence[Sequence[int]], known: int, slots: int) -> tuple[Tensor, int]:
-    """Calls the model on the texts, and commits their rows.
+    """Calls the model on the texts, each with so many look-ahead slots after its last token, and commits their rows.
 
-    Args:
-        texts: the tokens of each request.
-        known: how many tokens of each text the session holds already.
-        slots: look-ahead slots behind each text's last token.
+    known: how many tokens of each text the session holds already.
 
     Returns:
-        Logits of the last tokens and the slots behind them, text by text; and the number of calls.
+        Logits of the last tokens and the slots after them, text by text; and the number of calls.
     """
     least = SHARED_ROWS["cpu" if session.device.type == "cpu" else "cuda"]
-    groups, held, calls = session.groups_of_equal_texts(known), [known] * len(texts), 0
+    groups, held, calls = _with_equal_caches(session, known), [known] * len(texts), 0
     while shared := [found for group in groups for found in shared_beginnings(texts, held, group, least)]:
         ends = {requests[0]: length for requests, length in shared}
         _, count = _read(session, [text[held[b] : ends.get(b, 0)] for b, text in enumerate(texts)], None)
@@ -54,10 +51,19 @@ def read_prompts(session: Session, texts: Sequence[Sequence[int]], known: int, s
     return logits, calls + count
 
 
+def _with_equal_caches(session: Session, known: int) -> list[list[int]]:
+    """The requests by the keys and values of their first tokens, which may differ for equal tokens where they are ``past``."""
+    caches, groups = [cache[:, :known] for pair in session.caches for cache in pair], dict[int, list[int]]()
+    for b in range(session.requests):
+        first = next((a for a in groups if all(torch.equal(cache[a], cache[b]) for cache in caches)), b)
+        groups.setdefault(first, []).append(b)
+    return list(groups.values())
+
+
 def shared_beginnings(
     texts: Sequence[Sequence[int]], held: Sequence[int], requests: Sequence[int], least: int
 ) -> list[Beginning]:
-    """The beginnings of these requests' texts, behind the first ``held`` tokens of each, that save ``least`` rows or more; of
+    """The beginnings of these requests' texts, after the first ``held`` tokens of each, that save ``least`` rows or more; of
     beginnings within each other the shortest. Each text's last token stays out: its row has the logits."""
     fronts = {b: list(texts[b][:-1]) for b in requests}
     order = sorted(requests, key=fronts.__getitem__)

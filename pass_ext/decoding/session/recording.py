@@ -22,12 +22,12 @@ _recording = Lock()  # torch allows one recording in a process, and the collecto
 
 
 def record_graph(function: Callable[[], T], device: torch.device, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Records what ``function`` launches on ``device``, and runs none of it -> the graph, and what the function returned.
+    """Records the launches of ``function`` on ``device``, and runs none of them -> the graph, and the function's result.
 
     Garbage is kept meanwhile: freeing another graph would end the recording. Other threads may call CUDA.
 
     Raises:
-        RuntimeError: the function does what a graph cannot hold, such as waiting for the device.
+        RuntimeError: a graph cannot hold the function, which waits for the device, say.
     """
     with _recording, torch.cuda.device(device):
         graph, collects, before = torch.cuda.CUDAGraph(), gc.isenabled(), torch.cuda.current_stream()

@@ -21,14 +21,15 @@ from pass_ext.decoding.session.recording import RecordedCalls
 from pass_ext.decoding.session.step_attention import StepAttention, head_dim_for, padded
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.cache import cache_commit_
-from pass_ext.tree import PackedTrees
+from pass_ext.tree import PackedTrees, Tree, pack_trees
 
 Past = tuple[Sequence[tuple[Tensor, Tensor]], int]
 """Keys and values of each layer, and their number of tokens."""
 
 _MOST = 1 << 30  # positions are int32
+_MOST_PACKED = 256
 _FIRST_POSITIONS = 1024
-"""Of caches on the CPU. On CUDA recorded calls read them where they are, so they have all at once."""
+"""Positions of new caches on the CPU. On CUDA recorded calls read them where they are, so they have all at once."""
 
 
 class Session:
@@ -77,8 +78,9 @@ class Session:
         self.fixed_steps: dict[Hashable, object] = {}
         """Steps that may be CUDA graphs, by their rows and parameters."""
         self.is_undisturbed = False
-        """No code of the caller's runs between calls: what a call finds out about the model holds for the next ones."""
+        """No code of the caller's runs between calls: a model that was checked in one is the same in the next ones."""
         self._has_called = False
+        self._packed: dict[tuple[Tree | None, ...], PackedTrees] = {}
         self._new: NewRows = []
         self._recorded = RecordedCalls(self._forward) if cuda_graphs and self.model.table.is_cuda else None
         self._allocate(requests or 0, room or 0)
@@ -97,15 +99,22 @@ class Session:
         """The device of the model and the caches."""
         return self.prefix_lens.device
 
-    def call(
-        self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None, *, may_hold_slots: bool = True
-    ) -> Tensor:
-        """Calls the model on all rows of the trees, ids ``[N]`` as ``lookahead_embed`` takes them. The next call may overwrite
-        the logits. may_hold_slots: False if no row is a look-ahead slot's."""
+    def packed(self, trees: Sequence[Tree | None]) -> PackedTrees:
+        """The trees of all requests, kept for repeated combinations; None: a request without rows."""
+        key = tuple(trees)
+        if key not in self._packed:
+            if len(self._packed) >= _MOST_PACKED:
+                self._packed.clear()
+            self._packed[key] = pack_trees(trees, self.device)
+        return self._packed[key]
+
+    def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """Calls the model on all rows of the trees, ids ``[N]`` as ``lookahead_embed`` takes them -> logits of all rows, or
+        of the ``wanted`` ones. The next call may overwrite them."""
         if self._recorded is not None and wanted is None and self.caches:
             logits, self._new = self._recorded(trees, ids)
         else:
-            logits, self._new = self._forward(trees, ids, wanted, may_hold_slots=may_hold_slots)
+            logits, self._new = self._forward(trees, ids, wanted)
         return logits
 
     def call_at(self, trees: PackedTrees, ids: Tensor, positions: Tensor) -> Tensor:
@@ -115,12 +124,7 @@ class Session:
         return logits
 
     def _forward(
-        self,
-        trees: PackedTrees,
-        ids: Tensor,
-        wanted: Tensor | None = None,
-        positions: Tensor | None = None,
-        may_hold_slots: bool = True,
+        self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None, positions: Tensor | None = None
     ) -> tuple[Tensor, NewRows]:
         """Logits, and keys and values of all layers. positions: None: computed from the texts' lengths."""
         attention = StepAttention(self, trees, ids, may_have_changed=not (self.is_undisturbed and self._has_called))
@@ -131,8 +135,7 @@ class Session:
             owners = torch.bucketize(numbers, trees.cu_nodes[1:], right=True)
             positions = (self.prefix_lens[owners] + trees.depths).long()
         rows = self.model.embed(ids, self.slots.weight)
-        slots = self.slots.of_call(ids) if may_hold_slots else None
-        logits = self.model(rows, positions, attention, wanted, slots)
+        logits = self.model(rows, positions, attention, wanted, self.slots.of_call(ids))
         layers = attention.layers
         if layers != len(self.caches) or not layers:
             raise ValueError(
@@ -183,32 +186,25 @@ class Session:
             for cache, full in zip(self.caches[-1], (keys, values), strict=True):
                 cache[:, :width] = full[:, :width]
 
-    def groups_of_equal_texts(self, length: int) -> list[list[int]]:
-        """The requests by the keys and values of their first ``length`` tokens: equal tokens may have others, where they come
-        from elsewhere."""
-        if not length:
-            return [list(range(self.requests))]
-        groups: list[list[int]] = []
-        caches = [cache for pair in self.caches for cache in pair]
-        for b in range(self.requests):
-            for group in groups:
-                if all(torch.equal(cache[group[0], :length], cache[b, :length]) for cache in caches):
-                    group.append(b)
-                    break
-            else:
-                groups.append([b])
-        return groups
-
     def begin(self, model: Adapted, requests: int, longest: int, max_depth: int, deepest_row: int) -> None:
         """Drops the texts; caches and recorded calls stay for the next ones, which must fit.
 
         Args:
             model: the same model, adapted anew.
             longest: the length that the longest text may reach.
-            max_depth: of a step's candidates, some of which the last step may accept beyond the limit.
-            deepest_row: of a step, below the text's end.
+            max_depth: of candidates, some of which the last step may accept after the limit. deepest_row: below the text's end.
         """
-        _check_positions(model, longest, deepest_row)
+        limit, positions = model.rope_limit, model.known_positions
+        if limit is not None and longest + deepest_row > limit:
+            raise ValueError(
+                f"{model.name} changes its rotary frequencies behind {limit} tokens, and earlier keys would not "
+                f"fit: prompt, max_new_tokens and the deepest draft must stay within them, got {longest + deepest_row}"
+            )
+        if positions is not None and longest > positions + 1:  # + 1: the model never reads the last new token
+            raise ValueError(
+                f"{model.name} has a table of {positions} positions and none behind them: prompt and "
+                f"max_new_tokens must stay within {positions + 1} tokens, got {longest}"
+            )
         room = longest + max_depth
         if self.model.model is not model.model or requests != (self.requests or requests) or room > (self.room or room):
             raise ValueError(
@@ -223,7 +219,7 @@ class Session:
         self.prefix_lens.zero_()
 
     def set_slots(self, lookahead: LookaheadEmbedding, count: int) -> None:
-        """Sets the first ``count`` slots for the next calls. After a first call their number, and what they have, are fixed,
+        """Sets the first ``count`` slots for the next calls. After a first call their number and parts are fixed,
         because recorded calls read the same buffers."""
         placed = PlacedSlots.of(lookahead, count, self.slots.weight)
         if placed.adapters is not None:
@@ -232,10 +228,6 @@ class Session:
             self.slots.copy_(placed)
         else:
             self.slots = placed
-
-    def first_layers(self, model: Adapted, count: int) -> Session:
-        """A session on the same texts for a model of this model's first layers. It reads these caches and commits nothing."""
-        return _FirstLayers(self, model, count)
 
     def fill(self, texts: Sequence[Sequence[int]], samples: int = 1) -> int:
         """Takes the keys and values of ``past`` -> how many tokens of each text they are of. samples: texts of each prompt.
@@ -285,23 +277,13 @@ class Session:
         if layer == 0 and is_alike and self.model.layers is not None:
             self._stack = keys.new_empty(2 * self.model.layers, *shape, device=self.device)
         stack = self._stack
-        if (
-            stack is not None
-            and is_alike
-            and stack[0].shape == shape
-            and stack.dtype == keys.dtype
-            and 2 * layer < len(stack)
-        ):
+        is_alike &= stack is not None and stack[0].shape == shape and stack.dtype == keys.dtype
+        if stack is not None and is_alike and 2 * layer < len(stack):
             self.caches.append((stack[2 * layer], stack[2 * layer + 1]))
             return
         self._stack = None  # the layers before keep their parts of it
-        room = self.requests, self._positions
-        self.caches.append(
-            (
-                keys.new_empty(*room, *keys.shape[1:], device=self.device),
-                values.new_empty(*room, *values.shape[1:], device=self.device),
-            )
-        )
+        new_keys, new_values = (x.new_empty(*shape[:2], *x.shape[1:], device=self.device) for x in (keys, values))
+        self.caches.append((new_keys, new_values))
 
     def check_rows(self, layer: int, *rows: Tensor) -> None:
         """Refuses keys and values of another shape or dtype than the caches, which the first call or ``past`` made."""
@@ -314,31 +296,21 @@ class Session:
                 )
 
 
-class _FirstLayers(Session):
+class FirstLayers(Session):
+    """A session on the same texts for a model of the first layers. It reads the whole session's caches and commits nothing."""
+
     def __init__(self, whole: Session, model: Adapted, count: int) -> None:
         super().__init__(model, whole.requests, whole.room)
         self._whole, self._count = whole, count
         self.prefix_lens = whole.prefix_lens
 
-    def call(
-        self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None, *, may_hold_slots: bool = True
-    ) -> Tensor:
-        """As ``Session``."""
+    def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
         self.caches = self._whole.caches[: self._count]
-        return super().call(trees, ids, wanted, may_hold_slots=may_hold_slots)
+        return super().call(trees, ids, wanted)
 
 
-def _check_positions(model: Adapted, longest_text: int, deepest_row: int) -> None:
-    """Refuses texts longer than the model's positions."""
-    limit, longest = model.rope_limit, longest_text + deepest_row
-    if limit is not None and longest > limit:
-        raise ValueError(
-            f"{model.name} changes its rotary frequencies behind {limit} tokens, and earlier keys would not "
-            f"fit: prompt, max_new_tokens and the deepest draft must stay within them, got {longest}"
-        )
-    positions = model.known_positions
-    if positions is not None and longest_text > positions + 1:  # + 1: the model never reads the last new token
-        raise ValueError(
-            f"{model.name} has a table of {positions} positions and none behind them: prompt and "
-            f"max_new_tokens must stay within {positions + 1} tokens, got {longest_text}"
-        )
+def uploaded(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """An int64 tensor, without a synchronisation. For a GPU it is copied from pinned memory: any other copy waits for all
+    launched kernels."""
+    tensor = torch.tensor(numbers, dtype=torch.int64)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

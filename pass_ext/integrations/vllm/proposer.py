@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pass_ext.decoding.drafting.lookahead.slot_tokens import TreeFiller
+from pass_ext.decoding.drafting.slot_tokens import TreeFiller
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.integrations.vllm.sampling.chains import SampledStep
 from pass_ext.integrations.vllm.sampling.runner_v1 import is_replaced

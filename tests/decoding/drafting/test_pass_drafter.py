@@ -7,7 +7,7 @@ import torch
 from support.generation import Monotone
 
 from pass_ext import LookaheadEmbedding, PaSS, Tree, draft_sample, generate
-from pass_ext.decoding.drafting.lookahead.slot_tokens import TreeFiller, rows_of
+from pass_ext.decoding.drafting.slot_tokens import TreeFiller, rows_of
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.reference.recall import recall
 

@@ -7,7 +7,7 @@ import torch
 from support.grammars import Automaton
 
 from pass_ext import LookaheadEmbedding, PaSS, Plain, Session, Tree, generate
-from pass_ext.decoding.drafting.lookahead.slot_tokens import GrowingTexts
+from pass_ext.decoding.drafting.slot_tokens import GrowingTexts
 
 
 def test_texts_grow():

@@ -15,7 +15,7 @@ import pass_ext
 from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Speculative, Tree, generate
 from pass_ext.decoding.drafting.candidates import Proposal
 from pass_ext.decoding.drafting.from_draft_model import ModelDrafter
-from pass_ext.decoding.session.step_inputs import TreePacks
+from pass_ext.decoding.session.session import Session
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -465,7 +465,7 @@ def test_drafting_never_waits_for_the_gpu(cuda, llama, near):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ModelDrafter, "draft", watched)
             patch.setattr(torch.Tensor, "tolist", awaited)
-            patch.setattr(TreePacks, "__call__", packed_before(TreePacks.__call__))
+            patch.setattr(Session, "packed", packed_before(Session.packed))
             generate(target, ids, method, **options)
 
 

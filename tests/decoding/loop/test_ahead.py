@@ -14,10 +14,10 @@ from support.small_models import VOCABULARY, ragged_prompts, small_model, whole_
 
 from pass_ext import LookaheadEmbedding, MultiCandidate, NGram, PaSS, Plain, Session, Tree, generate
 from pass_ext.decoding.accept import accept_function
-from pass_ext.decoding.drafting.lookahead.device_rows import FixedRows
-from pass_ext.decoding.drafting.lookahead.slot_tokens import Filled, SlotTokens, TreeFiller
-from pass_ext.decoding.loop import fixed_step
-from pass_ext.decoding.loop.fixed_step import FixedStep
+from pass_ext.decoding.drafting.from_slots import FixedRows
+from pass_ext.decoding.drafting.slot_tokens import Filled, SlotTokens, TreeFiller
+from pass_ext.decoding.loop import device_step
+from pass_ext.decoding.loop.device_step import FixedStep
 from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.sampling import SamplingParams
 
@@ -69,7 +69,7 @@ class Seer:
 
     def __init__(self, monkeypatch, futures):
         self.futures = futures
-        seer, op = self, fixed_step.next_rows_
+        seer, op = self, device_step.next_rows_
 
         def fill(self, slots, requests, roots, positions, text=None):
             return Filled(
@@ -85,7 +85,7 @@ class Seer:
                     rows[0, b, 1:nodes] = rows[1, b, 1:nodes].clamp(min=0)
 
         monkeypatch.setattr(TreeFiller, "fill", fill)
-        monkeypatch.setattr(fixed_step, "next_rows_", next_rows_)
+        monkeypatch.setattr(device_step, "next_rows_", next_rows_)
 
     def tokens(self, tree, request, position):
         numbers, future, right, tokens = random.Random(f"{request}/{position}"), self.futures[request], {0}, {}
@@ -369,7 +369,7 @@ def test_a_step_runs_where_no_numbers_are(law, rank, recalls):
     tree = Tree.from_branching((2, 1))
     sampling = SamplingParams(**law).for_batch(requests, torch.device("cpu"))
     sampling = type(sampling)(**{name: v if v is None else v.to(device) for name, v in sampling.keywords().items()})
-    rows = FixedRows(tree, ((0, 3), (2, 3)), 3, SlotTokens(lookahead, tree, model.embedding, recalls=recalls))
+    rows = FixedRows(tree, ((0, 3), (2, 3)), 3, SlotTokens(lookahead, tree, model.embedding, None, recalls=recalls))
     step = FixedStep(session, rows, sampling, accept_function("coupled"), "never")
     step.renew(sampling, 1)
     step._accept_prompts(torch.empty(requests * 4, 9, device=device))

@@ -10,7 +10,7 @@ from support.generation import Mixer, NoHostReads, slots_for
 from support.small_models import VOCABULARY, ragged_prompts, small_model, whole_prompts
 
 from pass_ext import LookaheadEmbedding, NGram, PaSS, Plain, Session, Tree, generate
-from pass_ext.decoding.loop.chosen_step import ChosenStep
+from pass_ext.decoding.loop.device_step import ChosenStep
 from pass_ext.drafting import SyntheticAcceptance
 
 ENDS = [5, 6, 7]
@@ -129,7 +129,7 @@ def test_streamers_and_criteria_see_the_same(llama, chosen):
 
 def test_candidates_that_come_true(llama, chosen, monkeypatch):
     """Slots that offer the text itself: blocks are accepted, also behind nodes that have no slots of their own."""
-    import pass_ext.decoding.loop.chosen_step as module
+    import pass_ext.decoding.loop.device_step as module
 
     ids = whole_prompts(1)
     plain = generate(llama, ids, Plain(), max_new_tokens=40, eos_token_id=[])

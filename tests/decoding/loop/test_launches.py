@@ -13,8 +13,7 @@ from support.generation import slots_for
 from support.small_models import ragged_prompts, small_model
 
 from pass_ext import PaSS, Session, Tree, generate, testing
-from pass_ext.decoding.loop.chosen_step import ChosenStep
-from pass_ext.decoding.loop.fixed_step import FixedStep
+from pass_ext.decoding.loop.device_step import ChosenStep, FixedStep
 from pass_ext.decoding.models import parts
 from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.training.lookahead.adapters import adapter_sizes

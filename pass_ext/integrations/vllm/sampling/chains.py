@@ -15,8 +15,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.accept.synthetic import SyntheticAcceptance
 from pass_ext.decoding.sampling import BatchSampling
+from pass_ext.decoding.synthetic import SyntheticAcceptance
 from pass_ext.ops.accept import accept_tree
 from pass_ext.ops.common.rules import ACCEPT_RULES
 

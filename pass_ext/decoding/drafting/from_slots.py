@@ -1,22 +1,33 @@
-"""``LookaheadDrafter``: the logits of look-ahead slots give the candidates of the next step.
+"""Candidates from look-ahead slots: the logits that the slots get in one call give the candidates of the next step.
 
 With a ``RowChoice`` each step has the rows that suit the place, as ``next_tree_`` chooses them. Else a step is full (the plan's
 tree and groups) where the last accepted node had a group, and a probe (the root and one group) where it had none.
+
+``FixedRows`` and ``ChosenRows`` are those of steps that the device makes without the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from pass_ext.decoding.drafting.candidates import Batch, Candidates, Proposal, StepRows, drawing_mode
+from pass_ext.decoding.drafting.candidates import (
+    Batch,
+    Candidates,
+    Groups,
+    Proposal,
+    StepRows,
+    drawing_mode,
+    filled,
+    with_groups,
+)
 from pass_ext.decoding.drafting.drafter import LOOK_AHEAD, N_GRAM, DraftContext, Drafter
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
-from pass_ext.decoding.drafting.lookahead.device_rows import ChosenRows, FixedRows, HostDecides, RowChoice
-from pass_ext.decoding.drafting.lookahead.slot_tokens import GrowingTexts, TreeFiller, rows_of
+from pass_ext.decoding.drafting.slot_tokens import GrowingTexts, SlotTokens, TreeFiller, rows_of
 from pass_ext.decoding.methods import PaSS
 from pass_ext.decoding.planning.constants import FEWEST_CHOSEN, MOST_ROWS
 from pass_ext.decoding.planning.pace import Pace
@@ -29,15 +40,68 @@ from pass_ext.tree import Tree
 _ROOT = Tree.chain(0)
 
 
+class HostDecides(Exception):
+    """The host decides something between two steps. The message follows "because"."""
+
+
+@dataclass(frozen=True)
+class FixedRows:
+    """The rows of every step of a generation."""
+
+    candidates: Tree
+    groups: Groups = ()
+    prompt_slots: int = 0
+    """Look-ahead slots after the last token of a prompt."""
+    offers: SlotTokens | None = None
+    """None: without candidates."""
+
+    @property
+    def tree(self) -> Tree:
+        """All rows of a request."""
+        return with_groups(self.candidates, self.groups)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for rows whose recorded steps are the same."""
+        return self.candidates, self.groups, self.prompt_slots, self.offers and self.offers.key
+
+
+@dataclass(frozen=True)
+class RowChoice:
+    """How ``next_tree_`` chooses the rows of a generation's steps (csrc/core/next_tree.h)."""
+
+    rows: int
+    """The most of a request."""
+    rates: tuple[float, ...]
+    """For each slot the share of places where its best candidate is right."""
+    has_price: bool = False
+    """True: rows cost the time that they take. False: they are free."""
+
+
+@dataclass(frozen=True)
+class ChosenRows:
+    """The choice of each step's rows, and the tokens that their slots offer."""
+
+    choice: RowChoice
+    offers: SlotTokens
+
+    @property
+    def prompt_slots(self) -> int:
+        """Look-ahead slots after the last token of a prompt."""
+        return len(self.choice.rates)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for rows whose recorded steps are the same."""
+        return self.choice, self.offers.key
+
+
 class LookaheadDrafter(Drafter):
     """Drafts from the slots that the last call had.
 
     Args:
-        lookahead: the embeddings.
-        plan: the plan of a step.
-        context: the generation.
-        choice: what the rows of each step are chosen by; None: all steps have those of the plan.
-        pace: what rows cost; None: nothing.
+        choice: how the rows of each step are chosen; None: all steps have those of the plan.
+        pace: of the generation; None: rows cost nothing.
         recalls: tokens that the text recalls rise.
     """
 
@@ -63,8 +127,8 @@ class LookaheadDrafter(Drafter):
         self.groups = tuple(plan.groups.items())
         self._lookahead, self._slots, self._context, self._choice = lookahead, slots, context, choice
         self._probe = Candidates(_ROOT, groups=((0, slots),))
-        law = context.sampling, context.rule, context.target.logit_shards, context.guides
-        self._filler = TreeFiller(lookahead, self.tree, table, *law, recalls=recalls)
+        options = context.sampling, context.rule, context.target.logit_shards, context.guides
+        self._filler = TreeFiller(lookahead, self.tree, table, *options, recalls=recalls)
         self._offers = self._filler.offers
         self._texts = GrowingTexts(table.device) if self._offers.recalls else None
         if choice is not None:
@@ -72,7 +136,8 @@ class LookaheadDrafter(Drafter):
             self._price = torch.zeros(choice.rows, device=table.device) if choice.has_price else None
 
     def device_rows(self, *, is_synthetic: bool) -> FixedRows | ChosenRows:
-        """As ``DrafterOnDevice``."""
+        """The rows of steps that the device makes; raises ``HostDecides`` where they depend on the host. is_synthetic: coins
+        accept, along one fixed path."""
         if self._choice is not None and not is_synthetic:
             return ChosenRows(self._choice, self._offers)
         if 0 not in dict(self.groups):
@@ -80,36 +145,32 @@ class LookaheadDrafter(Drafter):
         return FixedRows(self.tree, self.groups, self.prompt_slots, self._offers)
 
     def begin(self, session: Session) -> None:
-        """Puts the slots' embeddings into the session."""
         session.set_slots(self._lookahead, self._slots)
 
     def propose(self, batch: Batch) -> Proposal:
-        """As ``Drafter``."""
         if self._choice is not None:
             return Proposal(self._chosen(batch, self._choice))
-        requests, rows = self._groups_behind(batch)
+        requests, rows = self._groups_after(batch)
         candidates = [self._probe if levels else None for levels in batch.levels]
         if not requests:
             return Proposal(candidates)
         texts = [batch.texts[b] for b in requests]
         roots, places = [text[-1] for text in texts], [len(text) - 1 for text in texts]
         known = None if self._texts is None else self._texts.of(batch.texts, requests)
-        filled = self._filler.fill(rows_of(batch.logits, rows), requests, roots, places, known)
+        full = self._filler.fill(rows_of(batch.logits, rows), requests, roots, places, known)
         for i, b in enumerate(requests):
-            draft_rows = filled.draft_rows[i] if filled.draft_rows else None
-            candidates[b] = Candidates(self.tree, filled.tokens[i], draft_rows, self.groups)
-        return Proposal(candidates, filled.draft_logits, filled.draft_allowed)
+            draft_rows = full.draft_rows[i] if full.draft_rows else None
+            candidates[b] = Candidates(self.tree, full.tokens[i], draft_rows, self.groups)
+        return Proposal(candidates, full.draft_logits, full.draft_allowed)
 
-    def _groups_behind(self, batch: Batch) -> tuple[list[int], list[list[int]]]:
+    def _groups_after(self, batch: Batch) -> tuple[list[int], list[list[int]]]:
         """The requests whose last accepted node had look-ahead slots, and the rows of these in the logits."""
-        requests: list[int] = []
-        rows: list[list[int]] = []
+        rows: dict[int, list[int]] = {}
         for b, (step, first) in enumerate(zip(batch.steps, batch.first_rows, strict=True)):
             group = step.tree.group_rows(batch.last_nodes[b]) if step is not None else ()
             if batch.levels[b] and len(group):
-                requests.append(b)
-                rows.append([first + row for row in group])
-        return requests, rows
+                rows[b] = [first + row for row in group]
+        return list(rows), list(rows.values())
 
     def _chosen(self, batch: Batch, choice: RowChoice) -> list[Candidates | None]:
         """The rows that suit the place of each request; None: the root alone."""
@@ -122,14 +183,14 @@ class LookaheadDrafter(Drafter):
         if not active:
             return chosen
         count, most, device = len(active), choice.rows, self._context.device
-        foreseeing = [_slots_behind(batch.steps[b], batch.last_nodes[b]) for b in active]
+        foreseeing = [_slots_after(batch.steps[b], batch.last_nodes[b]) for b in active]
         # For the op the step before was each root with the slots that foresee what follows it.
         ids = [
-            [batch.texts[b][-1], *(-1 - slot for slot in range(len(rows))), *[0] * (most - 1 - len(rows))]
+            [batch.texts[b][-1], *(-1 - slot for slot in range(len(rows)))]
             for b, rows in zip(active, foreseeing, strict=True)
         ]
         step = torch.zeros(3, count, most, dtype=torch.int64, device=device)
-        step[0] = torch.tensor(ids, device=device)
+        step[0, :, : max(map(len, ids))] = torch.tensor(filled(ids, 0), device=device)
         parents = torch.arange(-1, most - 1, dtype=torch.int32, device=device).repeat(count, 1)
         lengths = torch.tensor([len(batch.texts[b]) - 1 for b in active], device=device)
         limits = [len(batch.texts[b]) + 1 + batch.levels[b] for b in active]
@@ -158,31 +219,26 @@ class LookaheadDrafter(Drafter):
         return chosen
 
     def _offered(self, batch: Batch, active: Sequence[int], foreseeing: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """What these rows of each request's step offer, as arguments of ``next_tree_``; under a grammar nothing that it forbids
-        behind the root. Deeper candidates that it forbids are left out where the candidates of all drafters meet."""
+        """The tokens that these rows of each request's step offer, as arguments of ``next_tree_``; under a grammar none that it
+        forbids after the root. Deeper candidates that it forbids are left out where the candidates of all drafters meet."""
         if not any(foreseeing):
             return {}
         device, first_rows, guides = batch.logits.device, batch.first_rows, self._context.guides
         first = [first_rows[b] for b in active]
         allowed = None
         if guides is not None:
-            allowed = torch.full(
-                (len(batch.logits), -(-batch.logits.shape[1] // 32)), -1, dtype=torch.int32, device=device
-            )
             there = [i for i, rows in enumerate(foreseeing) if rows]
             roots = [[batch.texts[active[i]][-1]] for i in there]
             masks = guides.below(_ROOT, [active[i] for i in there], roots, [0])
+            allowed = masks.new_full((len(batch.logits), masks.shape[1]), -1)
             allowed[torch.tensor([first[i] + foreseeing[i][0] for i in there], device=device)] = masks
         offered = self._offers.top_of_rows(batch.logits, 1, allowed)
-        picked = [
-            [*(at + row for row in rows), *[0] * (self._slots - len(rows))]
-            for at, rows in zip(first, foreseeing, strict=True)
-        ]
-        index = torch.tensor(picked, device=device)
+        picked = [[at + row for row in rows] for at, rows in zip(first, foreseeing, strict=True)]
+        index = torch.tensor(filled(picked, 0), device=device)
         return offered | {name: offered[name][0, index] for name in ("offered", "scores")} | {"first": 1}
 
 
-def _slots_behind(step: StepRows | None, node: int) -> Sequence[int]:
+def _slots_after(step: StepRows | None, node: int) -> Sequence[int]:
     """The rows of the look-ahead slots that foresee what follows a node: its own, or those of the nearest node above it that
     has some, without the ones already passed."""
     passed = 0
@@ -218,8 +274,8 @@ def lookahead_drafters(method: PaSS, context: DraftContext) -> list[Drafter]:
 
 
 def lookahead_drafter(method: PaSS, context: DraftContext, *, is_alone: bool = True) -> LookaheadDrafter | None:
-    """The drafter of the plan; None if no plan is expected to gain anything. is_alone: False: a draft model drafts too, and
-    decides about pauses."""
+    """The drafter of the plan; None if no plan is expected to gain anything. is_alone: False: a draft model decides about
+    pauses."""
     target = context.target
     method.lookahead.check_fits(target.table, embed=None if target.has_table else target.embed_tokens)
     shards = target.logit_shards
@@ -246,14 +302,12 @@ def lookahead_drafter(method: PaSS, context: DraftContext, *, is_alone: bool = T
 
 
 def _choice(method: PaSS, context: DraftContext, plan: Plan) -> RowChoice | None:
-    """What the rows of a step are chosen by; None: they are those of the plan. Where candidates are fixed proposals, leaving
-    some out by their probability changes no text."""
-    is_free = method.tree is None and method.passes == 1 and method.ngram is None
-    if (
-        not is_free
-        or drawing_mode(context.sampling, context.rule) != "coupled"
-        or context.target.logit_shards is not None
-    ):
+    """How the rows of a step are chosen; None: they are those of the plan. Where candidates are fixed proposals, leaving some
+    out by their probability changes no text."""
+    is_free = (
+        method.tree is None and method.passes == 1 and method.ngram is None and context.target.logit_shards is None
+    )
+    if not is_free or drawing_mode(context.sampling, context.rule) != "coupled":
         return None
     # On a GPU every step has all rows, in use or not.
     has_price = method.rows == "auto" and context.device.type == "cpu"

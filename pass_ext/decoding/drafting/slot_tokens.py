@@ -1,4 +1,4 @@
-"""The tokens that the rows of look-ahead slots offer as candidates.
+"""The tokens that look-ahead slots offer as candidates.
 
 ``SlotTokens``: for ops that put them into a tree (csrc/core/next.h, next_tree.h). Slot i's logits rank the candidates at depth
 i + 1 below each parent, with transition scores left[parent] · right[token] where the embeddings have them; and tokens that the
@@ -36,10 +36,9 @@ _tables: MutableMapping[LookaheadEmbedding, tuple[Any, tuple[Tensor, Tensor]]] =
 
 
 class SlotTokens:
-    """What look-ahead rows offer, in mode "coupled".
+    """The tokens that look-ahead rows offer, in mode "coupled".
 
     Args:
-        lookahead: the embeddings.
         tree: of candidates.
         table: the model's input embeddings.
         shards: the ranks that hold the columns of the logits; None: this process has all.
@@ -47,13 +46,7 @@ class SlotTokens:
     """
 
     def __init__(
-        self,
-        lookahead: LookaheadEmbedding,
-        tree: Tree,
-        table: Tensor,
-        shards: LogitShards | None = None,
-        *,
-        recalls: bool = False,
+        self, lookahead: LookaheadEmbedding, tree: Tree, table: Tensor, shards: LogitShards | None, *, recalls: bool
     ) -> None:
         self._draw = draft_sample if shards is None else shards.draft_sample
         tables = transition_tables(lookahead, table, shards) if lookahead.rank else None
@@ -68,7 +61,7 @@ class SlotTokens:
 
     @property
     def are_scored(self) -> bool:
-        """True: what a slot offers is reordered below each parent."""
+        """True: a slot's tokens are reordered below each parent."""
         return self.transition is not None or self.recalls
 
     @property
@@ -88,12 +81,7 @@ class SlotTokens:
         return self._scored(logits, self.most, requests, allowed)
 
     def of_rows(
-        self,
-        logits: Tensor,
-        positions: Tensor | None,
-        sampling: BatchSampling,
-        requests: int,
-        allowed: Tensor | None = None,
+        self, logits: Tensor, positions: Tensor | None, sampling: BatchSampling, requests: int, allowed: Tensor | None
     ) -> dict[str, Any]:
         """The offered tokens, as keyword arguments of ``next_rows_``.
 
@@ -134,14 +122,9 @@ class TreeFiller:
     """Fills a tree of candidates from the logits of look-ahead slots.
 
     Args:
-        lookahead: the embeddings.
-        tree: of candidates.
-        table: the model's input embeddings.
-        sampling: of the batch.
-        rule: how the candidates will be judged.
-        shards: the ranks that hold the columns of the slots' logits; None: this process has all.
+        lookahead, tree, table, shards, recalls: as for ``SlotTokens``.
+        sampling, rule: of the generation.
         guides: the grammars of the texts; None: none has one.
-        recalls: tokens that the text recalls rise.
     """
 
     def __init__(
@@ -178,35 +161,26 @@ class TreeFiller:
 
         Args:
             slots: ``[len(requests), L, V]``, logits of their look-ahead groups, slot 0 first.
-            requests: their numbers.
-            roots: the tokens of their next roots.
-            positions: the text positions of these roots.
+            roots, positions: the tokens and text positions of their next roots.
             text: ``[len(requests), T]`` int64, the texts, these roots included; needed where they are recalled.
         """
-        device = slots.device
         if text is None and self.offers.recalls:
             raise ValueError("TreeFiller: text must be given where it is recalled, got None")
         text = text if self.offers.recalls else None
-        sampling = self._sampling.of_requests(torch.tensor(requests, device=device))
-        places = torch.tensor(positions, device=device)
+        places = torch.tensor(positions, device=slots.device)
         if self._mode == "coupled":
-            return self._best(slots, requests, roots, sampling, places, text)
+            return self._best(slots, requests, roots, places, text)
         if self._shards is not None:
             slots = self._shards.whole(slots)
-        return self._drawn(slots, requests, roots, sampling, places, text)
+        return self._drawn(slots, requests, roots, places, text)
 
     def _best(
-        self,
-        slots: Tensor,
-        requests: Sequence[int],
-        roots: Sequence[int],
-        sampling: BatchSampling,
-        places: Tensor,
-        text: Tensor | None,
+        self, slots: Tensor, requests: Sequence[int], roots: Sequence[int], places: Tensor, text: Tensor | None
     ) -> Filled:
         """The best of the offered tokens below every parent: ``next_rows_`` moves each request to its root. Under a grammar the
-        first level has what it allows; what it forbids below is left out where the candidates of all drafters meet."""
+        first level has tokens that it allows; deeper ones that it forbids are left out where all drafters' candidates meet."""
         count, nodes, depth = len(roots), self.tree.num_nodes, self.tree.max_depth
+        sampling = self._sampling.of_requests(places.new_tensor(requests))
         at = (places[:, None] + torch.arange(1, depth + 1, device=places.device)).flatten()
         logits, allowed = slots[:, :depth].flatten(0, 1), None
         if self._guides is not None:
@@ -221,7 +195,7 @@ class TreeFiller:
             places.clone(),
             zeros.clone(),
             places.new_empty(count, 4),
-            limits=places + 9,  # far behind the root
+            limits=places + 9,  # far after the root
             parents=self._parents,
             nodes=nodes,
             emitted=torch.tensor(roots, device=places.device)[:, None],
@@ -236,16 +210,11 @@ class TreeFiller:
         return Filled(rows[1, :, 1:].tolist(), None, None)
 
     def _drawn(
-        self,
-        slots: Tensor,
-        requests: Sequence[int],
-        roots: Sequence[int],
-        sampling: BatchSampling,
-        places: Tensor,
-        text: Tensor | None,
+        self, slots: Tensor, requests: Sequence[int], roots: Sequence[int], places: Tensor, text: Tensor | None
     ) -> Filled:
         """Draws separately below every parent, under its mask, and keeps the logits of the draws for rules that need them."""
         device, nodes = slots.device, self.tree.num_nodes
+        sampling = self._sampling.of_requests(places.new_tensor(requests))
         # The extra entry `nodes` takes the surplus candidates of parents with fewer children.
         tokens = torch.full((len(requests), nodes + 1), -1, device=device)
         tokens[:, 0] = torch.tensor(roots, device=device)
@@ -295,11 +264,7 @@ class TreeFiller:
         return self._rows
 
     def _scored(
-        self,
-        slots: Tensor,
-        parents: Tensor,
-        recalled: tuple[Tensor, Tensor, Tensor] | None,
-        allowed: Tensor | None,
+        self, slots: Tensor, parents: Tensor, recalled: tuple[Tensor, Tensor, Tensor] | None, allowed: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """``[n * P, K]`` each, the shortlist of a slot below these parents, and its scores.
 
@@ -345,11 +310,7 @@ def _with_children(paths: Tensor, tokens: Tensor, level: Level) -> Tensor:
 
 
 class GrowingTexts:
-    """The texts of a batch as one tensor, ``[B, T]``, to which each step adds the new tokens.
-
-    Args:
-        device: where they are wanted.
-    """
+    """The texts of a batch as one tensor, ``[B, T]``, to which each step adds the new tokens. device: where they are wanted."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -359,13 +320,8 @@ class GrowingTexts:
     def of(self, texts: Sequence[Sequence[int]], requests: Sequence[int]) -> Tensor:
         """``[len(requests), T]`` of these requests, T the longest text. texts: of all requests; they only grow."""
         longest = max(map(len, texts))
-        if len(texts) != len(self._known) or longest > self._rows.shape[1]:
-            rows = torch.zeros(len(texts), 2 * longest, dtype=torch.int64)
-            if len(texts) == len(self._known):
-                rows[:, : self._rows.shape[1]] = self._rows
-            else:
-                self._known = [0] * len(texts)
-            self._rows = rows
+        if longest > self._rows.shape[1]:
+            self._rows, self._known = torch.zeros(len(texts), 2 * longest, dtype=torch.int64), [0] * len(texts)
         for b, text in enumerate(texts):
             if len(text) > self._known[b]:
                 self._rows[b, self._known[b] : len(text)] = torch.tensor(text[self._known[b] :])

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.accept.function import AcceptFunction, JudgedRows
+from pass_ext.decoding.accept import AcceptFunction, JudgedRows
 from pass_ext.decoding.requests.processors import Processor
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.ops.accept import AcceptResult
@@ -59,8 +59,8 @@ class SyntheticAcceptance(AcceptFunction):
         return [*chances, *[0.0] * depth][:depth]
 
     def accept(self, rows: JudgedRows) -> AcceptResult:
-        spines, first = _spines(rows), rows.trees.cu_nodes[:-1].long()
-        return self.along(rows.logits, rows.tokens, spines, first, rows.positions, rows.sampling)
+        first = rows.trees.cu_nodes[:-1].long()
+        return self.along(rows.logits, rows.tokens, _spines(rows), first, rows.positions, rows.sampling)
 
     def along(
         self,

@@ -1,4 +1,6 @@
-"""Rule "longest_branch": the published selection of target-initialised multi-candidate decoding. Approximate.
+"""How drafts are judged: ``AcceptFunction``, and ``DECODING_RULES``, the rules by name: those of the ops, and one more.
+
+Rule "longest_branch" is the published selection of target-initialised multi-candidate decoding. Approximate:
 
     first level    w tokens of the target's distribution at the last accepted node, drawn without replacement (greedy: its best)
     below it       the draft's tokens, judged by rule "rejection", branch by branch
@@ -9,22 +11,101 @@ Choosing the branch whose drafts do best changes the distribution of the text; d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.accept.function import DecodingRule, JudgedRows
+from pass_ext.decoding.models.vocabulary import LogitShards
 from pass_ext.decoding.requests.processors import Processor, processor_names
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.ops.accept import AcceptResult, accept_tree
+from pass_ext.ops.common.rules import ACCEPT_RULES, AcceptRule
 from pass_ext.ops.draft import draft_sample
-from pass_ext.tree import Tree, pack_trees
+from pass_ext.tree import PackedTrees, Tree, pack_trees
 
 _SEED_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # between the seeds of branches, so that their coins are independent
+
+
+@dataclass(frozen=True)
+class JudgedRows:
+    """The rows of a step, which an accept function judges; as arguments of ``accept_tree``."""
+
+    logits: Tensor
+    tokens: Tensor
+    trees: PackedTrees
+    depth: int
+    positions: Tensor
+    sampling: BatchSampling
+    draft_logits: Tensor | None = None
+    draft_rows: Tensor | None = None
+    shards: LogitShards | None = None
+    """The ranks that hold the columns of ``logits``."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class AcceptFunction(ABC):
+    """How drafts are judged."""
+
+    name: str
+    """The rule that drafts are drawn for."""
+    target_adds: ClassVar[bool] = True
+    """The target adds a token after the accepted ones. False: it draws the first level of the next candidates instead, so
+    greedy texts depend on the rule too."""
+    by_ops: ClassVar[bool] = False
+    """``accept_tree`` judges: ranks may hold the columns of the logits, and it tells log probabilities of the tokens."""
+    follows_one_path: ClassVar[bool] = False
+    """Only drafts on one path of each tree are accepted."""
+    is_synthetic: ClassVar[bool] = False
+    """The texts are not the model's."""
+
+    def check(self, processors: Sequence[Processor], grammar: Any) -> None:
+        """Refuses logits processors and a grammar that it cannot do with."""
+        return
+
+    def first_level(
+        self, logits: Tensor, width: int, sampling: BatchSampling, positions: Sequence[int]
+    ) -> Tensor | None:
+        """``[B, width]``, the first level of the next candidates; logits ``[B, V]`` are the target's after the texts. None: the
+        draft draws them."""
+        return None
+
+    @abstractmethod
+    def accept(self, rows: JudgedRows) -> AcceptResult:
+        """A result like that of ``accept_tree``."""
+
+
+@dataclass(frozen=True)
+class DecodingRule(AcceptRule, AcceptFunction):
+    """A rule of the ops, by its name."""
+
+    name: str = ""
+
+    by_ops: ClassVar[bool] = True
+
+    def accept(self, rows: JudgedRows) -> AcceptResult:
+        rule = self.name
+        if rows.sampling.is_greedy:  # all rules agree on greedy texts, and this one takes any tree
+            rule = "coupled"
+        elif rows.draft_logits is None and self.drafts == "with":
+            rule = "rejection"  # fixed proposals alone, which have no draft logits
+        return (accept_tree if rows.shards is None else rows.shards.accept_tree)(
+            rows.logits,
+            rows.tokens,
+            rows.trees.parents,
+            rows.trees.cu_nodes,
+            rows.depth,
+            rule=rule,
+            draft_logits=rows.draft_logits,
+            draft_rows=rows.draft_rows,
+            positions=rows.positions,
+            **rows.sampling.keywords(),
+            **rows.options,
+        )
 
 
 @dataclass(frozen=True)
@@ -121,3 +202,19 @@ def _longest(
         torch.tensor([max(len(path) - 1, 0) for path in chosen], dtype=torch.int32, device=device),
         torch.tensor(wrong, dtype=torch.int32, device=device),
     )
+
+
+DECODING_RULES: dict[str, DecodingRule] = {
+    **{name: DecodingRule(**vars(rule), name=name) for name, rule in ACCEPT_RULES.items()},
+    LongestBranch.name: LongestBranch(),
+}
+"""A new rule of the ops belongs into ops/common/rules.py."""
+
+
+def accept_function(rule: Any) -> AcceptFunction:
+    """The accept function that is asked for, by its name or itself."""
+    if isinstance(rule, AcceptFunction):
+        return rule
+    if not isinstance(rule, str) or rule not in DECODING_RULES:
+        raise ValueError(f"generate: rule must be one of {', '.join(DECODING_RULES)}, got {rule!r}")
+    return DECODING_RULES[rule]
