@@ -28,7 +28,7 @@ class Brackets(pass_ext.Grammar):
 
     def __init__(self, deepest):
         self.deepest = deepest
-        self.places = [()]  # the brackets that are open, behind each accepted token
+        self.places = [()]  # the brackets that are open, after each accepted token
 
     def allowed(self):
         """The tokens that may follow."""

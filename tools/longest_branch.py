@@ -23,7 +23,7 @@ NAME = "tools.longest_branch"
 
 Distribution = Sequence[Fraction]
 Model = Mapping[int, Distribution]
-"""Token -> the distribution behind it: both models look at the last token only."""
+"""Token -> the distribution after it: both models look at the last token only."""
 Texts = dict[tuple[int, ...], Fraction]
 """Tokens -> their probability."""
 
@@ -37,7 +37,7 @@ def tenths(*numbers: int) -> Distribution:
 PROMPT = 0  # the token before the texts
 TARGET: Model = dict.fromkeys(range(3), tenths(6, 3, 1))
 DRAFTS: dict[str, Model] = {
-    "good behind rare tokens": {0: tenths(1, 1, 8), 1: tenths(2, 3, 5), 2: tenths(5, 3, 2)},
+    "good after rare tokens": {0: tenths(1, 1, 8), 1: tenths(2, 3, 5), 2: tenths(5, 3, 2)},
     "equally good everywhere": dict.fromkeys(range(3), tenths(2, 3, 5)),
     "perfect": TARGET,
 }
@@ -52,7 +52,7 @@ def acceptance(p: Distribution, q: Distribution) -> Fraction:
 
 
 def accepted_chains(target: Model, draft: Model, last: int, length: int) -> Texts:
-    """The distribution of the drafts that are accepted behind a token."""
+    """The distribution of the drafts that are accepted after a token."""
     if length == 0:
         return {(): Fraction(1)}
     p, q = target[last], draft[last]
@@ -134,7 +134,7 @@ def first_token(texts: Texts) -> Texts:
 def table() -> str:
     """The table of the page."""
     lines = [
-        "| the draft | kept behind 0, 1, 2 | roots | first token | off by | two tokens off by |",
+        "| the draft | kept after 0, 1, 2 | roots | first token | off by | two tokens off by |",
         "|---|---|---:|---|---:|---:|",
     ]
     for name, roots in CASES:

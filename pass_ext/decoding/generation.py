@@ -1,8 +1,8 @@
 """``generate``: reads its arguments, runs the decoding loop, and returns the texts with statistics.
 
-The device makes the rows of a step if the host decides nothing between two steps: no logits processors, candidates from
-look-ahead slots alone or none, and the rule "coupled" (or greedy texts, which all rules agree on). Streamers and stopping
-criteria are called later, in the same order and with the same tokens.
+The device makes the rows of a step if the host decides nothing between two steps: no logits processors, grammars, log
+probabilities or tensor parallelism, draft tokens from look-ahead slots alone or none, and the rule "coupled" (or greedy texts,
+on which all rules of the ops agree). Streamers and stopping criteria are called later, with the same tokens in order.
 """
 
 from __future__ import annotations
@@ -81,26 +81,28 @@ def generate(
     Args:
         model: a transformers decoder-only model, as it is, or any ``pass_ext.PackedModel``.
         input_ids: ``[B, T]`` integers.
-        method: ``Plain()`` (the default), ``NGram(...)``, ``PaSS(...)``, ``Speculative(...)``, ``MultiCandidate(...)``, or any
-            ``pass_ext.DraftingMethod``.
-        num_return_sequences: texts of each prompt, side by side in the result. The k-th has the prompt's seed plus k.
+        max_new_tokens: of each text, 1 or more.
+        method: ``Plain()`` (the default: nothing is drafted), ``NGram(...)``, ``PaSS(...)``, ``Speculative(...)``,
+            ``MultiCandidate(...)``, or any ``pass_ext.DraftingMethod``.
+        num_return_sequences: texts of each prompt, side by side in the result. Text k, from 0, has the prompt's seed plus k.
         attention_mask: ``[B, T]``, 1 for a prompt's tokens and 0 for padding, left or right. None: every pad token (of the
-            generation_config) is padding, as transformers infers it, unless it ends texts too.
-        temperature: 0 is greedy. This, ``top_k``, ``top_p``, ``min_p`` and ``seeds``: one value for all, or one per request.
+            generation_config) is padding, as transformers infers it; none, if that token is an end token too.
+        temperature: 0 is greedy.
+        top_k, top_p, min_p: filters; None: off. These, temperature and seeds are one value for all, or one per request.
         seeds: with rule "coupled" or "coupled_inverse" the text is a function of prompt, seed and these parameters, whatever
             the method and the batch. None: fresh seeds of torch's own generator; or give another ``torch.Generator``.
         rule: how drafts are judged: one of ``pass_ext.RULES``, "longest_branch" (approximate), or
             ``pass_ext.drafting.SyntheticAcceptance(...)``.
         eos_token_id: tokens that end a text; None: the generation_config's, else the model's own; ``[]``: none.
-        streamer: gets new tokens as transformers' streamers do (``put``, ``end``), or each step's, the first ``accepted`` of
-            them drafted, where it has ``put_step(tokens, accepted)``. One request only.
+        streamer: gets new tokens as transformers' streamers do (``put``, ``end``). If it has ``put_step(tokens, accepted)``, it
+            gets each step's tokens together; the first ``accepted`` of them were drafted. One request only.
         stopping: as transformers' stopping criteria, called with ``(ids [1, n], None)`` after every token.
         logits_processor: a processor or a list, as transformers' processors, called with ``(ids [rows, n], logits [rows, V])``
-            for every node, after those of the generation_config. They must keep no state between calls.
+            for the text and for each draft token of a step; those of the generation_config run first. They must keep no state.
         grammar: a ``pass_ext.Grammar`` that every new text follows, or one or None for each; docs/guide/grammar.md.
         generation_config: transformers' ``GenerationConfig``; None: the model's own; ``GenerationConfig()``: no processors.
-            Read are its pad and end tokens and the processors that change greedy texts too: penalties, bans, forced tokens.
-        session: a ``pass_ext.Session``: keys and values to begin with, the KV cache after the call, CUDA graphs.
+            Its pad token, its end tokens and the processors that change greedy texts are used: penalties, bans, forced tokens.
+        session: a ``pass_ext.Session``. It may hold keys and values to begin with; it has the KV cache after the call.
         logprobs: the result has ``logprobs`` of every new token, raw and processed. 0: of the tokens alone; n: of the n most
             probable ones beside each too, at most 64. Texts stay the same.
 

@@ -121,6 +121,8 @@ class GenerationStats(AcceptanceStats):
             f"{self.tokens} tokens in {self.seconds:.2f} s ({self.tokens_per_second:.1f} tokens/s), "
             f"{self.model_calls} model calls ({self.tokens_per_call:.2f} tokens per call)"
         )
+        if self.way:
+            text += f", {self.way}"
         if self.synthetic:
             text += ", SYNTHETIC acceptance"
         if not self.num_drafts:

@@ -27,7 +27,7 @@ _OTHER = ("#1f5fa8", "#8fbbe8")
 
 
 class Agreement(NamedTuple):
-    """The length of the common beginning of two texts, and the tie behind it."""
+    """The length of the common beginning of two texts, and the tie after it."""
 
     same: int
     """The number of tokens before the first that differs."""

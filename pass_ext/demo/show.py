@@ -86,7 +86,7 @@ def show(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
     if any(agreement.gap is not None for row in agreements.values() for agreement in row):
         console.print(
             f"A tie: two tokens whose logits, in fp32, differ by no more than {TIE} steps of bfloat16 at the size of the "
-            "largest logit (the difference is in brackets). Behind it the texts differ: the number of rows of a call changes "
+            "largest logit (the difference is in brackets). After it the texts differ: the number of rows of a call changes "
             "its rounding.\n"
         )
     console.print("[bold]Speed[/], all texts, the prompts' calls included")

@@ -65,7 +65,7 @@ def accept_tree(
         vocab_start: the first columns of all ranks, a list; or the first column of this rank, an int: then each call exchanges
             24 bytes more to learn those of the others, and raises on all ranks if the columns do not make up the vocabulary.
             None: equal parts, as torch.chunk divides.
-        vocab_size: the columns of all ranks together. Columns behind it are padding and not read. None, with vocab_start None:
+        vocab_size: the columns of all ranks together. Columns after it are padding and not read. None, with vocab_start None:
             the columns are counted, in an exchange of 24 bytes.
         gather_below: steps of fewer rows gather the logits of all ranks and call the op on them: fewer exchanges, more bytes
             (docs/distributed.md has the table). Rules "kseq", "typical", "coupled_inverse", "adaptive_rejection" and "joint"

@@ -60,7 +60,7 @@ def equal_parts(vocab_size: int, ranks: int) -> Layout:
 
 def checked_layout(shards: list[tuple[int, int, int]]) -> Layout:
     """The layout of all ranks' (first column, columns, vocabulary). Raises ValueError, which names the rank and the
-    argument, if they do not divide one vocabulary. Columns behind the vocabulary are padding and left out."""
+    argument, if they do not divide one vocabulary. Columns after the vocabulary are padding and left out."""
     vocabulary, expected = shards[0][2], 0
     starts, ends = [], []
     for rank, (start, columns, said) in enumerate(shards):

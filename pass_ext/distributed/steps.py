@@ -1,12 +1,12 @@
 """Steps on shards: which rounds a rank answers, and what it makes of all answers. Generators, see exchange.py.
 
 The rounds are known before a step begins: they depend on the rule, on which filters there are, and on the tree's shape, never
-on logits. A tree needs sums over what is left of p after a child was rejected. The sums behind the j-th child of a node (j from
-0) are known one round after those behind the child before it; a node can be judged when its parent has come to it:
+on logits. A tree needs sums over what is left of p after a child was rejected. The sums after the j-th child of a node (j from
+0) are known one round after those after the child before it; a node can be judged when its parent has come to it:
 
-    t(root) = 0,   t(child j of n) = t(n) + j,   sums behind child j of n: round t(n) + j + 1
+    t(root) = 0,   t(child j of n) = t(n) + j,   sums after child j of n: round t(n) + j + 1
 
-Rule "rejection" needs them behind all children but the last, which the draw follows. "traversal" and "block" need them behind
+Rule "rejection" needs them after all children but the last, which the draw follows. "traversal" and "block" need them after
 all children but the root's last.
 """
 
@@ -91,7 +91,7 @@ class Shard:
         return self.layout.ends[self.rank] - self.start
 
     def without_padding(self) -> Shard:
-        """The shard without the columns behind the vocabulary."""
+        """The shard without the columns after the vocabulary."""
         logits = tuple(matrix[:, : self.columns] for matrix in self.logits)
         words = -(-self.columns // 32)
         masks = tuple(None if mask is None else mask[:, :words].contiguous() for mask in self.allowed)

@@ -187,7 +187,7 @@ class DecisionModel(nn.Module):
 
 
 def _widths(kind: str, dim: int) -> tuple[int, ...]:
-    """Widths of the rows before, between and behind the layers."""
+    """Widths of the rows before, between and after the layers."""
     return (dim, 512, 256, 1) if kind == "hidden" else (1 + _TOP, 4 * (1 + _TOP), 1)
 
 

@@ -31,7 +31,7 @@ _SUFFIX = "-exit"
 
 
 class ExitAdapter(nn.Module):
-    """The adapter of a draft that leaves a frozen model behind layer k.
+    """The adapter of a draft that leaves a frozen model after layer k.
 
     Args:
         layers: k, how many of the model's layers the draft runs.
@@ -112,7 +112,7 @@ class ExitAdapter(nn.Module):
 
         embed: gives the rows ``[n, d]`` of ids ``[n]`` where the table's numbers cannot be read.
         """
-        too_deep = f"layers: it stands behind {self.layers}, this model has {layers}"
+        too_deep = f"layers: it stands after {self.layers}, this model has {layers}"
         check_model(
             "exit adapter",
             {

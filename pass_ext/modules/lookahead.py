@@ -233,7 +233,7 @@ class LookaheadEmbedding(nn.Module):
         return embedding
 
     def transition_tables(self, table: Tensor) -> tuple[Tensor, Tensor]:
-        """``table @ left`` and ``table @ right``, fp32 ``[V, r]`` each: the score of c behind p is ``left[p] · right[c]``."""
+        """``table @ left`` and ``table @ right``, fp32 ``[V, r]`` each: the score of c after p is ``left[p] · right[c]``."""
         _check_table(table)
         if self.transition_left is None or self.transition_right is None:
             raise ValueError("these look-ahead embeddings have no transition score (their rank is 0)")

@@ -48,13 +48,13 @@ def attention_tree(
             ``.transpose(1, 2)``), or pages ``[P, page, Hkv, D]`` beside a ``block_table``. Hq is any multiple of Hkv.
         prefix_lens: ``[B]`` int32, committed tokens of each request: its slots ``[0, prefix_len)``.
         cu_nodes: ``[B + 1]`` int32; request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request. Rows
-            behind the last bound belong to no request.
+            after the last bound belong to no request.
         visible: ``[N, ceil(max_nodes / 64)]`` int64: bit j of row i set = node i sees node j of its request. Any bits are
             legal; bits of nodes that the request does not have are ignored. Rows may be strided, as in ``Tree.slice``.
         max_nodes: no request has more nodes than this; at most 1,024.
         k_new, v_new: ``[N, Hkv, D]``, keys and values of the nodes, if they are not in the cache. None: node j is in the
             cache at slot ``prefix_len + j``.
-        block_table: ``[B, P']`` int32, the page of each ``page`` slots of a request. Entries behind the last slot needed and
+        block_table: ``[B, P']`` int32, the page of each ``page`` slots of a request. Entries after the last slot needed and
             before the window are not read.
         depths: ``[N]`` int32, edges from the root, from ``tree_prepare``; needed with a window only.
         scale: factor of the logits; None is ``D ** -0.5``.

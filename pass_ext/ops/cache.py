@@ -1,4 +1,4 @@
-"""``cache_commit_``: moves the accepted rows of a step behind the prefix, in the caches of all layers at once.
+"""``cache_commit_``: moves the accepted rows of a step after the prefix, in the caches of all layers at once.
 
 Slot prefix_len + j gets the row of node path[j], from `new` or from the slot that the step wrote: csrc/core/cache.h.
 Kernels: csrc/cpu/cache.cpp, csrc/cuda/cache.cuh.
@@ -28,7 +28,7 @@ def cache_commit_(
     new: Sequence[Tensor] | Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> None:
-    """Moves the K/V rows of accepted nodes to the cache slots behind the prefix, in place, in all layers at once.
+    """Moves the K/V rows of accepted nodes to the cache slots after the prefix, in place, in all layers at once.
 
     For request b and j = 0 .. ``num_accepted[b]``, the K/V row of node ``path[b, j]`` goes to slot ``prefix_lens[b] + j``. The
     work grows with the accepted rows, never with the context; a row that is already at its slot is not written.

@@ -4,7 +4,7 @@ their weights, checked once for many calls.
 
     before   q, k, v = rotated(normed(products of normed(x)))
     after    m = residual + o(attended);  m + down(activation(gate(n)) up(n)),  n = normed(m)
-             with adapters of look-ahead slots behind each product
+             with adapters of look-ahead slots after each product
     stack    x = after(attention_tree(before(x)), x), layer by layer
 
 Kernels: csrc/cpu/layer.h and csrc/cuda/layer.cuh, which chain and join those of ``linear_rows`` and the step ops.
@@ -100,12 +100,12 @@ def layer_before_attention(
         head_dim: D, numbers of a head.
         q_bias, k_bias, v_bias: ``[heads * head_dim]``.
         input_norm: ``[d]``, the weight of a norm in front; None: none.
-        q_norm, k_norm: weights of norms behind the products: ``[D]`` norms each head, ``[heads * D]`` the whole row.
+        q_norm, k_norm: weights of norms after the products: ``[D]`` norms each head, ``[heads * D]`` the whole row.
         cos, sin: ``[N, D']`` as in ``step_rotary``; None: no rotary embedding.
         eps, form: of all norms, as in ``step_rms_norm``.
         ids: ``[N]`` integers of the rows, where negative ones are look-ahead slots; only with adapters.
         adapters: for "q", "k", "v", or some of them, ``down [K, r, d]`` and ``up [K, r, out]``: what ``adapter_rows_`` adds
-            behind the product for rows whose id is negative, with its bits. Contiguous, and K the same in all.
+            after the product for rows whose id is negative, with its bits. Contiguous, and K the same in all.
         adapter_scale: of their products.
 
     Returns:
@@ -160,11 +160,11 @@ def layer_after_attention(
         gate_weight, up_weight: ``[I, d]``; rows may be strided.
         down_weight: ``[d, I]``.
         o_bias, gate_bias, up_bias, down_bias: one number per output.
-        attention_norm, output_norm: ``[d]``, weights of norms behind o and down, in front of the addition (gemma2, olmo2).
+        attention_norm, output_norm: ``[d]``, weights of norms after o and down, in front of the addition (gemma2, olmo2).
         mlp_norm: ``[d]``, weight of the norm in front of the MLP; None: none.
         eps, form: of all norms, as in ``step_rms_norm``.
         activation: as in ``step_gate``.
-        scale: factor of both products before they are added (granite's ``residual_multiplier``); 1 beside norms behind them.
+        scale: factor of both products before they are added (granite's ``residual_multiplier``); 1 beside norms after them.
         ids, adapters, adapter_scale: as in ``layer_before_attention``, for "o", "gate", "up", "down". The residual's ``scale``
             multiplies what they add, too.
 
@@ -172,7 +172,7 @@ def layer_after_attention(
         ``[N, d]``.
 
     A row has the same bits whatever the other rows are; rows of tokens have those of a call without adapters. On a GPU it is
-    three launches, two more for each norm behind a product, and one more where a block has no room for its normed rows;
+    three launches, two more for each norm after a product, and one more where a block has no room for its normed rows;
     adapters add none. No gradients, reverse or forward: the op raises if an input requires one.
     """
     op = "layer_after_attention"
@@ -292,8 +292,8 @@ def layer_stack(
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """A model's decoder layers over the packed rows of a step: ``layer_before_attention``, ``attention_tree`` and
-    ``layer_after_attention`` of every layer, and ``step_rms_norm`` and ``linear_rows`` behind them, with their bits; for rows
-    of look-ahead slots with those of ``adapter_rows_`` behind each product.
+    ``layer_after_attention`` of every layer, and ``step_rms_norm`` and ``linear_rows`` after them, with their bits; for rows
+    of look-ahead slots with those of ``adapter_rows_`` after each product.
 
     Args:
         x: ``[N, d]`` bfloat16, float16 or float32.
@@ -312,7 +312,7 @@ def layer_stack(
             ``down [layers, K, r, in]`` and ``up [layers, K, r, out]``: a layer's are those of ``adapter_rows_``, for rows
             whose id is negative. Contiguous, and K the same in all. Beside those of o or down ``scale`` must be 1.
         adapter_scale: of their products.
-        final_norm: ``[d]``, weight of a norm behind the last layer; None: none.
+        final_norm: ``[d]``, weight of a norm after the last layer; None: none.
         head: ``[V, d]``, weight of the output layer; None: none.
         wanted: ``[W]`` int64, the rows that norm and output layer are computed of; None: all.
         eps, form, activation, scale: as in both other ops, the same for all layers.

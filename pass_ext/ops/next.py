@@ -47,7 +47,7 @@ def next_rows_(
     """Turns the rows ``[3, B, R]`` of a step into those of the next one, in place: ids, tokens and positions of R rows per
     request, the same tree for all requests and steps.
 
-    A request's root becomes the last emitted token, and its children the tokens that the look-ahead rows behind the last
+    A request's root becomes the last emitted token, and its children the tokens that the look-ahead rows after the last
     accepted node offer. A request whose text has reached its limit stays as it is, without candidates; it still has rows, so
     that shapes never change, and committing its root again writes what is there.
 
@@ -58,7 +58,7 @@ def next_rows_(
         lengths: ``[B]`` int64, tokens of each text, the root included; grows by ``num_accepted + 1``.
         prefix_lens: ``[B]`` int32, becomes ``lengths - 1``.
         report: ``[B, 3 + A or more]`` int64, for the host to read: num_accepted (-1 for a request at its limit), status, the
-            drafted tokens of the step, and its emitted tokens, -1 behind them.
+            drafted tokens of the step, and its emitted tokens, -1 after them.
         limits: ``[B]`` int64, the length at which a text ends. 0 ends it now.
         parents: ``[R]`` int32, -1 for the root, else an earlier row.
         nodes: the first rows, which are the root and its candidates; child k of a node gets its best token of rank k.
@@ -70,7 +70,7 @@ def next_rows_(
         scores: ``[B, S, K]`` float32, their scores. None: the offered tokens are in order.
         left, right: ``[V, r]`` float32, with scores: a token scores ``left[parent's token] · right[token]`` more. None: nothing
             more.
-        text: ``[B, T]`` int64, the tokens of each text, the root included; the emitted ones are written behind it. With scores,
+        text: ``[B, T]`` int64, the tokens of each text, the root included; the emitted ones are written after it. With scores,
             tokens score more by what the text recalls, as ``recall_scores`` says. None: nothing is recalled.
         temperature, top_k, top_p, min_p, seeds: with scores, one number per request as in ``accept_tree``: tokens race by the
             target's own noise at their positions, in the distribution over the offered tokens. None: tokens in the order of
@@ -126,9 +126,9 @@ def next_tree_(
     candidates and look-ahead slots a request gets, and where, is chosen by the probabilities of the offered tokens: a chain
     where slots are sure, branches where they are not.
 
-    The offered tokens are those of the look-ahead slots behind the last accepted node; if it has none, those of the nearest
-    node above it that has some, without the ones already passed. The next rows are the root, candidates, the slots behind the
-    root, the slots behind one candidate, and rows that are not in use: token -1, id 0, parent 0. A request whose text has
+    The offered tokens are those of the look-ahead slots after the last accepted node; if it has none, those of the nearest
+    node above it that has some, without the ones already passed. The next rows are the root, candidates, the slots after the
+    root, the slots after one candidate, and rows that are not in use: token -1, id 0, parent 0. A request whose text has
     reached its limit stays as it is, with its root alone.
 
     Args:
@@ -139,7 +139,7 @@ def next_tree_(
         prefix_lens: ``[B]`` int32, becomes ``lengths - 1``.
         report: ``[B, 5 + A or more]`` int64, for the host to read: num_accepted (-1 for a request at its limit), status, the
             drafted tokens of the step, the rows of the next step that are in use, how many of them are nodes, and the emitted
-            tokens, -1 behind them.
+            tokens, -1 after them.
         limits: ``[B]`` int64, the length at which a text ends. 0 ends it now.
         emitted, path, num_accepted, status: as ``accept_tree`` returned them, ``[B, A]``, ``[B, A]``, ``[B]`` and ``[B]``.
         rates: ``[L]`` float32, L at most 8: the share of places where the best candidate of each slot is right. A group has at
@@ -150,7 +150,7 @@ def next_tree_(
         scores: ``[B, S, K]`` float32, their log probabilities, as mode "top" of ``draft_sample`` returns both.
         first: the row of the judged step whose tokens ``offered[:, 0]`` are.
         left, right: ``[V, r]`` float32: a token scores ``left[parent's token] · right[token]`` more. None: nothing more.
-        text: ``[B, T]`` int64, the tokens of each text, the root included; the emitted ones are written behind it, and tokens
+        text: ``[B, T]`` int64, the tokens of each text, the root included; the emitted ones are written after it, and tokens
             score more by what the text recalls, as ``recall_scores`` says. None: nothing is recalled.
         temperature, top_k, top_p, min_p, seeds: one number per request as in ``accept_tree``: the tokens below a parent race by
             the target's own noise at their positions, in the distribution over the offered tokens. None: the best score first.

@@ -1,4 +1,4 @@
-"""``recall_scores``: what the scores of candidate tokens rise by because they came behind the same tokens earlier in the text.
+"""``recall_scores``: what the scores of candidate tokens rise by because they came after the same tokens earlier in the text.
 
 recall(v) = 2 * sum over n = 1, 2, 3 of (how often v followed the last n tokens) / (how often these came). Kernels:
 csrc/cpu/recall-inl.h, csrc/cuda/recall.cuh.
@@ -21,12 +21,12 @@ def recall_scores(tokens: Tensor, contexts: Tensor, requests: Tensor, text: Tens
     """What the scores of candidate tokens ``[N, K]`` rise by because of the text in front of them, ``[N, K]`` float32, for any
     scores that are logarithms of probabilities.
 
-    For n = 1, 2 and 3, the last n tokens of a row's path are looked up in its text; a token that came behind a share of these
+    For n = 1, 2 and 3, the last n tokens of a row's path are looked up in its text; a token that came after a share of these
     places gets twice that share. So it gets 6 at most, and 0 where the path ends with a token that is new.
 
     Args:
         tokens: ``[N, K]`` int64, the candidates, K at most 1,024.
-        contexts: ``[N, 3]`` int64, the last three tokens of each row's path (the text, and perhaps candidates behind it), in
+        contexts: ``[N, 3]`` int64, the last three tokens of each row's path (the text, and perhaps candidates after it), in
             the order of the text; -1 for those that are not there.
         requests: ``[N]`` int32, the row of text that each row looks in.
         text: ``[B, T]`` int64, the tokens of each text.

@@ -114,8 +114,8 @@ def shard_combine(
         target_logits, draft_logits: as in ``shard_local``; only their shapes are used.
         answers: ``[ranks, slots, width]``, in the order of the ranks' columns; ``[1, slots, width]`` if they were added.
         vocab_size: the columns of all ranks together.
-        round, next: of ``ROUNDS``; ``next`` is "finish" behind the last.
-        state: that of the round before; None behind "peaks".
+        round, next: of ``ROUNDS``; ``next`` is "finish" after the last.
+        state: that of the round before; None after "peaks".
         temperature and the other sampling parameters: ``[B]`` or None, the draft's without the target's in place of None.
 
     The other arguments are those of ``accept_tree``, the same in all rounds of a step.
@@ -155,14 +155,14 @@ def shard_best(
 
     Args:
         logits: ``[R, C]``, this rank's columns.
-        state: that of ``shard_combine`` behind "masses", for R requests of one node each.
+        state: that of ``shard_combine`` after "masses", for R requests of one node each.
         vocab_start: the id of the first column, a multiple of 8,192.
         temperature: ``[R]`` float32 or None; a row whose temperature is 0 is ranked without noise.
 
     The other arguments are those of ``draft_sample``.
 
     Returns:
-        int32 ``[R, k, 3]``: score, id and log probability, the floats bit by bit. Id -1 behind the last token.
+        int32 ``[R, k, 3]``: score, id and log probability, the floats bit by bit. Id -1 after the last token.
     """
     op = "shard_best"
     check_positions(f"pass_ext::{op}", seeds, positions, draws=draws(mode, temperature))

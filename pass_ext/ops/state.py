@@ -26,7 +26,7 @@ def state_commit_(
     *,
     state_index: Tensor | None = None,
 ) -> None:
-    """Moves the states of all layers, in place, behind the nodes ``path[b, 0]`` … ``path[b, num_accepted[b]]`` of each request.
+    """Moves the states of all layers, in place, after the nodes ``path[b, 0]`` … ``path[b, num_accepted[b]]`` of each request.
 
     The states have the bits that steps of one token would have left. Each is read once and written once; the work grows with
     the accepted nodes, never with the tree.

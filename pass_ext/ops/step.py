@@ -56,7 +56,7 @@ def step_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
         cos, sin: ``[N, D']`` in q's dtype or float32; D' is even and at most D.
 
     Returns:
-        ``(q, k)``, rotated and contiguous. The pairs are ``(i, i + D'/2)``, the layout of ``rotate_half``; numbers behind D'
+        ``(q, k)``, rotated and contiguous. The pairs are ``(i, i + D'/2)``, the layout of ``rotate_half``; numbers after D'
         stay.
 
     The bits are those of ``q * cos + rotate_half(q) * sin`` in PyTorch: with cos in q's dtype every product is rounded to it,

@@ -26,7 +26,7 @@ def tree_prepare(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[Ten
         parents: ``[N]`` int32, contiguous: each node's parent as an index in its request, -1 for a root. Parents come before
             children. A request may have several roots.
         cu_nodes: ``[B + 1]`` int32; request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request.
-            Rows behind the last bound belong to no request.
+            Rows after the last bound belong to no request.
         max_nodes: no request has more nodes than this; at most 1,024.
 
     Returns:

@@ -56,7 +56,7 @@ BOUNDS = {"typical": (0.09, 0.3), "adaptive_rejection": (0.0, 0.3), "joint": (0.
 
 
 class Accepted(NamedTuple):
-    """emitted int64 and path int32 [B, max_depth + 1], -1 behind the end; num_accepted and status int32 [B];
+    """emitted int64 and path int32 [B, max_depth + 1], -1 after the end; num_accepted and status int32 [B];
     margin fp64 [B]: about the smallest relative change of a probability that could change the result."""
 
     emitted: Tensor
@@ -224,7 +224,7 @@ class Judge:
 
 
 class Walk:
-    """Runs a rule on one request. run() returns the last accepted node and the token behind it; `status` collects bits."""
+    """Runs a rule on one request. run() returns the last accepted node and the token after it; `status` collects bits."""
 
     def __init__(
         self,

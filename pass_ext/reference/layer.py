@@ -44,7 +44,7 @@ def layer_before_attention(
     adapters: Adapters | None = None,
     adapter_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v = rotated(normed(products of normed(x))); behind each product what ``adapter_rows_`` adds."""
+    """q, k, v = rotated(normed(products of normed(x))); after each product what ``adapter_rows_`` adds."""
     adapt = partial(_adapted, ids=ids, adapters=adapters, scale=adapter_scale)
 
     def normed(rows: Tensor, weight: Tensor | None) -> Tensor:
@@ -85,7 +85,7 @@ def layer_after_attention(
     adapters: Adapters | None = None,
     adapter_scale: float = 1.0,
 ) -> Tensor:
-    """m = residual + o(attended); m + down(activation(gate(n)) up(n)), n = normed(m); behind each product what
+    """m = residual + o(attended); m + down(activation(gate(n)) up(n)), n = normed(m); after each product what
     ``adapter_rows_`` adds.
     """
     adapt = partial(_adapted, ids=ids, adapters=adapters, scale=adapter_scale)
@@ -143,7 +143,7 @@ def layer_stack(
 ) -> tuple[Tensor, Tensor]:
     """x = after(attention_tree(before(x + deep[l])), x + deep[l]) for every layer; head normed(x[wanted]).
 
-    layers: ``LayerWeights`` of each. adapters: what ``adapter_rows_`` adds behind each product, by its linear layer's name.
+    layers: ``LayerWeights`` of each. adapters: what ``adapter_rows_`` adds after each product, by its linear layer's name.
     """
 
     pairs = list(caches.unflatten(0, (-1, 2))) if isinstance(caches, Tensor) else caches

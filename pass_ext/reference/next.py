@@ -1,6 +1,6 @@
 """``next_rows_`` and ``next_tree_`` in plain PyTorch: request by request, node by node. The race: draft.py.
 
-A shape of ``next_tree_``: g look-ahead slots behind the root, h behind the node at depth d of the best chain, which has first
+A shape of ``next_tree_``: g look-ahead slots after the root, h after the node at depth d of the best chain, which has first
 children alone, and the k first candidates.
 """
 
@@ -42,7 +42,7 @@ def next_rows_(
     min_p: Tensor | None = None,
     seeds: Tensor | None = None,
 ) -> None:
-    """Each request moves behind its emitted tokens, and its children are the best that the accepted node's group offers."""
+    """Each request moves past its emitted tokens, and its children are the best that the accepted node's group offers."""
     ids, tokens, positions = rows
     ancestors = parents.tolist()
     depths = [0]
@@ -124,7 +124,7 @@ def next_tree_(
     min_p: Tensor | None = None,
     seeds: Tensor | None = None,
 ) -> None:
-    """Each request moves behind its emitted tokens, and gets the rows that are expected to give the most tokens."""
+    """Each request moves past its emitted tokens, and gets the rows that are expected to give the most tokens."""
     ids, tokens, positions = rows
     for b in range(len(lengths)):
         accepted, limit = int(num_accepted[b]), int(limits[b])
@@ -244,7 +244,7 @@ def _ranked(
 
 
 def _likeliest(root: int, most: int, levels: int, below: Callable[[list[int]], list[tuple[int, float]]]) -> list[_Node]:
-    """The root and the candidates of the largest reach, each behind its parent and better siblings."""
+    """The root and the candidates of the largest reach, each after its parent and better siblings."""
     nodes, children = [_Node(root, -1, 0, 0, 1.0)], [below([root]) if levels > 0 and root >= 0 else []]
     taken = [0]
     while len(nodes) < most:
@@ -359,7 +359,7 @@ def _path(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]
 
 
 def _recall(scored: Tensor, text: Tensor, path: Sequence[int], offered: Tensor) -> None:
-    """Raises the scores of the offered tokens by what the text, with the root, recalls behind a path."""
+    """Raises the scores of the offered tokens by what the text, with the root, recalls after a path."""
     known = text.tolist()
     there = offered[(offered >= 0) & (offered < scored.shape[1])]
     scored[0, there] += recall(known, [*known[:-1], *path], there.tolist()).double()

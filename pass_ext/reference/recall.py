@@ -18,7 +18,7 @@ def recall_scores(tokens: Tensor, contexts: Tensor, requests: Tensor, text: Tens
 
 
 def recall(text: Sequence[int], path: Sequence[int], tokens: Sequence[int]) -> Tensor:
-    """``[K]``: what the scores of tokens rise by behind a path, of which the last three tokens count."""
+    """``[K]``: what the scores of tokens rise by after a path, of which the last three tokens count."""
     known = list(text[-_WINDOW:])
     shares = torch.zeros(len(tokens))
     for n in range(_MOST, 0, -1):

@@ -29,7 +29,7 @@ def draw_tree(parents: Sequence[int], slots: Sequence[int], ax: Axes | None = No
         raise ImportError("Tree.draw needs matplotlib: pip install 'pass_ext[bench]'") from error
     places = _places(parents)
     width = max(x for x, _ in places) + 0.5
-    start = width + GAP + 1.0  # the prefix begins behind the tree and the row numbers
+    start = width + GAP + 1.0  # the prefix begins after the tree and the row numbers
     if ax is None:
         total = start + PREFIX_COLUMNS + 0.5 + len(parents)
         scale = min(0.32, 16 / total, 12 / (len(parents) + 2))

@@ -24,7 +24,7 @@ _MOST_SHOWN = 24  # parents in a repr
 class Tree:
     """An immutable tree of one request's candidate tokens. Row 0 is the root, the last committed token.
 
-    ``parents``, ``depths``, ``visible``, ``positions``, ``path`` and ``len`` cover all rows: the nodes, and behind them the
+    ``parents``, ``depths``, ``visible``, ``positions``, ``path`` and ``len`` cover all rows: the nodes, and after them the
     look-ahead slots of ``with_lookahead``. ``children``, ``leaves``, ``max_depth`` and ``branching`` cover nodes only.
 
     Args:
@@ -98,7 +98,7 @@ class Tree:
         return tree_prepare(parents, torch.tensor([0, len(self)], dtype=torch.int32), len(self))[0]
 
     def positions(self, prefix_len: int) -> Tensor:
-        """``[n]`` int64: each row's text position behind a prefix of ``prefix_len`` tokens."""
+        """``[n]`` int64: each row's text position after a prefix of ``prefix_len`` tokens."""
         return torch.tensor(self.depths) + prefix_len
 
     def path(self, row: int) -> tuple[int, ...]:
@@ -181,10 +181,10 @@ class Tree:
         return Tree._of((-1, *(place[self._parents[node]] for node in order[1:]))), tuple(order)
 
     def with_lookahead(self, groups: int | Mapping[int, int] | Sequence[int]) -> Tree:
-        """This tree with groups of look-ahead slots behind its nodes, for a step that verifies and drafts in one call.
+        """This tree with groups of look-ahead slots after its nodes, for a step that verifies and drafts in one call.
 
         A group of L slots below node g is a chain: slot i sees the prefix, g's path and slots 0 to i of its group, and has
-        position i + 1 behind g. Nodes see no slots. Groups come in the order of their nodes.
+        position i + 1 after g. Nodes see no slots. Groups come in the order of their nodes.
 
         Args:
             groups: slots per node: one number for all nodes, a sequence with a number for each, or a mapping from nodes to

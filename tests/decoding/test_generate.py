@@ -296,7 +296,7 @@ def test_nan_is_an_error_that_says_where():
     with torch.no_grad():
         model.lm_head.weight[7] = float("nan")
     ids, mask = ragged_prompts(2)
-    with pytest.raises(RuntimeError, match=r"request 0: NaN or \+inf among the logits behind \d+ tokens"):
+    with pytest.raises(RuntimeError, match=r"request 0: NaN or \+inf among the logits after \d+ tokens"):
         generate(model, ids, max_new_tokens=2, attention_mask=mask)
 
 

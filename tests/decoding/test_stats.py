@@ -78,7 +78,7 @@ def test_tokens_behind_the_end_of_a_text_are_not_counted(end, counts):
 
 class Machine:
     """A model that writes 0, 1, 2 again and again, on a made-up clock that its calls alone move: several rows are dear.
-    Its slots foresee nothing that is right. It keeps the number of candidates in each call behind the prompt's."""
+    Its slots foresee nothing that is right. It keeps the number of candidates in each call after the prompt's."""
 
     embedding = torch.eye(8, 16)
 
@@ -139,9 +139,9 @@ def test_sums():
 
 
 def test_it_reads_well():
-    stats = GenerationStats((2, 1, 3), 18, model_calls=8, tokens=15, seconds=1.5)
+    stats = GenerationStats((2, 1, 3), 18, model_calls=8, tokens=15, seconds=1.5, way="own forward")
     assert str(stats) == (
-        "15 tokens in 1.50 s (10.0 tokens/s), 8 model calls (1.88 tokens per call)\n"
+        "15 tokens in 1.50 s (10.0 tokens/s), 8 model calls (1.88 tokens per call), own forward\n"
         "Mean acceptance length: 2.17, Accepted: 7 tokens, Drafted: 18 tokens, "
         "Per-position acceptance rate: 0.667, 0.500, Avg Draft acceptance rate: 38.9%"
     )

@@ -63,7 +63,7 @@ LIMITS = (
     Limit("shard_races_kernel", ALL, "stack", 328, "arguments by address: a race's row, distributions and noise"),
     Limit("shard_best_kernel", ALL, "stack", 168, "the same"),
     Limit("shard_combine_kernel", ALL, "stack", 112, "spilled registers of the walk, by one thread of a block"),
-    Limit("shard_bins_kernel", "sm_90", "stack", 8, "two spilled registers behind the sweep"),
+    Limit("shard_bins_kernel", "sm_90", "stack", 8, "two spilled registers after the sweep"),
     Limit("shard_masses_kernel", "sm_100", "stack", 8, "the same"),
     Limit("linear_kernel*2, false, true>", "sm_90", "stack", 8, "two spilled registers of 16 rows"),
     Limit("*", ALL, "stack", 0, "local memory is device memory: one access costs as much as a miss"),

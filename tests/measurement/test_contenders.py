@@ -255,7 +255,7 @@ def test_texts_that_loop_or_end_are_not_raced(clock):
     assert [entry["reason"] for entry in race.state["skipped"]] == [
         "the text loops",
         "the model would end the text",
-        "Plain stopped behind 80 tokens",
+        "Plain stopped after 80 tokens",
     ]
     assert {row["prompt"] for row in race.state["rows"]} == {"code 3.py"}
     assert raced_text(STRAIGHT, 96, frozenset()) == ""

@@ -80,7 +80,7 @@ BYTES_OF_TURN = 32_768
 
 
 def attention_launch(instructions, handed_over):
-    """A launch of two tiles with 1,000 instructions before its last product and so many behind it."""
+    """A launch of two tiles with 1,000 instructions before its last product and so many after it."""
     whole, product = counts(instruction=1000 + instructions, fence=2, matrix_product=256), counts(instruction=1000)
     return {"whole": whole, "to_product": counts(), "to_last_product": product | {"matrix_product": 256},
             "to_atomic": counts(), "handed_over": handed_over, "multiplying": 16, "bytes": 0}  # fmt: skip

@@ -24,7 +24,7 @@ _HIDDEN = {
 _NESTED = r"(?:[^()\n]|\((?:[^()\n]|\([^()\n]*\))*\))+"
 _SIGN = r"<=?|>=?|[!=]=|<<|>>|&&|\|\||[-+*&]|//?|[-+]=|and|or|is(?: not)?|not in"
 _CALLED = r"(?<!min\()(?<!max\()(?<!mum\()(?<=\w\()"  # but for min and max, whose arguments have no order
-_CHANGED = r"([\w.>\-\[\]]+(?:\([^\n]*\)| [-+*/|&]?= [^\n]*[^\n,(\[{;])"  # the bracket closes behind it
+_CHANGED = r"([\w.>\-\[\]]+(?:\([^\n]*\)| [-+*/|&]?= [^\n]*[^\n,(\[{;])"  # the bracket closes after it
 # kind, whether for Python (None: both), pattern, what becomes of its first group
 _FAULTS: list[tuple[str, bool | None, str, Callable[[str], str]]] = [
     ("sign", None, rf"(?<=[\w)\]] )({_SIGN})(?= )", _SWAP.__getitem__),

@@ -34,7 +34,7 @@ def int32(values, device="cpu"):
 
 
 def random_bits(shape, dtype, offset=0, gap=0):
-    """A tensor [..., D] with `gap` elements behind each D, `offset` elements into its storage."""
+    """A tensor [..., D] with `gap` elements after each D, `offset` elements into its storage."""
     *leading, dim = shape
     strides = [1]
     for size in reversed([*leading[1:], dim + gap]):
@@ -53,7 +53,7 @@ def make_cache(layout, requests, slots, heads, dim, dtype, **where):
 
 
 def make_table(layout, requests, slots):
-    """Every request's pages in random order; entries behind them name no page."""
+    """Every request's pages in random order; entries after them name no page."""
     if isinstance(layout, str):
         return None
     pages = -(-slots // layout)
@@ -149,7 +149,7 @@ def check_random(
 
 
 def test_a_step_by_hand(backend):
-    """Nodes 0, 2 and 3 of five are accepted behind a prefix of two."""
+    """Nodes 0, 2 and 3 of five are accepted after a prefix of two."""
     cache = torch.arange(10.0, device=backend.device).reshape(1, 10, 1, 1)
     step = [int32(values, backend.device) for values in ([2], [0, 5], [[0, 2, 3, -1]], [2])]
     for commit in (pass_ext.cache_commit_, reference.cache_commit_):
@@ -560,7 +560,7 @@ def test_a_backward_that_saved_the_cache_notices(backend):
 @pytest.mark.parametrize("from_new", [False, True], ids=["in place", "from new"])
 def test_compiles_whole(backend, from_new):
     if backend.name not in ("cuda", BEST_CPU):
-        pytest.skip("what is compiled does not depend on which CPU kernel runs behind the op")
+        pytest.skip("what is compiled does not depend on which CPU kernel runs after the op")
 
     def step_function(caches, fresh, *step):
         caches[0].add_(1)

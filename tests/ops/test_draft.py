@@ -315,7 +315,7 @@ def test_no_rows(backend):
 
 def test_compiles_whole(backend):
     if backend.name not in ("cuda", BEST_CPU):
-        pytest.skip("what is compiled does not depend on which CPU kernel runs behind the op")
+        pytest.skip("what is compiled does not depend on which CPU kernel runs after the op")
     function = lambda logits, seeds: pass_ext.draft_sample(logits, 3, seeds=seeds, positions=0, top_k=5)[0] + 1  # noqa: E731
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows in (3, 5):

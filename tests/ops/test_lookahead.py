@@ -257,7 +257,7 @@ def test_a_frozen_table_gets_no_gradient_and_costs_none(backend):
 
 def test_compiles_whole_forward_and_backward(backend):
     if backend.name not in ("cuda", BEST_CPU):
-        pytest.skip("what is compiled does not depend on which CPU kernel runs behind the op")
+        pytest.skip("what is compiled does not depend on which CPU kernel runs after the op")
     ids, table, lookahead = make_case(backend, (2, 5), 16, dtype=torch.float32)
     function = lambda ids, table, lookahead: pass_ext.lookahead_embed(ids, table, lookahead).square()  # noqa: E731
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")

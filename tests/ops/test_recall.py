@@ -47,7 +47,7 @@ def test_scores_are_those_of_the_reference(backend):
 
 
 def test_shares_by_hand(backend):
-    """1 2 3 came twice, behind it 4 and 5; 2 3 came three times, behind it 4, 5, 5; 3 four times, behind it also 6."""
+    """1 2 3 came twice, after it 4 and 5; 2 3 came three times, after it 4, 5, 5; 3 four times, after it also 6."""
     text = [1, 2, 3, 4, 1, 2, 3, 5, 2, 3, 5, 3, 6, 1, 2, 3]
     arguments = dict(
         tokens=torch.tensor([[4, 5, 6, 3, -1]]), contexts=torch.tensor([[1, 2, 3]]),

@@ -375,7 +375,7 @@ def test_gradients_are_refused(backend):
 
 def test_compiles_whole(backend):
     if backend.name != BEST_CPU:
-        pytest.skip("what is compiled does not depend on which CPU kernel runs behind the op")
+        pytest.skip("what is compiled does not depend on which CPU kernel runs after the op")
     layer = Layer(9, slots=2)
 
     def step(q, k, v, g, beta, states, parents, cu_nodes):

@@ -50,7 +50,7 @@ SHAPES = {
 
 
 def pack(trees, device="cpu", rows_behind=0, behind=-7):
-    """parents and cu_nodes of a batch, with rows behind the last bound that must not be read."""
+    """parents and cu_nodes of a batch, with rows after the last bound that must not be read."""
     parents = [parent for tree in trees for parent in tree] + [behind] * rows_behind
     bounds = torch.tensor([0, *map(len, trees)]).cumsum(0)
     return torch.tensor(parents, dtype=torch.int32, device=device), bounds.int().to(device)
@@ -130,7 +130,7 @@ def test_no_rows_at_all(backend):
 
 
 def test_many_requests(backend):
-    """More than one task on the CPU, and more rows behind the last bound than one block clears on a GPU."""
+    """More than one task on the CPU, and more rows after the last bound than one block clears on a GPU."""
     random = torch.Generator().manual_seed(1)
     count, most = 60 if backend.name == "emulated" else 700, 90
     trees = [random_tree(1 + int(torch.randint(0, most, (), generator=random)), random) for _ in range(count)]
@@ -404,7 +404,7 @@ def test_masks_are_the_same_bits_with_any_thread_count(with_threads):
 
 def test_compiles_whole(backend):
     if backend.name not in ("cuda", BEST_CPU):
-        pytest.skip("what is compiled does not depend on which CPU kernel runs behind the op")
+        pytest.skip("what is compiled does not depend on which CPU kernel runs after the op")
 
     def step(parents, cu_nodes, prefix_lens):
         visible, depths = pass_ext.tree_prepare(parents, cu_nodes, 6)

@@ -215,7 +215,7 @@ def circle_in(imports):
 
 
 def room_of(module, base="pass_ext"):
-    """The first part of a module's name behind the base; the base itself is its face."""
+    """The first part of a module's name after the base; the base itself is its face."""
     parts = module.removeprefix(base).strip(".").split(".")
     return parts[0] or base
 

@@ -119,7 +119,7 @@ def test_no_trace_of_the_build_folder(library):
     content = library.read_bytes()
     traces = (str(ROOT), str(Path(torch.__file__).parent), "site-packages")
     assert [trace for trace in traces if trace.encode() in content] == []
-    assert b"csrc/" in content, "__FILE__ leaves relative paths behind"
+    assert b"csrc/" in content, "__FILE__ leaves relative paths after"
 
 
 # ---- processors ----

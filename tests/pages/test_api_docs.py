@@ -37,4 +37,4 @@ def test_signatures_are_calls():
     assert api.signature("short", short) == "short(a, *, b=1)"
     lines = api.signature("long", long).splitlines()
     assert lines[0] == "long(" and lines[-1] == ")" and "    *rest," in lines and "    **others," in lines
-    assert "    *," not in lines, "behind *rest every argument is passed by name"
+    assert "    *," not in lines, "after *rest every argument is passed by name"

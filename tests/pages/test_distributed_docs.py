@@ -82,7 +82,7 @@ def launch_lines():
 
 
 def torchrun_words(line):
-    """The words behind torchrun, without shell expressions."""
+    """The words after torchrun, without shell expressions."""
     words = shlex.split(re.sub(r"\$\(.*?\)|\$\w+", "0", line))
     inner = next((word for word in words if word.startswith("torchrun ")), None)
     return shlex.split(inner) if inner else words

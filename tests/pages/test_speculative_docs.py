@@ -144,7 +144,7 @@ def test_the_published_example():
     """p = (.6, .3, .1), two roots, kept with .3, .6, .9: a reader can work out the distribution by hand."""
     from tools import longest_branch as page
 
-    draft = page.DRAFTS["good behind rare tokens"]
+    draft = page.DRAFTS["good after rare tokens"]
     assert [float(page.acceptance(page.TARGET[token], draft[token])) for token in range(3)] == [0.3, 0.6, 0.9]
     first = page.first_token(page.distribution_of_texts(page.TARGET, draft, 2, 1, 2))
     p, kept, want = (0.6, 0.3, 0.1), (0.3, 0.6, 0.9), [0.0] * 3

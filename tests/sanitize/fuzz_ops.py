@@ -146,7 +146,7 @@ class Draw:
         if kind == 4 and value.dim():
             return torch.cat([value, value], dim=self.random.randrange(value.dim()))
         if kind == 5 and value.dim():
-            return torch.stack([value, value], dim=-1)[..., 0]  # the same numbers, each with a gap behind it
+            return torch.stack([value, value], dim=-1)[..., 0]  # the same numbers, each with a gap after it
         return value.transpose(-1, -2) if value.dim() > 1 else value
 
 
@@ -330,7 +330,7 @@ def draft_sample(draw: Draw):
     demand(bool(((tokens >= -1) & (tokens < logits.shape[1])).all()), "a token outside [-1, V)")
     demand(bool((logprobs[is_empty] == -math.inf).all()), "token -1 has another log probability than -inf")
     demand(bool((logprobs[~is_empty] < 1e-3).all()), "a log probability above 0, or NaN")
-    demand(bool((is_empty.int().diff(dim=1) >= 0).all()), "a token behind -1")
+    demand(bool((is_empty.int().diff(dim=1) >= 0).all()), "a token after -1")
     for own in tokens.tolist():
         drawn = [token for token in own if token >= 0]
         demand(arguments["mode"] == "with" or len(set(drawn)) == len(drawn), "the same candidate twice")
@@ -353,7 +353,7 @@ def check_accepted(result, tokens: list[list[int]], vocabulary: int, max_depth: 
             continue
         taken, rest = path[: accepted + 1], path[accepted + 1 :]
         demand(taken[0] == 0 and taken == sorted({*taken}) and taken[-1] < len(own), f"path {path}")
-        demand({*rest, *emitted[accepted + 1 :]} <= {-1}, f"path {path}, emitted {emitted} behind {accepted} accepted")
+        demand({*rest, *emitted[accepted + 1 :]} <= {-1}, f"path {path}, emitted {emitted} after {accepted} accepted")
         demand(emitted[:accepted] == [own[node] for node in taken[1:]], f"emitted {emitted} is not what {path} says")
         demand(-1 <= emitted[accepted] < vocabulary, f"emitted {emitted[accepted]}")
         demand(emitted[accepted] >= 0 or status != 0, "emitted -1 though the status is 0")

@@ -16,7 +16,7 @@ FAULTY = 1e-3
 
 
 class Replay:
-    """A Chance that makes the choices of a script. Behind its end it makes the first choice and appends it."""
+    """A Chance that makes the choices of a script. After its end it makes the first choice and appends it."""
 
     def __init__(self, script):
         self.script, self.taken, self.probability, self.law = script, 0, 1.0, None
@@ -185,7 +185,7 @@ def emitted_distribution(drafts, rule, chance=Replay):
 
 def distribution_of_walk(drafts, rule, endings_of):
     """The distribution of the emitted text and the mean number of accepted drafts, as ``emitted_distribution``, of a compiled
-    walk. ``endings_of`` lists (probability, last node, distribution of the token behind it) for every way that coins can fall.
+    walk. ``endings_of`` lists (probability, last node, distribution of the token after it) for every way that coins can fall.
     """
     masses, mean = {}, 0.0
     size, vocabulary = len(drafts.parents), drafts.vocabulary

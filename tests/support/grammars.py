@@ -30,7 +30,7 @@ class Automaton(Grammar):
 
     def rollback(self, count):
         self.counts["rollback"] += 1
-        assert 0 < count < len(self.states), "never behind the beginning"
+        assert 0 < count < len(self.states), "never after the beginning"
         del self.states[-count:]
 
     def fill_mask(self, words):
@@ -53,7 +53,7 @@ class Automaton(Grammar):
     # ---- for the tests themselves ----
 
     def state_behind(self, tokens):
-        """The state behind tokens; None if they are forbidden."""
+        """The state after tokens; None if they are forbidden."""
         state = self.states[-1]
         for token in tokens:
             state = None if state is None else self.table[state].get(token)

@@ -79,7 +79,7 @@ class Layer:
         return exact
 
     def token_by_token(self, state, rows):
-        """(out of each row, the state behind them): a step of one token and its commit, for each row in order."""
+        """(out of each row, the state after them): a step of one token and its commit, for each row in order."""
         device, state, outs = self.q.device, state.clone(), []
         bounds, root = int32([0, 1], device), int32([-1], device)
         for row in rows:

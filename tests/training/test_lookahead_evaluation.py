@@ -60,7 +60,7 @@ def test_places_behind_a_sliding_window(monkeypatch):
 
 @pytest.mark.parametrize("anchors", [100, 4, 2, 1])
 def test_evaluation_reads_each_text_from_its_prompts_end_to_where_slots_end(anchors):
-    """The first place's root is the prompt's last token, and slot 0 stands for the second token behind it. Texts go round, so
+    """The first place's root is the prompt's last token, and slot 0 stands for the second token after it. Texts go round, so
     that they recall something, which hit rates count in."""
     model = tiny_llama()
     embedding = slots_for(model)  # three slots

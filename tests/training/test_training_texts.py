@@ -200,7 +200,7 @@ def test_a_damaged_line_of_samples_gets_a_sentence(tmp_path, line):
     first = collected(path)
     header, *lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(header + lines[0] + line + b"\n" + lines[2])
-    with pytest.raises(SystemExit, match=rf"^{path}, line 3 is damaged: delete it and the lines behind it"):
+    with pytest.raises(SystemExit, match=rf"^{path}, line 3 is damaged: delete it and the lines after it"):
         collected(path)
     path.write_bytes(header + lines[0])
     assert collected(path) == first

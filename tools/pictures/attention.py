@@ -17,7 +17,7 @@ from tools.command import run
 PICTURES = {
     "chain": ("A chain of four drafts", Tree.chain(4)),
     "tree": ("A tree: three drafts, and two below each", Tree.from_branching((3, 2))),
-    "lookahead": ("Two drafts, and three look-ahead slots behind every node", Tree.chain(2).with_lookahead(3)),
+    "lookahead": ("Two drafts, and three look-ahead slots after every node", Tree.chain(2).with_lookahead(3)),
 }
 
 

@@ -90,7 +90,7 @@ def _draw_legend(ax: Any) -> None:
     legend = [
         (KEPT, "a token of the text"),
         (SLOT, "a draft for the next call"),
-        (DROPPED, "behind a wrong draft"),
+        (DROPPED, "after a wrong draft"),
     ]
     for place, (colour, text) in enumerate(legend):
         ax.add_patch(box(6.6 + 3.3 * place, 3.78, 0.34, 0.34, "white", colour))

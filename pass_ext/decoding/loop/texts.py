@@ -78,7 +78,7 @@ class Texts:
         text, new = self.tokens[request], list(emitted[: accepted + 1])
         if status or not new or -1 in new:
             reasons = " and ".join(words for bit, words in STATUS.items() if status & bit)
-            raise RuntimeError(f"request {request}: {reasons or 'no token'} behind {len(text)} tokens of text")
+            raise RuntimeError(f"request {request}: {reasons or 'no token'} after {len(text)} tokens of text")
         new = new[: self.limits[request] - len(text)]
         end = next((i for i, token in enumerate(new) if token in self._ends), None)
         new = new if end is None else new[: end + 1]

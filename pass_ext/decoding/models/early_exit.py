@@ -1,4 +1,4 @@
-"""``EarlyExitDraft``: a model's own first k layers as its draft model, ``head(norm(adapter(h)))`` behind them.
+"""``EarlyExitDraft``: a model's own first k layers as its draft model, ``head(norm(adapter(h)))`` after them.
 
 pass_ext/modules/exit_adapter.py has the formula and the trained adapter. Layers, embeddings, norm and head are the target's own
 objects, so its keys and values equal the target's, layer by layer. ``packed_model`` adapts any model that a caller may give.
@@ -69,9 +69,7 @@ def exit_parts(model: Any) -> ExitParts:
         )
     for option in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
         if getattr(config, option, None) not in (None, 0, 1):
-            raise ValueError(
-                f"{name} changes its logits behind its head ({option}), which early exit does not; {known}"
-            )
+            raise ValueError(f"{name} changes its logits after its head ({option}), which early exit does not; {known}")
     return ExitParts(decoder, layers, norm, head)  # type: ignore[arg-type]
 
 
@@ -104,7 +102,7 @@ class EarlyExitDraft:
             embed = None if is_plain(embedding.weight) else embedding
             adapter.check_fits(embedding.weight, len(parts.layers), embed=embed)
             if layers not in (None, adapter.layers):
-                raise ValueError(f"layers is {layers}, but the adapter was trained behind layer {adapter.layers}")
+                raise ValueError(f"layers is {layers}, but the adapter was trained after layer {adapter.layers}")
             layers = adapter.layers
         assert layers is not None
         whole_number("EarlyExitDraft: layers", layers, 1, len(parts.layers))

@@ -65,7 +65,7 @@ def _lost_adapter(model: Any) -> str | None:
             continue
         active = [] if getattr(part, "disable_adapters", False) else getattr(part, "active_adapters", [])
         if any(type(variants.get(name)).__name__.startswith("ALora") for name in active):
-            return "has a peft adapter of the kind aLoRA, which is active behind certain token ids only"
+            return "has a peft adapter of the kind aLoRA, which is active after certain token ids only"
     return None
 
 

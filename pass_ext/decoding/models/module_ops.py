@@ -117,7 +117,7 @@ def most_few_rows(dtype: torch.dtype, is_cpu: bool) -> int:
 
 
 def are_few(rows: int, most: int, slot_rows: int = 0) -> bool:
-    """True for at most so many rows, look-ahead slots' not counted: so a prompt has the same bits with slots behind it as
+    """True for at most so many rows, look-ahead slots' not counted: so a prompt has the same bits with slots after it as
     without."""
     return rows - slot_rows <= most
 

@@ -31,7 +31,7 @@ _FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
 """Rotary embeddings whose frequencies do not depend on the text's length."""
 
 _LONGEST_TABLE = 1 << 20
-"""Positions. Behind it, where hardly a text is, rotary embeddings are computed for each call."""
+"""Positions. After it, where hardly a text is, rotary embeddings are computed for each call."""
 
 
 def is_hooked(modules: Iterable[nn.Module]) -> bool:
@@ -111,7 +111,7 @@ class OwnForward:
         return self._scaled(self._tail((out if wanted is None else out[wanted])[None])[0])
 
     def _scaled(self, logits: Tensor) -> Tensor:
-        """What a model does to its logits behind its head."""
+        """What a model does to its logits after its head."""
         if self.plan.divisor != 1.0:
             logits = logits / self.plan.divisor
         if self.plan.cap:
@@ -223,7 +223,7 @@ def _of_all_layers(placed: PlacedAdapters, plan: ModelPlan) -> Added | None:
 
 
 def _of_each_layer(placed: PlacedAdapters, plan: ModelPlan) -> list[tuple[Added, Added]] | None:
-    """For the layers' ops, in front of attention and behind it; None if these do not know a place."""
+    """For the layers' ops, in front of attention and after it; None if these do not know a place."""
     named: list[dict[str, Pair]] = [{} for _ in plan.layers]
     for place, pair in placed.pairs.items():
         number, _, name = place.partition(".")

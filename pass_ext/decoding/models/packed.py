@@ -89,7 +89,7 @@ class PackedModel(Protocol):
     """A decoder-only model for ``generate`` that is not a transformers model. ``examples/plain_decoder.py`` has an example.
 
     Look-ahead slots with adapters need a model whose ``__call__`` has a parameter ``adapt`` too, which is an ``Adapt`` or None:
-    it calls ``adapt(place, out, x)`` behind each linear layer that has a place in the file.
+    it calls ``adapt(place, out, x)`` after each linear layer that has a place in the file.
     """
 
     embedding: Tensor | nn.Embedding

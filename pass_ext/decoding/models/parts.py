@@ -83,7 +83,7 @@ def given_cache(named: Mapping[str, Any]) -> Any:
 
 # ---- a layer ----
 
-# Which norm is where, by the names of a layer's norms: in front of attention, behind it, in front of the MLP, behind it.
+# Which norm is where, by the names of a layer's norms: in front of attention, after it, in front of the MLP, after it.
 _NORMS: dict[frozenset[str], tuple[str, str, str, str]] = {
     frozenset({"input_layernorm", "post_attention_layernorm"}):
         ("input_layernorm", "", "post_attention_layernorm", ""),
@@ -210,7 +210,7 @@ class ModelPlan(NamedTuple):
     attention: list[dict[str, Any]]
     """Options of each layer's attention: scale, softcap and window."""
     kinds: list[tuple[str, ...]]
-    """What the rotary embedding takes behind rows and positions, kind by kind of layers."""
+    """What the rotary embedding takes after rows and positions, kind by kind of layers."""
     rotates: list[int]
     """The kind of each layer, from 1; 0: it does not rotate."""
     stack: StackArguments | None

@@ -162,7 +162,7 @@ class TransformersModel(Adapted):
             )
         if slots is not None and slots.deep is not None:
             self._check_deep(slots.deep)
-        if self.known_positions is not None:  # drafts behind the last one are never accepted
+        if self.known_positions is not None:  # drafts after the last one are never accepted
             positions = positions.clamp(max=self.known_positions - 1)
         if self._own is not None and attend.may_have_changed and not self._own.is_current():
             self._own = None

@@ -142,7 +142,7 @@ class ModelState:
         return self._values == other._values
 
     def _note_code(self, forward: Any) -> None:
-        """The functions behind the decorators of a forward, and what their files have by the names that they use."""
+        """The functions after the decorators of a forward, and what their files have by the names that they use."""
         while forward is not None:
             self._note(forward)
             code = getattr(forward, "__code__", None)

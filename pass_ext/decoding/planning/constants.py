@@ -1,4 +1,5 @@
-"""Every number that decides how many rows a step has, and its reason."""
+"""The numbers that tune how many rows a step has, and their reasons. Limits of size stand beside what they limit, as do the
+weights of ``next_tree_`` (csrc/core/next_tree.h)."""
 
 # ---- the seconds of a step (step_times.py) ----
 

@@ -216,7 +216,7 @@ def plan_of_tree(tree: Tree, hit_rates: Rates, costs: Costs, *, slots: int = 0, 
         raise ValueError(f"tree has {len(tree)} rows, look-ahead slots included; rows allows {most}")
     if tree.has_lookahead:
         if costs.passes == 2:
-            raise ValueError("two-pass decoding has no look-ahead slots behind candidates: give tree without them")
+            raise ValueError("two-pass decoding has no look-ahead slots after candidates: give tree without them")
         sizes = {len(tree.group_rows(node)) for node in range(tree.num_nodes)} - {0}
         if len(sizes) > 1 or not tree.max_depth <= min(sizes) <= slots:
             raise ValueError(

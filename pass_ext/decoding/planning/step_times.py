@@ -8,7 +8,7 @@
 ``StepClock`` corrects them by the steps themselves:
 
     seconds(rows)  t(rows) · ratio, the lower median of seconds / t(rows) over the last plain steps or the last drafted ones,
-                   those with as many rows first
+                   where steps with just as many rows are known, theirs count with it
 
 While one kind is unknown, or drafted steps are too few to tell, the other stands for it: a machine that is busy, or a text that
 is long, slows both.

@@ -197,12 +197,12 @@ class Session:
         limit, positions = model.rope_limit, model.known_positions
         if limit is not None and longest + deepest_row > limit:
             raise ValueError(
-                f"{model.name} changes its rotary frequencies behind {limit} tokens, and earlier keys would not "
+                f"{model.name} changes its rotary frequencies after {limit} tokens, and earlier keys would not "
                 f"fit: prompt, max_new_tokens and the deepest draft must stay within them, got {longest + deepest_row}"
             )
         if positions is not None and longest > positions + 1:  # + 1: the model never reads the last new token
             raise ValueError(
-                f"{model.name} has a table of {positions} positions and none behind them: prompt and "
+                f"{model.name} has a table of {positions} positions and none after them: prompt and "
                 f"max_new_tokens must stay within {positions + 1} tokens, got {longest}"
             )
         room = longest + max_depth

@@ -154,7 +154,7 @@ def _broadcast(*tensors: Tensor) -> None:
 
 
 def _sglangs_own() -> Any:
-    """The replaced function: SGLang's registry keeps it behind its wrapper."""
+    """The replaced function: SGLang's registry keeps it after its wrapper."""
     from sglang.srt.speculative import eagle_utils
 
     return inspect.unwrap(eagle_utils.eagle_sample)

@@ -29,7 +29,7 @@ def tree_of_links(tokens: Tensor, first_child: Tensor, next_sibling: Tensor) -> 
 
     Args:
         tokens: ``[B, N]``, the root's first.
-        first_child, next_sibling: ``[B, N]`` int64, indices in the request; -1 for none. A link to a node that is not behind
+        first_child, next_sibling: ``[B, N]`` int64, indices in the request; -1 for none. A link to a node that is not after
             its own is ignored, so the parents always make a tree.
 
     A node without a link to it becomes a child of the root with the token -1, which no rule accepts.

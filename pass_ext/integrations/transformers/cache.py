@@ -33,7 +33,7 @@ def write_cache(cache: Any, layer: int, keys: Tensor, values: Tensor) -> None:
     """Replaces the content of one layer by ``keys`` and ``values``, each ``[B, H, length, D]``.
 
     A dynamic layer stores the tensors themselves. A static layer is overwritten in place, so that its addresses stay, and its
-    columns behind the content are cleared.
+    columns after the content are cleared.
     """
     if layer >= len(getattr(cache, "layers", ())) and getattr(cache, "layer_class_to_replicate", None) is not None:
         cache.layers.extend(cache.layer_class_to_replicate() for _ in range(layer + 1 - len(cache.layers)))

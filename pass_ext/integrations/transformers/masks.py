@@ -40,7 +40,7 @@ class CausalRows(NamedTuple):
     column: int | Tensor
     """The column of the first query among the keys."""
     starts: tuple[int, ...] | None
-    """The first column of each request behind its padding; None: 0 for all."""
+    """The first column of each request after its padding; None: 0 for all."""
     window: int
     """The window of ``attention_tree``; -1 is off."""
     calls: tuple[Call, ...]
@@ -76,7 +76,7 @@ class TreeStep:
 
     Give the model ``[B, Q]`` ids, in row b the nodes of request b and then any padding, ``position_ids`` of
     ``prefix_len + depth``, and a cache. Its attention then follows ``visible``, and the keys and values of the nodes are
-    appended to the cache, in Q columns right behind the prefix; ``cache_commit_`` moves the accepted ones.
+    appended to the cache, in Q columns right after the prefix; ``cache_commit_`` moves the accepted ones.
 
     Args:
         visible: ``[N, ceil(max_nodes / 64)]`` int64, from ``pack_trees`` or ``tree_prepare``.

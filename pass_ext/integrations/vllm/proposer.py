@@ -3,8 +3,8 @@
     drafts of a request = guesses g_1 … g_m, then slots V, V + 1, …     (m + slots <= num_speculative_tokens)
 
 The accept step judges the guesses and always rejects slots. Where all m guesses were accepted, the logits of the slots' rows
-guess behind the token that the step ended with: m + 1 tokens and new guesses from one call. Where a guess was rejected, the
-slots stood behind a wrong text, and the next step has slots alone: the published cycle of two calls.
+guess after the token that the step ended with: m + 1 tokens and new guesses from one call. Where a guess was rejected, the
+slots stood after a wrong text, and the next step has slots alone: the published cycle of two calls.
 
     vllm serve MODEL --speculative-config '{"method": "custom_class", "model": "pass_ext.integrations.vllm.PaSS",
                                             "num_speculative_tokens": 4}'
@@ -111,7 +111,7 @@ class PaSS:
     def __init__(self, vllm_config: Any) -> None:
         if not is_replaced():
             raise ValueError(
-                "PaSS: needs PASS_EXT_VLLM=on: pass_ext's accept step rejects its slots, and hands over the logits behind them"
+                "PaSS: needs PASS_EXT_VLLM=on: pass_ext's accept step rejects its slots, and hands over the logits after them"
             )
         self._settings = Settings.of(vllm_config)
         self._lookahead = checked_slots(vllm_config, self._settings)
@@ -171,7 +171,7 @@ class PaSS:
     def _guesses(
         self, step: SampledStep, sampled: list[list[int]], texts: np.ndarray, length: int
     ) -> dict[int, list[int]]:
-        """Request -> guesses, where the step's slots stood behind its whole text."""
+        """Request -> guesses, where the step's slots stood after its whole text."""
         tokens, positions = step.tokens.tolist(), step.positions.tolist()
         groups: dict[int, list[tuple[int, range]]] = {}  # number of slots -> requests and their slots' rows
         first = 0

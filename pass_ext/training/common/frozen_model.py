@@ -45,7 +45,7 @@ def check_head(model: Any, ids: Tensor) -> None:
         ours, theirs = model.get_output_embeddings()(hidden), model(input_ids=ids).logits
     if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-2):
         raise SystemExit(
-            f"{type(model).__name__} changes its logits behind its output layer (scaling or soft-capping); training cannot "
+            f"{type(model).__name__} changes its logits after its output layer (scaling or soft-capping); training cannot "
             f"reproduce that"
         )
 

@@ -62,7 +62,7 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
         help="prefixes from --data that the model continues",
     )
     add("--own-chats", type=int, least=0, default=0, metavar="N", help="chats of which the model writes both sides")
-    add("--sample-tokens", type=int, least=1, default=208, help="tokens sampled behind a prompt at most")
+    add("--sample-tokens", type=int, least=1, default=208, help="tokens sampled after a prompt at most")
     add(
         "--held-out",
         type=int,

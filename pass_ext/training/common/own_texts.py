@@ -1,6 +1,6 @@
 """The model's own samples as training text: continued prefixes, answered instructions, and chats written by it alone.
 
-A JSON-lines file beside the checkpoints keeps the samples, a batch a line, behind a header of all that decides them. A batch's
+A JSON-lines file beside the checkpoints keeps the samples, a batch a line, after a header of all that decides them. A batch's
 random numbers depend on the seed and its number, so a run that was stopped goes on to the same file. Held-out prompts are
 continued greedily, for the evaluation.
 """
@@ -28,7 +28,7 @@ _LOOP = 8  # an n-gram of this length seen a third time starts a loop
 
 @dataclass(frozen=True)
 class Sample:
-    """Token ids of a prompt and of what the model wrote behind it; ``kind`` is "python", "prose" or "chat"."""
+    """Token ids of a prompt and of what the model wrote after it; ``kind`` is "python", "prose" or "chat"."""
 
     name: str
     kind: str
@@ -140,7 +140,7 @@ def collect(
         "seed": seed,
     }
     written = path.read_bytes() if path.exists() else b""
-    whole = written[: written.rfind(b"\n") + 1]  # a run that was stopped while writing left a part of a line behind it
+    whole = written[: written.rfind(b"\n") + 1]  # a run that was stopped while writing left a part of a line after it
     lines = whole.splitlines()
     if replaces and lines and lines[0] != json.dumps(header).encode():
         lines = []
@@ -193,7 +193,7 @@ def _read_samples(path: Path, number: int, line: bytes, names: list[str]) -> lis
         return samples
     except (ValueError, TypeError, RecursionError) as error:
         raise SystemExit(
-            f"{path}, line {number} is damaged: delete it and the lines behind it to sample them again, or give another --out\n"
+            f"{path}, line {number} is damaged: delete it and the lines after it to sample them again, or give another --out\n"
             f"  {error}"
         ) from error
 
@@ -203,7 +203,7 @@ def _digest(value: Any) -> str:
 
 
 def _chat_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The template's tokens before a user's message, and those behind it that open the answer."""
+    """The template's tokens before a user's message, and those after it that open the answer."""
     if tokenizer.chat_template is None:
         raise SystemExit(
             "this model's tokenizer has no chat template, so it cannot write chats: leave --own-chats at 0"
@@ -220,7 +220,7 @@ def _chat_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 def _own_prompts(
     model: Any, frame: tuple[list[int], list[int]], count: int, generator: torch.Generator, stop: frozenset[int]
 ) -> list[list[int]]:
-    """Instructions written by the model behind the template's user header, closed with the template's answer header."""
+    """Instructions written by the model after the template's user header, closed with the template's answer header."""
     opening, closing = frame
     written = sample(model, [opening] * count, _OWN_MESSAGE, 1.0, generator, stop)
     return [opening + [token for token in text if token not in stop] + closing for text in written]

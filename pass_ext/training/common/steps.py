@@ -93,7 +93,7 @@ class Trainer(ABC):
             with fresh.open("wb") as file:
                 torch.save(state, file)
                 file.flush()
-                os.fsync(file.fileno())  # else a power cut may leave the new name with nothing behind it
+                os.fsync(file.fileno())  # else a power cut may leave the new name with nothing after it
             fresh.replace(path)  # a run that is stopped here keeps the older checkpoint whole
         except Exception as error:  # a full disk is an OSError or a RuntimeError
             fresh.unlink(missing_ok=True)
@@ -154,7 +154,7 @@ class Phase:
             self._bar.stop()
 
     def advance(self, count: int, shown: str = "", *, is_worth_a_line: bool = False) -> None:
-        """Shows that so much more is done, with a text behind it."""
+        """Shows that so much more is done, with a text after it."""
         self._done += count
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done, shown=shown)
@@ -246,7 +246,7 @@ def _noted_interrupt() -> Iterator[threading.Event]:
 
 
 def _bar(console: Any) -> Any:
-    """A bar with a description, counts, the time left, and a text ``shown`` behind them."""
+    """A bar with a description, counts, the time left, and a text ``shown`` after them."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

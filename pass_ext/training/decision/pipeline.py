@@ -122,7 +122,7 @@ def _whole_sample(sample: Sample) -> tuple[torch.Tensor, int, str]:
 
 
 def _chain_texts(options: argparse.Namespace, texts: Iterable[tuple[torch.Tensor, int, str]]) -> list[Text]:
-    """Even places in what was written behind each text's prompt; the text cut so that its chains fit in one tree."""
+    """Even places in what was written after each text's prompt; the text cut so that its chains fit in one tree."""
     chain_texts = []
     for ids, prompt_tokens, kind in texts:
         ids = ids[: MAX_TREE_NODES - options.levels * options.evaluation_places]

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[4],
         metavar="K",
-        help="the draft leaves the model behind layer K; of several, that with the best expected speed is kept",
+        help="the draft leaves the model after layer K; of several, that with the best expected speed is kept",
     )
     add("--rank", type=int, least=1, default=128, help="width of the adapter, of 2·d·rank parameters")
     add(

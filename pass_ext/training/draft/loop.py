@@ -1,6 +1,6 @@
 """The optimisation of an exit adapter: AdamW on the adapter alone, over rows of hidden states that were computed before.
 
-The frozen model runs once over all text. For every token: the rows behind some of the layers, and the last ones, which enter
+The frozen model runs once over all text. For every token: the rows after some of the layers, and the last ones, which enter
 the model's head (the teacher's). They fit in memory as bfloat16, and one file keeps them, so that a run that stopped need not
 compute them again.
 
@@ -31,14 +31,14 @@ ROWS = 1024  # tokens in one forward
 
 
 class Hidden(NamedTuple):
-    """Rows of all texts, one behind the other."""
+    """Rows of all texts, one after the other."""
 
     tokens: Tensor
     """``[N]`` int32."""
     behind: dict[int, Tensor]
     """Layer count k -> ``[N, d]``, what layer k - 1 put out."""
     final: Tensor
-    """``[N, d]``, behind the model's last norm."""
+    """``[N, d]``, after the model's last norm."""
 
 
 def document_windows(
@@ -95,14 +95,14 @@ def collect_hidden(
 
 def save_hidden(hidden: Hidden, path: Path, identity: str) -> None:
     """Writes the rows; ``identity`` says which run they belong to."""
-    tensors = {f"behind {count}": rows for count, rows in hidden.behind.items()}
+    tensors = {f"after {count}": rows for count, rows in hidden.behind.items()}
     fresh = path.with_suffix(".new")
     write_tensors(fresh, {"tokens": hidden.tokens, "final": hidden.final, **tensors}, {"identity": identity})
     fresh.replace(path)
 
 
 def load_hidden(path: Path, identity: str, layers: Sequence[int]) -> Hidden | None:
-    """The rows that ``save_hidden`` wrote for the same run, if those behind all of ``layers`` are among them; else None.
+    """The rows that ``save_hidden`` wrote for the same run, if those after all of ``layers`` are among them; else None.
 
     Raises ValueError for a damaged file.
     """
@@ -114,7 +114,7 @@ def load_hidden(path: Path, identity: str, layers: Sequence[int]) -> Hidden | No
         with safe_open(str(path), framework="pt") as file:
             if (file.metadata() or {}).get("identity") != identity:
                 return None
-            names = {count: f"behind {count}" for count in layers}
+            names = {count: f"after {count}" for count in layers}
             if not set(names.values()) <= set(file.keys()):
                 return None
             behind = {count: file.get_tensor(name) for count, name in names.items()}

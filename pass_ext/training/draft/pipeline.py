@@ -140,7 +140,7 @@ def _collected(run: Run, texts: Sequence[Sequence[int]], layers: Sequence[int], 
 
 
 def _start(run: Run, layers: int, vocabulary: torch.Tensor | None) -> ExitAdapter:
-    """An untrained adapter behind layer ``layers``, in float32."""
+    """An untrained adapter after layer ``layers``, in float32."""
     table = run.model.get_input_embeddings().weight
     torch.manual_seed(run.options.seed)
     adapter = ExitAdapter(
@@ -179,7 +179,7 @@ def _evaluation(evaluation: dict[str, Any], layers: int) -> str:
     ]
     return "\n".join(
         [
-            f"{held_out(evaluation)} The draft leaves the model behind layer {layers}. The chance that the model's next token "
+            f"{held_out(evaluation)} The draft leaves the model after layer {layers}. The chance that the model's next token "
             "was the draft's of rank r, where the tokens before it had been within the ranks:\n",
             table(
                 ["depth", *(f"rank {rank}" for rank in range(len(rates[0])))],

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--step-dtype",
         choices=("float32", "bfloat16"),
-        help="of the frozen model in training steps, behind its samples; default: --dtype. A CPU may write samples faster in "
+        help="of the frozen model in training steps, after its samples; default: --dtype. A CPU may write samples faster in "
         "bfloat16 and take steps faster in float32",
     )
 

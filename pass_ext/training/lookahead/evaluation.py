@@ -38,7 +38,7 @@ class SlotHits(NamedTuple):
 def hits_of(
     model: Any, embedding: LookaheadEmbedding, ids: Tensor, anchors: Tensor, *, recalls: bool = False
 ) -> SlotHits:
-    """The hits of the slots behind ``anchors`` [A] of a text, the tokens before each being the right ones. recalls: with what
+    """The hits of the slots after ``anchors`` [A] of a text, the tokens before each being the right ones. recalls: with what
     the text recalls of its last 1,024 different tokens."""
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     slots = embedding.num_lookahead
@@ -63,7 +63,7 @@ def hits_of(
 
 
 def _add_recall(logits: Tensor, ids: Tensor, places: Tensor) -> None:
-    """Raises the logits ``[n, V]`` of what comes behind these places of a text."""
+    """Raises the logits ``[n, V]`` of what comes after these places of a text."""
     tokens = torch.tensor(list(dict.fromkeys(reversed(ids.tolist())))[:MAX_RECALL_ROW], device=ids.device)
     back = places[:, None] - torch.arange(RECALL_TOKENS - 1, -1, -1, device=ids.device)
     contexts = ids[back.clamp(min=0)].where(back >= 0, -1)

@@ -41,7 +41,7 @@ def group_mask(anchors: Tensor, length: int, slots: int, dtype: torch.dtype) -> 
 def slot_rows(
     model: Any, embedding: LookaheadEmbedding, anchors: Tensor, past: Any, slots: int | None = None
 ) -> Tensor:
-    """Last hidden states ``[B, A, L, d]`` of the slots behind ``anchors`` [B, A]; ``past`` holds the texts and grows.
+    """Last hidden states ``[B, A, L, d]`` of the slots after ``anchors`` [B, A]; ``past`` holds the texts and grows.
 
     slots: the first so many slots; None: all.
     """

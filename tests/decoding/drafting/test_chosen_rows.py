@@ -54,7 +54,7 @@ def test_texts_of_a_batch_are_those_of_plain_decoding(llama, monkeypatch, rows_c
 def test_texts_under_a_grammar_are_those_of_plain_decoding(
     llama, monkeypatch, rows_called, foresees, count, temperature
 ):
-    """One text has no grammar; in all others tokens are forced, behind roots and candidates."""
+    """One text has no grammar; in all others tokens are forced, after roots and candidates."""
     ids, mask = (part[:count] for part in ragged_prompts(4))
     slots = sure_slots(llama, monkeypatch, rows_called)
     grammar = [random_automaton(VOCABULARY, seed=seed) if seed != 2 else None for seed in range(count)]

@@ -102,7 +102,7 @@ def test_rules_that_divide_by_the_drafts_distribution_get_its_logits(rank):
 @pytest.mark.parametrize("recalls", [False, True], ids=["", "recalls"])
 def test_with_transitions_candidates_are_drawn_among_the_best_of_their_slot(recalls):
     """Tokens of a row have their scores with transitions and recall, all others none; memory of the fill before leaves nothing
-    behind."""
+    after."""
     torch.manual_seed(6)
     table, tree = torch.randn(200, 16), Tree.from_branching((2, 1, 2, 1))
     lookahead = LookaheadEmbedding.from_table(4, table, rank=4)

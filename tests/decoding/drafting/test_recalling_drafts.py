@@ -66,7 +66,7 @@ def test_a_text_that_repeats_itself_takes_fewer_calls(count, rank, method, run_a
     assert calls[True] < 0.7 * calls[False], calls
 
 
-# Behind an even token no even one may come: nothing is forced, and an odd one is half of what slots could offer.
+# After an even token no even one may come: nothing is forced, and an odd one is half of what slots could offer.
 GRAMMAR = {0: {token: 1 - token % 2 for token in range(12)}, 1: dict.fromkeys(range(1, 12, 2), 0)}
 
 

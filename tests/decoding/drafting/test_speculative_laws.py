@@ -107,7 +107,7 @@ def replayed(replay, filters):
 
 
 def drafted_once(draft, tree, rule, draw, filters, decision=None, levels=9, first=None):
-    """One step's candidates behind PROMPT, by the real drafter with replayed draws."""
+    """One step's candidates after PROMPT, by the real drafter with replayed draws."""
     sampling = SamplingParams(temperature=1.0, seeds=0).for_batch(1, torch.device("cpu"))
     target = packed_model(Recalling(99))
     context = DraftContext(target, [PROMPT], sampling, rule)
@@ -356,7 +356,7 @@ def page_tool(monkeypatch):
 
 def test_the_pages_distribution_is_that_of_reference_rules_and_the_drafter(page_tool):
     """Chains of two drafts below two roots, by fractions and by replaying the parts of pass_ext."""
-    target, draft = page_tool.TARGET, page_tool.DRAFTS["good behind rare tokens"]
+    target, draft = page_tool.TARGET, page_tool.DRAFTS["good after rare tokens"]
     steps = page_tool.step(target, draft, PROMPT[-1], 2, 2)
     world = World(0, VOCABULARY)
     for text in itertools.chain.from_iterable(itertools.product(range(VOCABULARY), repeat=n) for n in range(4)):
@@ -373,7 +373,7 @@ def test_the_pages_distribution_is_that_of_reference_rules_and_the_drafter(page_
 def test_generate_follows_the_pages_distribution(page_tool, roots):
     """3,000 texts of three tokens fit the enumerated distribution, and not the target's own."""
     requests, new_tokens = 3000, 3
-    target, draft = page_tool.TARGET, page_tool.DRAFTS["good behind rare tokens"]
+    target, draft = page_tool.TARGET, page_tool.DRAFTS["good after rare tokens"]
     method = MultiCandidate(Table(draft), (roots, 1))
     got = generate(
         Table(target), torch.tensor([[page_tool.PROMPT]]).expand(requests, -1), method, max_new_tokens=new_tokens,

@@ -1,5 +1,5 @@
 """Steps whose rows the device makes: texts, counts and calls are those of the host's steps, also where the host is a step
-behind; and a step without a host read."""
+after; and a step without a host read."""
 
 import random
 
@@ -42,7 +42,7 @@ METHODS = ("plain", "chain", "tree", "planned", "chain with transitions", "tree 
 
 
 def run_ahead(lag):
-    """The argument that lets the host be so many steps behind: 0 only where one text is the default."""
+    """The argument that lets the host be so many steps after: 0 only where one text is the default."""
     return True if lag else None
 
 
@@ -274,7 +274,7 @@ def test_a_text_that_has_ended_rests(llama, monkeypatch):
     got = generate(llama, ids, max_new_tokens=30, attention_mask=mask, eos_token_id=[end], session=session)
     assert got.lengths[0] < 5 and got.lengths[1] == 30
     prompts = mask.sum(1).tolist()
-    assert lengths[-1] == [prompts[0] + got.lengths[0] + 1, prompts[1] + 30], "one token behind the end, and no more"
+    assert lengths[-1] == [prompts[0] + got.lengths[0] + 1, prompts[1] + 30], "one token after the end, and no more"
 
 
 # ---- one text on the CPU ----

@@ -1,7 +1,7 @@
 """On the CPU a bf16 text is Plain's, token for token, whatever shares its calls: a token's row has the bits that it has alone,
 in every key and value. Where two logits are equal, or nearly, other bits would choose another token.
 
-A fault in the sums of attention hardly shows behind a whole model's rounding: tests/ops/attention/test_attention_one_row.py.
+A fault in the sums of attention hardly shows after a whole model's rounding: tests/ops/attention/test_attention_one_row.py.
 """
 
 import pytest

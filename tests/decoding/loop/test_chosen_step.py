@@ -128,7 +128,7 @@ def test_streamers_and_criteria_see_the_same(llama, chosen):
 
 
 def test_candidates_that_come_true(llama, chosen, monkeypatch):
-    """Slots that offer the text itself: blocks are accepted, also behind nodes that have no slots of their own."""
+    """Slots that offer the text itself: blocks are accepted, also after nodes that have no slots of their own."""
     import pass_ext.decoding.loop.device_step as module
 
     ids = whole_prompts(1)
@@ -141,7 +141,7 @@ def test_candidates_that_come_true(llama, chosen, monkeypatch):
             depths = (rows[2, 0] - (lengths[0] - 1)).tolist()
             for row in range(
                 offered.shape[1]
-            ):  # a slot behind a node at depth d, slot j, foresees the token d + j + 2 behind
+            ):  # a slot after a node at depth d, slot j, foresees the token d + j + 2 after
                 place = int(lengths[0]) + depths[first + row]
                 if rows[0, 0, first + row] < 0 and place < len(future):
                     offered[0, row, 0] = future[place]

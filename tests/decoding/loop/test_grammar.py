@@ -151,7 +151,7 @@ def test_used_again_in_a_session(llama):
 
 # ---- the distribution ----
 
-# Six tokens: behind 0 and 1 half of them, behind others nearly all; 5 is always followed by 2, then 4.
+# Six tokens: after 0 and 1 half of them, after others nearly all; 5 is always followed by 2, then 4.
 SMALL = Automaton({0: {0: 1, 1: 1, 3: 0, 5: 2}, 1: {1: 0, 2: 0, 4: 1, 5: 2}, 2: {2: 3}, 3: {4: 0}})
 
 
@@ -224,7 +224,7 @@ def test_sampled_texts_have_the_models_distribution_under_the_grammar(rule, meth
 
 
 def calls_of(monkeypatch):
-    """Collects the trees and ids of every call behind the prompts."""
+    """Collects the trees and ids of every call after the prompts."""
     seen, call = [], Session.call
 
     def spied(self, trees, ids, *more, **named):
@@ -330,7 +330,7 @@ class Watched(Mixer):
         return super().__call__(rows, positions, attend, wanted)
 
 
-# A choice of three, nine forced tokens behind each, and a choice that leads back: the root of the next step.
+# A choice of three, nine forced tokens after each, and a choice that leads back: the root of the next step.
 THREE = {0: {10: 1, 11: 11, 12: 21}, 30: {5: 0, 6: 0}} | {
     10 * chain + place: {40 + place: 30 if place == 9 else 10 * chain + place + 1}
     for chain in range(3)
@@ -340,7 +340,7 @@ THREE = {0: {10: 1, 11: 11, 12: 21}, 30: {5: 0, 6: 0}} | {
 
 @pytest.mark.parametrize("requests", [1, 2])
 def test_forced_tokens_have_a_budget(requests):
-    """16 in a step of each request, behind all leaves together, and none for which the text has no room."""
+    """16 in a step of each request, after all leaves together, and none for which the text has no room."""
     model, ids = Watched(), torch.tensor([[3, 4]] * requests)
     want = generate(Mixer("cpu"), ids, max_new_tokens=44, eos_token_id=[], grammar=Automaton(THREE))
     for new in (2, 5, 23, 44):
@@ -354,7 +354,7 @@ def test_forced_tokens_have_a_budget(requests):
 
 
 class Overflowing(Automaton):
-    """Sets every bit behind the vocabulary, as a library does whose words are all ones at first."""
+    """Sets every bit after the vocabulary, as a library does whose words are all ones at first."""
 
     def fill_mask(self, words):
         super().fill_mask(words)
@@ -408,7 +408,7 @@ def test_without_an_end_token_a_text_ends_where_nothing_may_follow(llama):
 
 def test_a_dead_end_is_an_error_that_says_where(llama):
     grammar = Automaton({0: {9: 1}, 1: {}})
-    with pytest.raises(RuntimeError, match="request 0: no token is allowed behind 3 tokens"):
+    with pytest.raises(RuntimeError, match="request 0: no token is allowed after 3 tokens"):
         generate(llama, torch.tensor([[3, 4]]), max_new_tokens=5, eos_token_id=7, grammar=grammar)
 
 

@@ -26,7 +26,7 @@ from pass_ext.reference.common.distribution import process
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT, VOCABULARY = [2, 0, 1], 4
-# Behind 0 three tokens may follow, behind 1 two; 2 forces 3, then 1.
+# After 0 three tokens may follow, after 1 two; 2 forces 3, then 1.
 GRAMMAR = Automaton({0: {0: 0, 1: 1, 2: 2}, 1: {0: 0, 3: 1}, 2: {3: 3}, 3: {1: 0}})
 
 
@@ -108,7 +108,7 @@ def replayed(replay, filters):
 
 
 def drafted_once(tree, rule, world, replay, levels):
-    """One step's candidates behind PROMPT."""
+    """One step's candidates after PROMPT."""
     sampling = SamplingParams(temperature=1.0, seeds=0).for_batch(1, torch.device("cpu"))
     target, guide = packed_model(Recalling(99)), Guide(GRAMMAR, VOCABULARY, ())
     guides = Guides([guide], VOCABULARY, torch.device("cpu"))

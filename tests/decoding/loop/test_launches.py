@@ -57,7 +57,7 @@ def steps(monkeypatch):
 @pytest.mark.parametrize("adapted", [False, True], ids=["slots", "adapted"])
 @pytest.mark.parametrize(("architecture", "of_layer"), [("llama", 4), ("qwen3", 5)])
 def test_launches_of_a_step(steps, architecture, of_layer, adapted):
-    """A layer's: norm, q, k, v and rotation (qwen3: norms of heads and rotation behind them); o; norm, gate and up; down.
+    """A layer's: norm, q, k, v and rotation (qwen3: norms of heads and rotation after them); o; norm, gate and up; down.
     Adapters of the slots add none. Attention has one or two. docs/ops/layer.md has the sums for 30 layers."""
     outside = []
     for layers in (1, 2):

@@ -44,7 +44,7 @@ def plain_error(llama, exact, prompts):
 
 
 def assert_log_probabilities(logprobs, rows, new, bound, parameters=None, law=None):
-    """Those of one text. law: fp64 rows behind the logits processors."""
+    """Those of one text. law: fp64 rows after the logits processors."""
     law, clear = rows if law is None else law, 0
     assert logprobs.raw.shape == (len(new),) and logprobs.top_tokens.shape == (len(new), TOP)
     raw = rows.log_softmax(1)
@@ -127,7 +127,7 @@ def test_zero_gives_the_tokens_alone_and_waits_for_the_host(llama):
 
 
 def test_processors_change_the_law_and_not_the_raw_numbers(llama, exact):
-    """A processor that forbids even tokens behind odd ones: raw is the model's, processed the law that was drawn from."""
+    """A processor that forbids even tokens after odd ones: raw is the model's, processed the law that was drawn from."""
 
     def forbid(ids, scores):
         odd = ids[:, -1:] % 2 == 1

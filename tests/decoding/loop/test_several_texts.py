@@ -164,7 +164,7 @@ def test_beginnings_that_save_rows():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=9), st.integers(1, 6))
 def test_rounds_end_and_leave_nothing_that_saves_rows(texts, least):
-    """No round reads a token twice, and behind the last one no pair has so many tokens in common."""
+    """No round reads a token twice, and after the last one no pair has so many tokens in common."""
     held = [0] * len(texts)
     while found := shared_beginnings(texts, held, range(len(texts)), least):
         for requests, length in found:

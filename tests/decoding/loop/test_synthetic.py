@@ -66,7 +66,7 @@ def test_rows_without_a_token_and_padded_requests():
     assert result.emitted.tolist() == [[4, 2, -1], [5, 5, -1], [-1, -1, -1]]
     assert result.path.tolist() == [[0, 2, -1], [0, 1, -1], [-1, -1, -1]]
     assert result.num_accepted.tolist() == [1, 1, 0]
-    tokens[2] = 12  # behind the vocabulary, as look-ahead ids are
+    tokens[2] = 12  # after the vocabulary, as look-ahead ids are
     assert accept(rows).num_accepted.tolist() == [0, 1, 0]
 
 

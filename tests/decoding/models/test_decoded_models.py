@@ -122,7 +122,7 @@ def test_frequencies_that_change_with_the_length(kind):
     for method, most in methods:
         got = generate(model, IDS, method, max_new_tokens=most, eos_token_id=[]).sequences[0]
         assert torch.equal(got, want[: 3 + most]), method
-        message = f"{architecture} changes its rotary frequencies behind 20 tokens.*got 21"
+        message = f"{architecture} changes its rotary frequencies after 20 tokens.*got 21"
         with pytest.raises(ValueError, match=message):
             generate(model, IDS, method, max_new_tokens=most + 1)
 
@@ -132,7 +132,7 @@ def test_the_longest_text_of_a_batch_decides():
     ids = torch.tensor([[0, 0, 0, 5], [5, 6, 7, 8]])
     seen = (ids != 0).long()
     assert generate(model, ids, attention_mask=seen, max_new_tokens=16, eos_token_id=[]).lengths == (16, 16)
-    with pytest.raises(ValueError, match=r"behind 20 tokens.*got 21"):
+    with pytest.raises(ValueError, match=r"after 20 tokens.*got 21"):
         generate(model, ids, attention_mask=seen, max_new_tokens=17)
 
 
@@ -184,7 +184,7 @@ TABLES = {
 
 @pytest.mark.parametrize("architecture", TABLES)
 def test_texts_that_end_at_the_last_position(architecture):
-    """The last new token needs no position; drafts may lie behind the last position."""
+    """The last new token needs no position; drafts may lie after the last position."""
     model = model_of(architecture, **TABLES[architecture])
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)

@@ -24,7 +24,7 @@ TREE = Tree.from_branching([2, 2])
 
 
 def chain_and_tree(adapted, *, text=11):
-    """Logits of a text's rows, and of a tree's rows behind it."""
+    """Logits of a text's rows, and of a tree's rows after it."""
     generator = torch.Generator().manual_seed(5)
     session = Session(adapted, 1, 64)
     with torch.no_grad(), adapted.attached():
@@ -143,7 +143,7 @@ def test_other_forms_are_refused(family):
 
 def test_misfits_are_refused():
     model = small_model("llama")
-    with pytest.raises(ValueError, match="changes its logits behind its head"):
+    with pytest.raises(ValueError, match="changes its logits after its head"):
         EarlyExitDraft(small_model("gemma2"), 1)
     with pytest.raises(TypeError, match="transformers model for causal language modelling, got Linear"):
         EarlyExitDraft(torch.nn.Linear(2, 2), 1)
@@ -152,9 +152,9 @@ def test_misfits_are_refused():
     for layers in (0, 3):
         with pytest.raises(ValueError, match=f"EarlyExitDraft: layers must be a whole number, 1 to 2, got {layers}"):
             EarlyExitDraft(model, layers)
-    with pytest.raises(ValueError, match="layers is 2, but the adapter was trained behind layer 1"):
+    with pytest.raises(ValueError, match="layers is 2, but the adapter was trained after layer 1"):
         EarlyExitDraft(model, 2, adapter_for(model))
-    with pytest.raises(ValueError, match="hidden size: it has 32, this model has 64; layers: it stands behind 5"):
+    with pytest.raises(ValueError, match="hidden size: it has 32, this model has 64; layers: it stands after 5"):
         EarlyExitDraft(model, adapter=ExitAdapter(5, 32, 2))
     with pytest.raises(ValueError, match="hidden size: it has 576"):
         EarlyExitDraft(model, adapter="smollm2-135m-instruct")
@@ -302,7 +302,7 @@ def test_ranks_count_better_tokens_and_tokens_outside_are_never_hit():
         assert ranks[row] == better
     found = evaluate_draft(model, adapter, samples, hidden)
     assert found["places"] == 2 * (26 - 5) and len(found["hit_rates"]) == 6 and len(found["hit_rates"][0]) == 8
-    # a text of 30: the first token behind the prompt comes first, the text's last token last
+    # a text of 30: the first token after the prompt comes first, the text's last token last
     read = torch.cat([ranks[first : first + 26].unfold(0, 6, 1) for first in (3, 33)])
     assert found["hit_rates"] == hit_rates(read, 8)
     assert found["tops"]["top 1"] == round(float((read[:, 0] == 0).float().mean()), 4)

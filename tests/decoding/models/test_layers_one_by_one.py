@@ -205,7 +205,7 @@ def test_replaced_weights_are_used():
     expected = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert torch.equal(generate(model, ids, **OPTIONS).sequences, expected)
     text = generate(model, ids, streamer=Streamer(), **OPTIONS).sequences
-    # The tokens behind the replacement come from the new weights, and from keys and values of the old ones.
+    # The tokens after the replacement come from the new weights, and from keys and values of the old ones.
     before = ids.shape[1] + 3
     assert torch.equal(text[:, :before], expected[:, :before]) and not torch.equal(text, expected)
     replace()

@@ -262,7 +262,7 @@ def test_a_model_that_moves_its_positions_is_called(calls, monkeypatch):
 
 
 def test_a_model_that_adds_something_is_called(calls):
-    """Behind its norm, between its layers, or to its logits."""
+    """After its norm, between its layers, or to its logits."""
     ids = prompts(1, 7)[0]
     for place in ("model.norm", "lm_head", "model.layers.0", "model"):
         model = model_of("llama")
@@ -310,10 +310,10 @@ def test_hooks_are_called(place, when, calls):
     assert stats.model_calls - missed <= len(seen) <= stats.model_calls - missed + 1
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["parameter", "data"])
+@pytest.mark.parametrize("after", [False, True], ids=["parameter", "data"])
 @pytest.mark.parametrize("place", ["model.norm", "lm_head", "model.layers.1.mlp.up_proj"])
 def test_weights_replaced_meanwhile_are_used(place, behind, calls, monkeypatch):
-    """Another parameter, or other data behind the same one."""
+    """Another parameter, or other data after the same one."""
     ids = prompts(1, 7)[0]
 
     def text():
@@ -342,7 +342,7 @@ def test_weights_replaced_meanwhile_are_used(place, behind, calls, monkeypatch):
 
 
 def test_calls_pass_one_key_for_all_weights(monkeypatch):
-    """Packed once in a generation, and let go of behind it: the model may go to a GPU, and its weights end."""
+    """Packed once in a generation, and let go of after it: the model may go to a GPU, and its weights end."""
     model, ids = model_of("llama"), prompts(1, 7)[0]
     expected = generate(model, ids, **OPTIONS).sequences
     lengths, packs, op, pack = [], [], own_forward._stack, own_forward.PackedLayers
@@ -406,7 +406,7 @@ def _other_class(model, monkeypatch):
 
 
 def _other_numbers(model, _):
-    """Behind the same parameter."""
+    """After the same parameter."""
     model.lm_head.weight.data = -model.lm_head.weight
 
 

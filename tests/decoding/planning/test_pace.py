@@ -147,7 +147,7 @@ def test_a_machine_that_was_busy_is_forgotten(monkeypatch):
 
 
 def test_gains_of_long_ago_are_not_spent(monkeypatch):
-    """Slots foresee the first half of the text and nothing behind it."""
+    """Slots foresee the first half of the text and nothing after it."""
     machine = Machine(monkeypatch, line(0.1, 0.01), 1.0)
     machine.foresees[260:] = [False] * len(machine.foresees[260:])
     generate(machine, torch.tensor([[0, 1, 2]]), PaSS(slots()), max_new_tokens=512, eos_token_id=[])

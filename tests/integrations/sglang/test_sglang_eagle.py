@@ -74,7 +74,7 @@ def test_greedy_requests_stay_greedy_among_sampled_ones(engine):
 
 
 def test_each_request_has_its_own_parameters(engine):
-    """The parameters are the accept step's own, and positions start behind the root."""
+    """The parameters are the accept step's own, and positions start after the root."""
     info = sampling_info(
         3,
         temperature=[0.0, 0.5, 2.0],

@@ -146,7 +146,7 @@ TREES = [Tree([-1, 0, 1, 0]), Tree([-1, 0, 0, 1, 1, 2, 5])]
 
 
 def tree_forward(model, implementation, static, trees, padding, **options):
-    """Logits of one tree step behind 6 columns of prompt."""
+    """Logits of one tree step after 6 columns of prompt."""
     batch, nodes = len(trees), max(map(len, trees))
     ids, mask = prompts(batch, 6, padding=padding)
     rows = prompts(batch, nodes, seed=5)[0]
@@ -199,7 +199,7 @@ def test_a_tree_step_equals_a_dense_mask(name, padding, static):
     for b, tree in enumerate(TREES):
         torch.testing.assert_close(ours[b, : len(tree)], expected[b, : len(tree)], atol=3e-5, rtol=1e-5)
     # transformers 4.57 does not count the columns of a static cache whose keys are 0, as those of padding are here.
-    assert int(cache.get_seq_length()) == int(filled.get_seq_length()), "the nodes are in the cache, behind the prefix"
+    assert int(cache.get_seq_length()) == int(filled.get_seq_length()), "the nodes are in the cache, after the prefix"
     chain, _, _ = tree_forward(model, "pass_ext", static, TREES, padding)
     assert (chain - ours)[1].abs().max() > 1e-2, "without the step it is a chain"
 

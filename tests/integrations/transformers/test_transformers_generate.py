@@ -144,7 +144,7 @@ def test_a_cache_goes_in_and_comes_back(llama, kind, ragged):
 
 
 def test_the_padding_of_a_returned_cache_is_finite(llama):
-    """Behind a text that ended early the session holds no keys, and its memory may hold anything."""
+    """After a text that ended early the session holds no keys, and its memory may hold anything."""
     ids, mask = ragged_prompts(4, longest=9, seed=2)
     free = run(llama, ids, mask, eos_token_id=None)
     end = free[0, ids.shape[1] + 2].item()

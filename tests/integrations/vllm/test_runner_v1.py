@@ -89,7 +89,7 @@ class Sampler:
 
 
 class RejectionSampler:
-    """Bans, in each row, the tokens of the text that row stands behind: what penalties and bad words read."""
+    """Bans, in each row, the tokens of the text that row stands after: what penalties and bad words read."""
 
     def apply_logits_processors(self, logits, metadata, its):
         row = 0
@@ -399,7 +399,7 @@ def test_logprobs_of_chosen_ids():
 
 @pytest.mark.parametrize("metadata", [dict(), WARM])
 def test_synthetic_acceptance_is_by_vllms_rates(metadata):
-    """Drafts are accepted by coins; the token behind them is the plain sampler's; a look-ahead id is never accepted."""
+    """Drafts are accepted by coins; the token after them is the plain sampler's; a look-ahead id is never accepted."""
     texts, drafts = [5, 9, 30], [[7, 8, 9], [4], [6, VOCABULARY, 3]]
     logits = rows_of(texts, drafts)
 

@@ -85,7 +85,7 @@ SAMPLER = "v1/sample/sampler.py"
     ],
 )
 def test_calls_that_pass_ext_makes(record, file, name, ours):
-    """Arguments are passed in this order; vLLM may have optional ones behind them."""
+    """Arguments are passed in this order; vLLM may have optional ones after them."""
     names, optional = arguments(record, file, name)
     assert names[: len(ours)] == ours and set(names[len(ours) :]) <= set(optional)
 

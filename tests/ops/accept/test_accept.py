@@ -757,7 +757,7 @@ def test_the_inverse_is_the_quantile_of_one_number_for_all_rows(backend):
 
 
 def test_the_inverse_follows_drafts_that_name_its_tokens(backend):
-    """A chain of its own tokens is accepted whole, and the token behind it is the one of its position."""
+    """A chain of its own tokens is accepted whole, and the token after it is the one of its position."""
     random = torch.Generator().manual_seed(18)
     logits = torch.randn(4, 500, generator=random)
     law = dict(temperature=1.0, seeds=3, rule="coupled_inverse")
@@ -903,7 +903,7 @@ LONE = (torch.full((1,), -1), torch.tensor([0, 1]), 0)
 
 def test_compiles_whole(backend):
     if backend.name not in ("cuda", BEST_CPU):
-        pytest.skip("what is compiled does not depend on which CPU kernel runs behind the op")
+        pytest.skip("what is compiled does not depend on which CPU kernel runs after the op")
     random = torch.Generator().manual_seed(16)
     step = to(random_step("rejection", [4, 3, 5], 30, random), backend.device)
     rest = {name: step.pop(name) for name in ("max_depth", "rule")}

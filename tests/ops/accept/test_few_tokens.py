@@ -91,7 +91,7 @@ def test_filters_leave_the_tokens_that_they_leave_on_the_cpu(gpu, kind):
 def logits_at_the_floor(wanted, ties):
     """A row whose short list of ``wanted`` tokens has none to spare: each of its tokens is the only high one of its set (four
     groups of 64; a warp has 32 sets), and warp after warp has ``ceil(wanted / 4)`` of them, at random lanes. ``ties``: all
-    are equal, and so are tokens behind them that belong to no list of this length.
+    are equal, and so are tokens after them that belong to no list of this length.
     """
     share = -(-wanted // 4)
     count = -(-wanted // share) * share
@@ -157,7 +157,7 @@ def test_later_draws_find_the_support_of_a_filtered_row(gpu, rule):
 
 @pytest.mark.parametrize(("gpu", "vocabulary"), cases((6_000, 30_000), (30_000,)), indirect=["gpu"])
 def test_a_residual_of_one_token_is_found_among_groups_that_promise_more(gpu, vocabulary):
-    """p is q but for 2 % at one token: behind a rejection only this token is left, and nearly all groups have higher bounds.
+    """p is q but for 2 % at one token: after a rejection only this token is left, and nearly all groups have higher bounds.
 
     The small row has more tokens than the list of those that can win; in the large one warps score group after group.
     """

@@ -182,7 +182,7 @@ def test_the_most_alternatives_of_small_and_large_rows(backend, vocabulary):
 
 
 def test_bad_rows_and_padding(backend):
-    """Request 0 ends before a NaN row, 1 is padding, 2 has NaN at the root, 3 is no tree, 4 hides NaN behind its mask."""
+    """Request 0 ends before a NaN row, 1 is padding, 2 has NaN at the root, 3 is no tree, 4 hides NaN after its mask."""
     random = torch.Generator().manual_seed(5)
     logits = torch.randn(7, 40, generator=random)
     best = logits.argmax(1)
@@ -231,7 +231,7 @@ def test_numbers_are_the_same_bits_with_any_thread_count(with_threads):
 
 def test_compiles_whole(backend):
     if backend.name not in ("cuda", BEST_CPU):
-        pytest.skip("what is compiled does not depend on which CPU kernel runs behind the op")
+        pytest.skip("what is compiled does not depend on which CPU kernel runs after the op")
     step = to(random_step("rejection", [4, 3, 5], 30, torch.Generator().manual_seed(16)), backend.device)
     rest = {name: step.pop(name) for name in ("max_depth", "rule")} | dict(return_logprobs=True, top_logprobs=2)
     function = lambda step: pass_ext.accept_tree(**step, **rest).logprobs.top_raw * 2  # noqa: E731

@@ -130,7 +130,7 @@ def attention_case(
     scale: float | None = None,
     spare: int = 0,
 ) -> dict[str, object]:
-    """A step of requests with `sizes` nodes (0: padded) behind `prefixes` tokens. heads: key heads, query heads of each. new:
+    """A step of requests with `sizes` nodes (0: padded) after `prefixes` tokens. heads: key heads, query heads of each. new:
     the nodes' keys and values are k_new, v_new. spare: rows without a request, and the excess of max_nodes.
     """
     random = torch.Generator().manual_seed(seed)
@@ -179,7 +179,7 @@ def attention_case(
 
 
 def block_table(needed: list[int], page: int, random: torch.Generator) -> tuple[Tensor, int]:
-    """Shuffled pages from a pool with some to spare; entries behind the last used one name no page."""
+    """Shuffled pages from a pool with some to spare; entries after the last used one name no page."""
     counts = [-(-slots // page) for slots in needed]
     pages = sum(counts) + 3
     free = torch.randperm(pages, generator=random).int()

@@ -375,7 +375,7 @@ def test_a_cache_with_no_room_for_the_nodes_on_a_gpu(backend, layout):
 
 def test_compiles_whole(backend):
     if not is_thorough(backend):
-        pytest.skip("what is compiled does not depend on which CPU kernel runs behind the op")
+        pytest.skip("what is compiled does not depend on which CPU kernel runs after the op")
 
     def function(case):
         out, lse = pass_ext.attention_tree(**case)

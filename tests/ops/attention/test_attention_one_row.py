@@ -14,7 +14,7 @@ PREFIXES = (0, 1, 37, 58, 62, 63, 64, 100, 505, 509, 511, 512, 700, 1020)
 
 
 def one_row(case, node, bits):
-    """The step of `node` alone, in a dense cache: the prefix, and behind it the path to the node."""
+    """The step of `node` alone, in a dense cache: the prefix, and after it the path to the node."""
     prefix = int(case["prefix_lens"][0])
     path = bits[node].nonzero().flatten()
     caches = {

@@ -17,7 +17,7 @@ DENSE, PAGED = dict(window=50), dict(window=50, layout="paged 16", new=True)  # 
 
 
 def case_of(options):
-    """Two requests of 3 and 4 nodes behind 5 and 9 tokens: q [7, 4, 64], 2 key heads."""
+    """Two requests of 3 and 4 nodes after 5 and 9 tokens: q [7, 4, 64], 2 key heads."""
     return solved([5, 9], [3, 4], **options)[0]
 
 
@@ -215,7 +215,7 @@ def test_numbers_that_do_not_fit_are_refused_on_the_cpu(backend, options, change
 
 
 def test_unused_numbers_are_not_checked(backend):
-    """Numbers of padded requests and of rows without a request, and table entries behind the last slot in use."""
+    """Numbers of padded requests and of rows without a request, and table entries after the last slot in use."""
     case, _ = solved([5, 9, 7], [3, 4, 0], layout="paged 16", window=50, spare=2)
     pass_ext.attention_tree(**to(case, backend.device))
 

@@ -1,4 +1,4 @@
-"""The last word of a mask has bits behind the vocabulary: whatever they say, no op reads a token there. The memory behind a row
+"""The last word of a mask has bits after the vocabulary: whatever they say, no op reads a token there. The memory after a row
 of logits holds numbers that would win.
 """
 
@@ -14,7 +14,7 @@ VOCABULARIES = (1, 31, 33, 63, 65, 100, 257)
 
 
 def apart(rows):
-    """The rows, with +inf behind each."""
+    """The rows, with +inf after each."""
     return torch.nn.functional.pad(rows.float(), (0, 64), value=torch.inf)[:, : rows.shape[1]]
 
 

@@ -75,7 +75,7 @@ def assert_same(got, want):
 
 
 class InTheMiddle:
-    """Runs ``call`` once in the middle of a call of pass_ext: behind the first layer of the second forward."""
+    """Runs ``call`` once in the middle of a call of pass_ext: after the first layer of the second forward."""
 
     def __init__(self, model, call):
         self._thread, self._call, self._passes, self.results = threading.get_ident(), call, 0, []

@@ -1,5 +1,5 @@
 """Adapters of look-ahead slots in layer_before_attention and layer_after_attention on every backend: the bits of adapter_rows_
-behind each product, rows of tokens to the bit, rows that do not depend on the rows beside them, and memory that must not be
+after each product, rows of tokens to the bit, rows that do not depend on the rows beside them, and memory that must not be
 read.
 """
 

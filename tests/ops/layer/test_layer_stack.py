@@ -170,7 +170,7 @@ def test_adapters_of_runs_of_slots(cpu, count):
 
 
 def test_adapters_of_more_rows_than_stay_arranged(cpu, monkeypatch):
-    """Products over so many numbers take 24 rows at a time; slots stand behind these too."""
+    """Products over so many numbers take 24 rows at a time; slots stand after these too."""
     monkeypatch.setattr(sys.modules[__name__], "WIDTH", 5504)
     for sizes in (INPUTS, OUTPUTS):
         for name, size in dict(sizes).items():

@@ -85,7 +85,7 @@ def test_a_step_after_a_step(backend):
 
 
 def test_texts_end_at_their_limits(backend):
-    """Behind the limit nothing moves; one token before it candidates would be wasted."""
+    """After the limit nothing moves; one token before it candidates would be wasted."""
     for room in range(-1, 6):
         arguments = a_step(backend, TREES["chain"], 4, seed=room + 9)
         arguments["limits"] = arguments["lengths"] + room
@@ -138,7 +138,7 @@ def test_a_slot_of_the_models_own_logits_offers_the_token_that_the_target_draws(
 
 @pytest.mark.parametrize("kind", ["in order", "scored", "raced"])
 def test_a_tree_deeper_than_its_slots_ends_with_them(backend, kind):
-    """Behind the last slot of a request lies the first of the next one."""
+    """After the last slot of a request lies the first of the next one."""
     tree = TREES["deep and wide"]
     arguments = a_step(backend, tree, slots=3, rank=None if kind == "in order" else 4, sampled=kind == "raced")
     arguments["groups"].fill_(1)

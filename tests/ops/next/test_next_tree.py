@@ -16,7 +16,7 @@ STATE = ("rows", "parents", "lengths", "prefix_lens", "report")
 
 
 def judged_rows(numbers, row_count, slots):
-    """ids, tokens and parents of a step with some candidates, slots behind the root and behind a node."""
+    """ids, tokens and parents of a step with some candidates, slots after the root and after a node."""
     nodes = numbers.randint(1, max(1, row_count - 2))
     parents = [-1, *(numbers.randrange(node) for node in range(1, nodes))]
     ids = [numbers.randrange(VOCABULARY) for _ in parents]
@@ -125,7 +125,7 @@ def test_a_step_after_a_step(backend):
 
 
 def chained(backend, slots=3, nodes=4, row_count=14, requests=1, **options):
-    """Requests that have judged a chain with slots behind the root alone."""
+    """Requests that have judged a chain with slots after the root alone."""
     arguments = a_step(backend, requests, row_count, slots=slots, **options)
     tree = Tree.chain(nodes - 1).with_lookahead({0: slots})
     spare = row_count - len(tree)
@@ -137,7 +137,7 @@ def chained(backend, slots=3, nodes=4, row_count=14, requests=1, **options):
 
 
 def test_a_node_without_slots_takes_those_of_the_root_that_are_ahead_of_it(backend):
-    """Slot k of the ancestor at distance k foresees the same token as slot 0 behind the node."""
+    """Slot k of the ancestor at distance k foresees the same token as slot 0 after the node."""
     for last in range(4):
         arguments = chained(backend, seed=3)
         arguments["path"][0, 0] = last
@@ -166,10 +166,10 @@ def test_offers_of_the_last_rows_alone(backend):
 
 @pytest.mark.parametrize("offers", [0, 1, 2, 3])
 def test_a_tree_ends_with_the_rows_that_offer(backend, offers):
-    """Behind the last row of a request lies the first of the next one."""
+    """After the last row of a request lies the first of the next one."""
     arguments = chained(backend, requests=3, seed=3)
     for name in ("offered", "scores"):
-        arguments[name] = arguments[name][:, : 4 + offers].contiguous()  # behind four nodes
+        arguments[name] = arguments[name][:, : 4 + offers].contiguous()  # after four nodes
     arguments["path"].zero_()
     state = check(arguments)
     depths = state["rows"][2] - state["rows"][2, :, :1]
@@ -191,7 +191,7 @@ def test_no_offers_give_the_root_and_its_slots(backend):
 
 
 def test_texts_end_at_their_limits(backend):
-    """Behind the limit nothing moves; candidates and slots that reach beyond it are left out."""
+    """After the limit nothing moves; candidates and slots that reach beyond it are left out."""
     for room, seed in itertools.product(range(-1, 7), range(2)):
         arguments = chained(backend, seed=9 + seed, slots=3, room=room, rank=3)
         arguments["path"].zero_()
@@ -233,7 +233,7 @@ def test_equal_scores_and_repeated_tokens(backend):
         if price is not None:
             arguments["price"] = torch.arange(14.0, device=backend.device) * price
         state = check(arguments)
-        if count == 1:  # sure tokens: the slots behind the last of the chain are the only ones that may be needed
+        if count == 1:  # sure tokens: the slots after the last of the chain are the only ones that may be needed
             assert shapes_of(state) == [(4 + 3, 4)] and state["parents"][0, 4] == 3
     arguments = chained(backend, count=6, seed=5, rank=4)
     arguments["offered"][:, :, 3:] = arguments["offered"][:, :, :1]
@@ -279,7 +279,7 @@ def test_a_sure_slot_gets_a_chain_and_an_unsure_one_gets_branches(backend):
 
 
 def test_a_text_that_repeats_itself_is_followed(backend):
-    """The slots alone would take other tokens: the path behind 1 2 3 is 4 5 6, as before, and the text grows."""
+    """The slots alone would take other tokens: the path after 1 2 3 is 4 5 6, as before, and the text grows."""
     arguments = chained(backend, slots=3, row_count=8, count=8) | dict(
         rates=torch.full((3,), 0.5, device=backend.device)
     )
@@ -361,7 +361,7 @@ def test_no_other_choice_gives_more_tokens(seed, priced):
     used, nodes = shapes_of(arguments)[0]
     got_parents, got_ids = arguments["parents"][0].tolist(), arguments["rows"][0, 0].tolist()
 
-    # all candidates, the likeliest first; behind each node its tokens are in order
+    # all candidates, the likeliest first; after each node its tokens are in order
     chances = {}
     for path in itertools.chain.from_iterable(
         itertools.product(range(4), repeat=depth) for depth in range(1, min(slots, levels) + 1)

@@ -125,7 +125,7 @@ def test_answers_in_the_wrong_order_show():
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 def test_a_cut_through_equal_logits_of_the_draft(rule):
-    """Top-k cuts q among tokens of one logit, all columns of the second rank: its sums behind a rejected child depend on the
+    """Top-k cuts q among tokens of one logit, all columns of the second rank: its sums after a rejected child depend on the
     last token's id among its own columns."""
     vocabulary, first, equal, kept = 8800, 8192, 400, 40
     generator, accepted = torch.Generator().manual_seed(0), []

@@ -156,7 +156,7 @@ class Killed(BaseException):
 
 
 def killed_in(call, *, half=False, behind=False, at=1):
-    """Wraps ``call`` so that its ``at``-th call ends the program: before it, in its midst (half), or behind it."""
+    """Wraps ``call`` so that its ``at``-th call ends the program: before it, in its midst (half), or after it."""
     calls = []
 
     def ending(*arguments, **named):

@@ -83,14 +83,14 @@ def test_a_command_in_bfloat16_says_how_far_it_is_and_leaves_files_that_others_m
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_held_out_texts_that_are_too_short_are_passed_over(folder, tmp_path, name):
-    """A continuation of one token: no slot, no depth and hardly a place is behind it."""
+    """A continuation of one token: no slot, no depth and hardly a place is after it."""
     main(line_of(name, folder, tmp_path / "out", "--sample-tokens", "1"))
     found = result_of(name, tmp_path / "out").training_record["evaluation"]
     assert found["places"] == 0 if name != "train-decision" else found["places"] > 0
 
 
 def test_a_prompt_as_long_as_a_tree_is_passed_over(folder, tmp_path):
-    """Its chains leave no room for what was written behind it."""
+    """Its chains leave no room for what was written after it."""
     prompts = tmp_path / "prompts"
     prompts.write_text("\n".join(f"{n} " + "word " * 120 for n in range(30)))
     more = ["--self-distill", str(prompts), "--levels", "16", "--evaluation-places", "32", "--continuations", "0"]

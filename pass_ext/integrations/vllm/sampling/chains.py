@@ -2,7 +2,7 @@
 
 request b owns rows cu_nodes[b] : cu_nodes[b + 1], one more than its drafts; its first row is its root
 parents[i] = i - 1 inside a request, -1 at its root
-draft_rows[i] = the number of the draft that follows row i, counted over all requests; -1 behind the last
+draft_rows[i] = the number of the draft that follows row i, counted over all requests; -1 after the last
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def are_wanted(metadata: Any) -> bool:
 
 
 def logprobs_of(sampler: Any, metadata: Any, chains: PackedChains, scores: Tensor, emitted: Tensor) -> Any:
-    """vLLM's ``LogprobsTensors`` with a row for each place of ``emitted`` ``[B, width]``, also for those behind the end.
+    """vLLM's ``LogprobsTensors`` with a row for each place of ``emitted`` ``[B, width]``, also for those after the end.
 
     Args:
         scores: ``[N, V]``: the model's own logits, or those that the tokens were drawn from.

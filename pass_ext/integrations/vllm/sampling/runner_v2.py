@@ -17,7 +17,7 @@ from pass_ext.ops.accept import accept_chain, accept_tree
 from pass_ext.ops.common.rules import ACCEPT_RULES
 from pass_ext.ops.draft import draft_sample
 
-# vLLM's optional arguments behind num_speculative_steps, in its order
+# vLLM's optional arguments after num_speculative_steps, in its order
 OPTIONS = (
     "synthetic_conditional_rates", "use_fp64", "use_block_verification", "contexts", "watermarking",
     "watermarking_skip_mask", "watermark_key", "fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k",

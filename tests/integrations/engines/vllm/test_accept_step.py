@@ -104,7 +104,7 @@ def ngrams(start):
 
 @pytest.fixture(scope="module")
 def with_slots(start, tmp_path_factory):
-    """Drafts by PaSS with random slots, by rule: ids behind the vocabulary are among the drafts of every call."""
+    """Drafts by PaSS with random slots, by rule: ids after the vocabulary are among the drafts of every call."""
     file = tmp_path_factory.mktemp("slots") / "slots.safetensors"
     torch.manual_seed(0)
     slots = LookaheadEmbedding(3, WIDTH, rank=2, deep_layers=LAYERS, vocabulary=VOCABULARY)

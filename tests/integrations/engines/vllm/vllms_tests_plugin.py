@@ -48,7 +48,7 @@ def pytest_runtest_setup(item):
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        # Their engine is in this process, and the clean-up behind every test would take its groups from it.
+        # Their engine is in this process, and the clean-up after every test would take its groups from it.
         if item.path.name in WITHOUT_PROPOSERS:
             item.add_marker("skip_global_cleanup")
         # "Needs 32 GB on a GPU", for the model that is not used here.
