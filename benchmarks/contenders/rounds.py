@@ -45,7 +45,7 @@ def watched(worker: Worker, request: Mapping[str, Any]) -> tuple[dict[str, Any],
 def raced_text(tokens: Sequence[int], length: int, ends: frozenset[int]) -> str:
     """The reason why Plain's text of a prompt is not raced; empty: it is."""
     if len(tokens) < length:
-        return f"Plain stopped behind {len(tokens)} tokens"
+        return f"Plain stopped after {len(tokens)} tokens"
     if ends.intersection(tokens):
         return "the model would end the text"
     return "the text loops" if loops(tokens) else ""

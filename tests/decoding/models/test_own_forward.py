@@ -310,7 +310,7 @@ def test_hooks_are_called(place, when, calls):
     assert stats.model_calls - missed <= len(seen) <= stats.model_calls - missed + 1
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["parameter", "data"])
+@pytest.mark.parametrize("behind", [False, True], ids=["parameter", "data"])
 @pytest.mark.parametrize("place", ["model.norm", "lm_head", "model.layers.1.mlp.up_proj"])
 def test_weights_replaced_meanwhile_are_used(place, behind, calls, monkeypatch):
     """Another parameter, or other data after the same one."""

@@ -117,7 +117,7 @@ def test_a_request_that_read_its_prompt_gets_slots_and_one_that_still_reads_gets
     assert propose(make(), step, [[4], []]) == [slot_ids(4), []]
 
 
-@pytest.mark.parametrize("drafts,guesses,after", [(8, 4, 4), (6, 4, 2), (5, 4, 1), (4, 4, 0), (3, 3, 0), (1, 1, 0)])
+@pytest.mark.parametrize("drafts,guesses,behind", [(8, 4, 4), (6, 4, 2), (5, 4, 1), (4, 4, 0), (3, 3, 0), (1, 1, 0)])
 def test_slots_that_stood_behind_the_whole_text_guess_and_new_ones_follow(make, drafts, guesses, behind):
     before = slot_ids(min(4, drafts))
     step = a_step([before], [[9]])
