@@ -47,7 +47,7 @@ class DeviceStep(Step):
     """The step of a batch, and the buffers that it works on.
 
     Args:
-        session: opened.
+        session: begun, with its room.
         plan: of the rows.
         rows: of each request.
         depth: of the deepest tree that the steps judge.
