@@ -209,7 +209,8 @@ class Session:
         if self.model.model is not model.model or requests != (self.requests or requests) or room > (self.room or room):
             raise ValueError(
                 f"session must be of this model, {requests} requests and room for {room} tokens; it is of "
-                f"{self.requests} requests and {self.room} tokens"
+                f"{self.requests} requests and {self.room} tokens. Make a new one; Session(model, room=…) has room for later, "
+                "longer texts"
             )
         self.model = model
         if not self.requests or not self.room:
