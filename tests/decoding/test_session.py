@@ -153,7 +153,7 @@ def test_a_session_made_for_longer_texts_serves_several_generations(llama, whole
             generate(llama, IDS, session=session, max_new_tokens=6, eos_token_id=[]).sequences, whole[:, :11]
         )
     assert torch.equal(generate(llama, IDS, session=roomy, max_new_tokens=12, eos_token_id=[]).sequences, whole)
-    with pytest.raises(ValueError, match="2 requests and room for 17 tokens; it is of 2 requests and 11 tokens. Make a new one"):
+    with pytest.raises(ValueError, match=r"room for 17 tokens; it is of 2 requests and 11 tokens\. Make a new one"):
         generate(llama, IDS, session=first, max_new_tokens=12, eos_token_id=[])
     with pytest.raises(ValueError, match="1 requests and room for 11 tokens; it is of 2 requests and 40 tokens"):
         generate(llama, IDS[:1], session=roomy, max_new_tokens=6, eos_token_id=[])
