@@ -36,7 +36,7 @@ def info() -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
 
-def way_of(folder: str) -> str:
+def how_run(folder: str) -> str:
     """How ``generate`` runs a model, from a folder, a GGUF file or a hub's name: in two steps of a text."""
     from transformers import AutoModelForCausalLM
 
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if chosen.command == "info":
         try:
-            print(info() if chosen.model is None else way_of(chosen.model))
+            print(info() if chosen.model is None else how_run(chosen.model))
         except (ImportError, OSError, ValueError) as error:
             raise SystemExit(f"pass_ext info: {error}") from error
     elif chosen.command == "convert":

@@ -2,7 +2,8 @@
 
 The device makes the rows of a step if the host decides nothing between two steps: no logits processors, grammars, log
 probabilities or tensor parallelism, draft tokens from look-ahead slots alone or none, and the rule "coupled" (or greedy texts,
-on which all rules of the ops agree). Streamers and stopping criteria are called later, with the same tokens in order.
+on which all rules of the ops agree). On the CPU a batch with fixed rows stays with the host. Streamers and stopping criteria
+are called later, with the same tokens in order.
 """
 
 from __future__ import annotations

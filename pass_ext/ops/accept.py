@@ -109,11 +109,13 @@ def accept_tree(
         tokens: ``[N]`` int64, the token of node i; a root's token is ignored. A token outside [0, V), such as -1, is never
             accepted.
         parents: ``[N]`` int32, each node's parent as an index in its request, -1 for the root, which is node 0;
-            ``parents[i] < i``. At most 1,024 nodes per request. Of siblings with equal tokens the first is followed.
+            ``parents[i] < i``. At most 1,024 nodes per request. Of siblings with equal tokens the first is followed
+            ("typical" and "joint": the one with the longer path; "kseq" tries both)
         cu_nodes: ``[B + 1]`` int32: request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request.
         max_depth: the depth of the deepest tree. It sets the width of the result; deeper nodes are ignored.
-        rule: one of ``pass_ext.RULES``; docs/ops/accept.md helps to choose. All rules but "coupled", "coupled_inverse" and
-            "typical" need ``draft_logits``, the distributions that the children were drawn from.
+        rule: one of ``pass_ext.RULES``; docs/ops/accept.md helps to choose. "kseq" and
+            "rejection_with_replacement" need ``draft_logits``, the distributions that the children were drawn from; without
+            them the other rules take every draft as a fixed proposal.
         draft_logits: ``[R, V]``, any of the dtypes above: the logits that the drafts were sampled from, unchanged.
         draft_rows: ``[N]`` int32, the row of ``draft_logits`` that node i's children were drawn from; -1: its children are
             fixed proposals (n-grams, top-k candidates). None: ``draft_logits`` has one row per node.

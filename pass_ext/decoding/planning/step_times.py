@@ -129,8 +129,8 @@ class StepClock:
 
 @lru_cache(maxsize=64)
 def step_clock(table: StepTimes, tokens: int) -> StepClock:
-    """The clock of texts of about so many tokens, a power of two: attention takes longer after a long text. The same object
-    until it was not used for long, so a generation begins with the steps of the one before."""
+    """The clock of texts of about so many tokens, a power of two: attention takes longer after a long text. The last
+    64 clocks are kept, so a generation begins with the steps of the one before."""
     return StepClock(table)
 
 

@@ -1,5 +1,5 @@
-"""``record_graph``: a function's kernels as a CUDA graph. ``RecordedCalls``: a session's calls as graphs, one per shape of a
-step, recorded at the second call of that shape.
+"""``record_graph``: a function's kernels as a CUDA graph; a device step records itself whole. ``RecordedCalls``: a session's
+calls as graphs, one per shape of a step, recorded at the second call of that shape.
 """
 
 from __future__ import annotations
