@@ -71,7 +71,7 @@ class AcceptResult(_AcceptTensors):
     """With ``return_logprobs=True``: the log probabilities of ``emitted``. Not an item of the tuple."""
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/accept")
 def accept_tree(
     target_logits: Tensor,
     tokens: Tensor,
@@ -145,6 +145,15 @@ def accept_tree(
     Integer arguments may have any integer dtype. The CPU refuses numbers that do not fit the dtype named here. On CUDA they
     are clamped to its lowest or highest number, which is out of range too, and positions beyond the last wrap around to
     -2^63. The op has no derivative and refuses forward-mode ones.
+
+    Example:
+
+        >>> logits = torch.zeros(3, 5).scatter(1, torch.tensor([[3], [4], [0]]), 9.0)  # the target wants 3 first
+        >>> tokens, parents, cu_nodes = torch.tensor([0, 2, 3]), torch.tensor([-1, 0, 0]), torch.tensor([0, 3])
+        >>> logits[2] = torch.tensor([0.0, 9.0, 0.0, 0.0, 0.0])  # after token 3 it wants 1
+        >>> result = pass_ext.accept_tree(logits, tokens, parents, cu_nodes, 1)
+        >>> result.emitted, result.path, result.num_accepted
+        (tensor([[3, 1]]), tensor([[0, 2]], dtype=torch.int32), tensor([1], dtype=torch.int32))
     """
     op, batch = "accept_tree", (cu_nodes.shape[0] - 1, target_logits.device)
     return _call(
@@ -158,7 +167,7 @@ def accept_tree(
     )  # fmt: skip
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/accept")
 def accept_chain(
     target_logits: Tensor,
     draft_tokens: Tensor,
@@ -194,6 +203,12 @@ def accept_chain(
         allowed, draft_allowed: ``[B, K + 1, ceil(V / 32)]`` and ``[B, K, ceil(V / 32)]`` int32 words.
 
     The other arguments and the result are those of ``accept_tree``; ``path`` counts 0, 1, 2, …
+
+    Example:
+
+        >>> logits = torch.zeros(1, 3, 5).scatter(2, torch.tensor([[[3], [4], [0]]]), 9.0)  # the target wants 3, then 4, then 0
+        >>> pass_ext.accept_chain(logits, torch.tensor([[3, 2]])).emitted  # 3 is accepted, 2 is not
+        tensor([[ 3,  4, -1]])
     """
     op, batch = "accept_chain", (target_logits.shape[0], target_logits.device)
     return _call(

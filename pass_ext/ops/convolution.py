@@ -13,7 +13,7 @@ from pass_ext.ops.common.kernels import call, refuse_gradients, register_fake
 _op = torch.ops.pass_ext.convolution_tree.default
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/recurrent")
 def convolution_tree(
     x: Tensor,
     weight: Tensor,
@@ -43,6 +43,13 @@ def convolution_tree(
     Computes in float32 and rounds once. A node has the bits that steps of one token along its path give. No gradients, reverse
     or forward: the op raises if an input requires one. The CPU refuses values that are out of range, before anything is
     written.
+
+    Example:
+
+        >>> x, weight, state = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[10.0, 1.0]]), torch.zeros(1, 1, 1)
+        >>> parents, cu_nodes = torch.tensor([-1, 0, 0]), torch.tensor([0, 3])  # a root and its two children
+        >>> pass_ext.layers.convolution_tree(x, weight, None, state, parents, cu_nodes).flatten()  # 1, 10 * 1 + 2, 10 * 1 + 3
+        tensor([ 1., 12., 13.])
     """
     refuse_gradients("convolution_tree", x, weight, bias, states)
     if activation is not None:

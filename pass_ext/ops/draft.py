@@ -24,7 +24,7 @@ MODES = ("coupled", "without", "with", "top")
 _op = torch.ops.pass_ext.draft_sample.default
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/accept")
 def draft_sample(
     logits: Tensor,
     k: int,
@@ -65,6 +65,13 @@ def draft_sample(
 
     Integer arguments may have any integer dtype. The CPU refuses numbers that do not fit the dtype named here; on CUDA they
     are clamped to its lowest or highest number. The op has no derivative and refuses forward-mode ones.
+
+    Example:
+
+        >>> logits = torch.tensor([[0.0, 5.0, 1.0, 2.0]])
+        >>> tokens, logprobs = pass_ext.draft_sample(logits, 2, mode="top")
+        >>> tokens, logprobs.exp().round(decimals=2)
+        (tensor([[1, 3]]), tensor([[0.9300, 0.0500]]))
     """
     rows, device = logits.shape[0], logits.device
     draws_nothing = mode == "top" or (mode == "coupled" and temperature is None)

@@ -68,7 +68,7 @@ ADAPTED = ADAPTED_BEFORE + ADAPTED_AFTER
 """The linear layers that may have adapters, in the order of the ops' lists: csrc/host/layer_adapters.h, AdapterLinear."""
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/layer")
 def layer_before_attention(
     x: Tensor,
     q_weight: Tensor,
@@ -115,6 +115,13 @@ def layer_before_attention(
     two where heads are normed, four where whole rows of queries and keys are, and one more where a block has no room for
     its normed rows; adapters add none. Slots below -K are refused, or on CUDA have no adapter, as in ``adapter_rows_``. No
     gradients, reverse or forward: the op raises if an input requires one.
+
+    Example:
+
+        >>> x, weight = torch.ones(3, 8), torch.eye(8)
+        >>> q, k, v = pass_ext.layers.layer_before_attention(x, weight, weight[:4], weight[:4], head_dim=4)
+        >>> list(q.shape), list(k.shape), list(v.shape)
+        ([3, 2, 4], [3, 1, 4], [3, 1, 4])
     """
     op = "layer_before_attention"
     ids, added, adapted = _adapted(op, ids, adapters, ADAPTED_BEFORE)
@@ -126,7 +133,7 @@ def layer_before_attention(
     return q, k, v
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/layer")
 def layer_after_attention(
     attended: Tensor,
     residual: Tensor,
@@ -174,6 +181,13 @@ def layer_after_attention(
     A row has the same bits whatever the other rows are; rows of tokens have those of a call without adapters. On a GPU it is
     three launches, two more for each norm after a product, and one more where a block has no room for its normed rows;
     adapters add none. No gradients, reverse or forward: the op raises if an input requires one.
+
+    Example:
+
+        >>> attended, residual, eye = torch.ones(1, 4), torch.ones(1, 4), torch.eye(4)
+        >>> down = torch.zeros(4, 4)
+        >>> pass_ext.layers.layer_after_attention(attended, residual, eye, eye, eye, down)  # 1 + 1, and an MLP of zeros
+        tensor([[2., 2., 2., 2.]])
     """
     op = "layer_after_attention"
     ids, added, adapted = _adapted(op, ids, adapters, ADAPTED_AFTER)
@@ -229,7 +243,7 @@ class PackedLayers:
         )
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/layer")
 def layer_pack(layers: Sequence[LayerWeights], *, head_dim: int) -> PackedLayers:
     """Checks decoder layers' weights once for many calls of ``layer_stack``, which then takes the result in their place.
 
@@ -241,6 +255,13 @@ def layer_pack(layers: Sequence[LayerWeights], *, head_dim: int) -> PackedLayers
         The packed layers. They keep the tensors as long as they live, and read them in each call.
 
     For the CPU only. No gradients, reverse or forward: the op raises if a weight requires one.
+
+    Example:
+
+        >>> eye = torch.eye(4)
+        >>> weights = pass_ext.layers.LayerWeights(eye, eye, eye, eye, eye, eye, eye)
+        >>> len(pass_ext.layers.layer_pack([weights] * 2, head_dim=4))
+        2
     """
     op = "layer_pack"
     weights, parts = _listed(op, layers)
@@ -260,7 +281,7 @@ def _listed(op: str, layers: Sequence[LayerWeights]) -> tuple[list[Tensor], int]
     return [tensor for layer in layers for name in _ORDER if (tensor := getattr(layer, name)) is not None], parts
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/layer")
 def layer_stack(
     x: Tensor,
     layers: Sequence[LayerWeights] | PackedLayers,
@@ -324,6 +345,16 @@ def layer_stack(
 
     A row has the same bits whatever the other requests are. For the CPU only. No gradients, reverse or forward: the op raises
     if an input requires one.
+
+    Example:
+
+        >>> eye, rows = torch.eye(64), torch.ones(2, 64)
+        >>> weights = pass_ext.layers.LayerWeights(eye, eye, eye, eye, eye, eye, torch.zeros(64, 64))
+        >>> trees, caches = pass_ext.pack_trees([pass_ext.Tree.chain(1)]), torch.zeros(2, 1, 8, 1, 64)
+        >>> step = torch.tensor([0]), trees.cu_nodes, trees.visible, 2
+        >>> out, new = pass_ext.layers.layer_stack(rows, [weights], caches, *step, head_dim=64)
+        >>> out[:, 0], list(new.shape)  # 1 + 1, and the keys and values of both rows
+        (tensor([2., 2.]), [2, 2, 1, 64])
     """
     op = "layer_stack"
     prefix_lens, cu_nodes = integers(op, "prefix_lens", prefix_lens), integers(op, "cu_nodes", cu_nodes)

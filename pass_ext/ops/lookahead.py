@@ -19,7 +19,7 @@ _backward_op = torch.ops.pass_ext.lookahead_embed_backward.default
 _ID_DTYPES = (torch.int64, torch.int32)
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/lookahead")
 def lookahead_embed(ids: Tensor, table: Tensor, lookahead: Tensor) -> Tensor:
     """Input embeddings ``[..., d]`` of ids that mix tokens, from ``table [V, d]``, and look-ahead slots, from
     ``lookahead [L, d]``.
@@ -37,6 +37,13 @@ def lookahead_embed(ids: Tensor, table: Tensor, lookahead: Tensor) -> Tensor:
     The CPU refuses ids outside ``[-L, V)`` before anything is written. On CUDA ids are not checked, to avoid a
     synchronisation: such a row is all zeros. ``pass_ext.set_debug(True)`` or ``PASS_EXT_DEBUG=1`` checks them there too, with
     one synchronisation per call.
+
+    Example:
+
+        >>> table, slots = torch.arange(6.0).view(3, 2), torch.tensor([[10.0, 11.0]])
+        >>> pass_ext.lookahead_embed(torch.tensor([2, -1]), table, slots)  # token 2, then slot 0
+        tensor([[ 4.,  5.],
+                [10., 11.]])
     """
     if ids.dtype not in _ID_DTYPES:
         ids = integers("lookahead_embed", "ids", ids, torch.int64)

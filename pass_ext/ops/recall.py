@@ -16,7 +16,7 @@ MAX_RECALL_ROW = 1024  # kMostRecallRow there
 _op = torch.ops.pass_ext.recall_scores.default
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/recall")
 def recall_scores(tokens: Tensor, contexts: Tensor, requests: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
     """What the scores of candidate tokens ``[N, K]`` rise by because of the text in front of them, ``[N, K]`` float32, for any
     scores that are logarithms of probabilities.
@@ -35,6 +35,13 @@ def recall_scores(tokens: Tensor, contexts: Tensor, requests: Tensor, text: Tens
     The CPU refuses requests and lengths that are out of range. On CUDA values are not checked, to avoid a synchronisation: a
     request that does not exist recalls nothing, and lengths are cut to T. Integers may have any integer dtype. One launch on
     CUDA, which can be part of a graph. The op has no derivative and refuses forward-mode ones.
+
+    Example:
+
+        >>> text = torch.tensor([[1, 2, 3, 1, 2]])  # 3 came after "1 2"
+        >>> contexts = torch.tensor([[3, 1, 2]])
+        >>> pass_ext.drafting.recall_scores(torch.tensor([[3, 4]]), contexts, torch.tensor([0]), text, torch.tensor([5])) > 0
+        tensor([[ True, False]])
     """
     scores: Tensor = call(
         _op,

@@ -30,7 +30,7 @@ class RecurrentUpdate(NamedTuple):
     """As given."""
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/recurrent")
 def recurrent_tree(
     q: Tensor,
     k: Tensor,
@@ -79,6 +79,14 @@ def recurrent_tree(
 
     The CPU refuses parents, bounds and slots that are out of range, before anything is written.
     Integer arguments may have any integer dtype; numbers outside int32 are out of range.
+
+    Example:
+
+        >>> ones, state = torch.ones(2, 1, 1), torch.zeros(1, 1, 1, 1)  # a root and a child, additive, with a decay of one half
+        >>> halves, chain = torch.full((2, 1), 0.5).log(), (torch.tensor([-1, 0]), torch.tensor([0, 2]))
+        >>> out, update = pass_ext.layers.recurrent_tree(ones, ones, ones, halves, None, state, *chain, form="additive")
+        >>> out.flatten()  # 1, then 1 / 2 + 1
+        tensor([1.0000, 1.5000])
     """
     refuse_gradients("recurrent_tree", q, k, v, log_decay, beta, states, decay_rates)
     parents = integers("recurrent_tree", "parents", parents)

@@ -37,7 +37,7 @@ def is_summed(round: str) -> bool:
     return round in _SUMMED
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="distributed")
 def shard_local(
     target_logits: Tensor,
     tokens: Tensor,
@@ -81,7 +81,7 @@ def shard_local(
     return answers
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="distributed")
 def shard_combine(
     target_logits: Tensor,
     tokens: Tensor,
@@ -137,7 +137,7 @@ def shard_combine(
     return state, AcceptResult(*result)
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="distributed")
 def shard_best(
     logits: Tensor,
     state: Tensor,

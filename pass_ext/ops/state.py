@@ -16,7 +16,7 @@ from pass_ext.ops.recurrent import RecurrentUpdate
 _op = torch.ops.pass_ext.state_commit_.default
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/recurrent")
 def state_commit_(
     states: Sequence[Tensor],
     updates: Sequence[RecurrentUpdate | Tensor],
@@ -44,6 +44,14 @@ def state_commit_(
     The CPU refuses nodes, counts and slots that are out of range, before anything is written.
     Integer arguments may have any integer dtype; numbers outside int32 are out of range. No gradients, reverse or forward:
     the op raises if a tensor requires one.
+
+    Example:
+
+        >>> window, x = torch.zeros(1, 1, 2), torch.tensor([[1.0], [2.0], [3.0]])  # the inputs of a root and its two children
+        >>> path, accepted = torch.tensor([[0, 2]]), torch.tensor([1])
+        >>> pass_ext.layers.state_commit_([window], [x], torch.tensor([0, 3]), path, accepted)
+        >>> window
+        tensor([[[1., 3.]]])
     """
     states = list(states)
     tensors: list[Tensor] = []

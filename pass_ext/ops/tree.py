@@ -17,7 +17,7 @@ _prepare_op = torch.ops.pass_ext.tree_prepare.default
 _mask_op = torch.ops.pass_ext.tree_mask.default
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/attention")
 def tree_prepare(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[Tensor, Tensor]:
     """Computes for each node of B packed trees the nodes that it sees, itself and its ancestors, as bits
     ``[N, ceil(max_nodes / 64)]``, and its depth ``[N]``.
@@ -38,6 +38,13 @@ def tree_prepare(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[Ten
     checked, to avoid a synchronisation: a node with such a parent becomes a root; nodes from max_nodes on get no bits and
     depth 0; with bounds that do not rise from 0 to at most N, so do all rows. ``pass_ext.set_debug(True)`` checks all three
     there too. Parents and bounds may have any integer dtype; numbers outside int32 are out of range.
+
+    Example:
+
+        >>> parents, cu_nodes = torch.tensor([-1, 0, 0, 1]), torch.tensor([0, 4])  # two children, the first with one of its own
+        >>> visible, depths = pass_ext.tree_prepare(parents, cu_nodes, 4)
+        >>> [f"{bits:04b}" for bits in visible[:, 0].tolist()], depths.tolist()
+        (['0001', '0011', '0101', '1011'], [0, 1, 1, 2])
     """
     parents = integers("tree_prepare", "parents", parents)
     cu_nodes = integers("tree_prepare", "cu_nodes", cu_nodes)
@@ -48,7 +55,7 @@ def tree_prepare(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[Ten
     return visible, depths
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/attention")
 def tree_mask(
     visible: Tensor, cu_nodes: Tensor, max_nodes: int, prefix_lens: Tensor, kv_len: int, dtype: torch.dtype
 ) -> Tensor:
@@ -72,6 +79,14 @@ def tree_mask(
     The CPU refuses lengths and bounds that are out of range. On CUDA values are not checked, to avoid a synchronisation:
     they are clamped; ``pass_ext.set_debug(True)`` checks them there too. Both may have any integer dtype; numbers outside
     int32 are out of range.
+
+    Example:
+
+        >>> visible = torch.tensor([[0b1], [0b11]])
+        >>> prefix = torch.tensor([1])  # one key in front of two nodes
+        >>> pass_ext.tree_mask(visible, torch.tensor([0, 2]), 2, prefix, 3, torch.float32) == 0
+        tensor([[[[ True,  True, False],
+                  [ True,  True,  True]]]])
     """
     cu_nodes = integers("tree_mask", "cu_nodes", cu_nodes)
     prefix_lens = integers("tree_mask", "prefix_lens", prefix_lens)
