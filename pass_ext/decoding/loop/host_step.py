@@ -72,6 +72,11 @@ class HostStep(Step):
         logits = self._usable(logits)
         if self._function.target_adds:
             self._accept(steps, logits)
+        elif self._session.states:
+            raise ValueError(
+                f"rule {self._context.rule!r} reads each prompt's last token again, which the layers of "
+                f"{self._session.model.name} that keep a state cannot: use another rule"
+            )
         else:  # The first step reads each prompt's last token again, as the root of its tree.
             self._session.prefix_lens.sub_(1)
             self._done = _Done(steps, logits, logits, None)

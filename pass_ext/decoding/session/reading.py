@@ -54,6 +54,7 @@ def read_prompts(session: Session, texts: Sequence[Sequence[int]], known: int, s
 def _with_equal_caches(session: Session, known: int) -> list[list[int]]:
     """The requests by the keys and values of their first tokens, which may differ for equal tokens where they are ``past``."""
     caches, groups = [cache[:, :known] for pair in session.caches for cache in pair], dict[int, list[int]]()
+    caches += session.states
     for b in range(session.requests):
         first = next((a for a in groups if all(torch.equal(cache[a], cache[b]) for cache in caches)), b)
         groups.setdefault(first, []).append(b)

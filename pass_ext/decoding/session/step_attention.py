@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pass_ext.decoding.models.packed import NewRows, StepAttend
+from pass_ext.decoding.models.step_states import StepStates
 from pass_ext.ops.attention import HEAD_DIMS, attention_tree
 from pass_ext.tree import PackedTrees
 
@@ -21,7 +22,8 @@ class StepAttention(StepAttend):
         self.layers = 0
         self.options: list[dict[str, Any]] = []
         self.may_have_changed = may_have_changed
-        self.is_first = not session.caches
+        self.is_first = session.is_new
+        self.states = session.step_states(trees, is_first=self.is_first)
         self._session, self._trees = session, trees
         self._new: list[Tensor] = []
         self._stacked: Tensor | None = None
