@@ -65,7 +65,7 @@ class HostStep(Step):
     def unread(self) -> int:
         return 0 if self._is_read else 1
 
-    def begin(self, texts: Texts, known: int) -> int:
+    def begin(self, texts: Texts, known: Sequence[int]) -> int:
         self._texts = texts
         steps = [self._drafting.first(text) for text in texts.tokens]
         logits, calls = read_prompts(self._session, texts.tokens, known, self._drafting.prompt_slots)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -148,6 +148,8 @@ class Adapted:
     shares_layers: int = 0
     layers: int | None = None
     """The number of layers that attend; None: unknown."""
+    numbers: Mapping[int, int] | None = None
+    """The number of each layer that attends among those that do; None: all layers attend."""
     keeps_states: bool = False
     """Some layers keep a state."""
     most_positions: int = sys.maxsize

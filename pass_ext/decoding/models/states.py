@@ -1,8 +1,8 @@
 """Layers of a transformers model that keep a state (gated delta nets, Mamba, short convolutions), in the model's shadow.
 
-What mixes rows in such a layer is a function of its module, such as ``causal_conv1d_fn``; without a cache the layer calls the one
-for whole texts. In the shadow, copies of the layers' methods call functions of ours in their place, which give the packed rows to
-the ops. Layers are found by the names of these functions, so a new model that calls them is found too.
+What mixes rows in such a layer is a function of its module, such as ``causal_conv1d_fn``; without a cache the layer calls the
+one for whole texts. In the shadow, copies of the layers' methods call functions of ours in their place, which give the packed
+rows to the ops. Layers are found by the names of these functions, so a new model that calls them is found too.
 
 A name says little about the numbers. So each function is compared first: on a few rows of a call, as one text, output and final
 state must be those of the module's function.
@@ -60,7 +60,7 @@ def _delta_rule(states: StepStates, place: StatePlace, given: Arguments) -> Tens
 
 
 def _mamba2(states: StepStates, place: StatePlace, given: Arguments) -> Tensor:
-    """hidden_states ``[1, N, H, P]``, dt ``[1, N, H]``, A ``[H]``, B, C ``[1, N, groups, n]`` -> ``[1, N, H, P]`` in float32."""
+    """hidden_states ``[1, N, H, P]``, dt ``[1, N, H]``, A ``[H]``, B, C ``[1, N, groups, n]`` -> ``[1, N, H, P]`` fp32."""
     dt, limit = _steps(given, "dt_bias", "dt_softplus", 0), given.get("dt_limit")
     dt = (dt if limit is None else dt.clamp(*limit))[0].float()
     x, k, q = (given[name][0].float() for name in ("hidden_states", "B", "C"))
@@ -75,9 +75,7 @@ def _mamba(states: StepStates, place: StatePlace, given: Arguments) -> Tensor:
     dt = _steps(given, "delta_bias", "delta_softplus", 1)[0].T.float()[:, None]
     k, q = (given[name][0].T.float()[:, None] for name in ("B", "C"))
     rates = given["A"].float().T[None]
-    out = states.recurrent(
-        place, q, k, dt * hidden[0].T[:, None].float(), dt, None, form="additive", decay_rates=rates
-    )
+    out = states.recurrent(place, q, k, dt * hidden[0].T[:, None].float(), dt, None, form="additive", decay_rates=rates)
     out = out[:, 0].T[None].to(hidden.dtype)
     if skip is not None:
         out = out + hidden * skip[:, None]
@@ -151,8 +149,8 @@ class _Served:
 
     def _refusal(self, model: str, reason: str) -> ValueError:
         return ValueError(
-            f"{model}: {self._name} of {self._theirs.__module__} {reason}; pass_ext knows the function of transformers 5.24, so "
-            "it cannot decode this model"
+            f"{model}: {self._name} of {self._theirs.__module__} {reason}; pass_ext knows the function of transformers 5.24, "
+            "so it cannot decode this model"
         )
 
     def _compare(self, model: str, given: Arguments) -> None:
@@ -207,8 +205,8 @@ def _is_near(ours: Tensor, theirs: Any) -> bool:
 
 # ---- the layers ----
 
-_STORES = {"update_conv_state": "a convolution's window", "update_recurrent_state": "a recurrent state"}
-"""The methods by which a layer gives a cache its states."""
+_STORES = {"update_conv_state": True, "update_recurrent_state": False}
+"""The methods by which a layer gives a cache its states -> whether they are windows."""
 
 
 def kinds_of(text: Any) -> list[str]:
@@ -233,32 +231,40 @@ def keeps_states(text: Any) -> bool:
 def unserved(model: nn.Module) -> str | None:
     """Describes the first layer whose state is out of reach, to follow the model's name; None: there is none."""
     kinds, known = kinds_of(model.config.get_text_config(decoder=True)), _Known()  # type: ignore[union-attr, operator]
+    own: str | None = None
     for part in model.modules():
         uses = known.of(type(part))
-        for method, form in _STORES.items():
-            if method in uses.names and not any((FUNCTIONS[name].form == "window") == (form == "window") for name in uses.functions):
-                return (
-                    f"has {type(part).__name__}, which computes its {form} in code of its own: none of {', '.join(FUNCTIONS)} is "
-                    "called, so pass_ext cannot continue it along the branches of a tree"
-                )
+        served = {FUNCTIONS[name].form == "window" for name in uses.functions}
+        if any(method in uses.names and is_window not in served for method, is_window in _STORES.items()):
+            own = type(part).__name__
     for layer, kind in zip(decoder_layers(model), kinds, strict=False):
         if kind in KINDS and not any(known.of(type(part)).functions for part in layer.modules()):
-            parts = ", ".join(dict.fromkeys(type(part).__name__ for part in layer.children()))
-            return (
-                f"has layers of the kind {kind} (of {parts}), which compute their state in code of their own: none of "
-                f"{', '.join(FUNCTIONS)} is called, so pass_ext cannot continue it along the branches of a tree"
-            )
-    return None
-
-
-_STORES = {"update_conv_state": "window", "update_recurrent_state": "state"}
-"""A layer gives a cache its states by these methods."""
+            own = own or f"{type(layer).__name__}, a layer of the kind {kind}"
+    if own is None:
+        return None
+    return (
+        f"has {own}, which computes its state in code of its own: it calls none of {', '.join(FUNCTIONS)}, so pass_ext cannot "
+        "continue the state along the branches of a tree"
+    )
 
 
 def functions_of(model: nn.Module) -> list[str]:
     """The names of the functions by which the model's layers keep states."""
     known, kinds = _Known(), {type(part) for part in model.modules()}
     return [name for name in FUNCTIONS if any(name in known.of(kind).functions for kind in kinds)]
+
+
+def places_of(model: nn.Module) -> list[StatePlace]:
+    """Where transformers keeps the model's states, layer by layer. A layer that scans head by head has one place for all."""
+    known, places = _Known(), []
+    for part in model.modules():
+        names = known.of(type(part)).functions
+        places += [_place(name, part) for name in FUNCTIONS if name in names]
+    return sorted(places, key=lambda place: place.layer)
+
+
+def _place(name: str, part: nn.Module) -> StatePlace:
+    return StatePlace(getattr(part, "layer_idx", -1), FUNCTIONS[name].form, getattr(part, "conv_idx", 0))
 
 
 def serve_states(shadow: nn.Module) -> None:
@@ -271,9 +277,8 @@ def serve_states(shadow: nn.Module) -> None:
 
 
 def _served(name: str, function: FunctionType, part: nn.Module) -> Callable[..., Any]:
-    place = StatePlace(getattr(part, "layer_idx", -1), FUNCTIONS[name].form, getattr(part, "conv_idx", 0))
     # A compiled graph would keep the session of its first call.
-    return torch.compiler.disable(_Served(name, _globals_of(function)[name], place).__call__)
+    return torch.compiler.disable(_Served(name, _globals_of(function)[name], _place(name, part)).__call__)
 
 
 def _bind(part: nn.Module, method: str, function: FunctionType, ours: FunctionType) -> None:
@@ -311,10 +316,10 @@ class _Known:
     def of(self, kind: type) -> _Uses:
         if kind not in self._uses:
             uses = self._uses[kind] = _Uses(set(), {})
-            for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-                for method, function in vars(base).items():
-                    if not isinstance(function, FunctionType) or method in uses.methods:
-                        continue
+            bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+            members = {name: value for base in reversed(bases) for name, value in vars(base).items()}
+            for method, function in members.items():
+                if isinstance(function, FunctionType) and method != "__init__":
                     found = set(_names_in(function))
                     uses.names.update(found)
                     called = [name for name in FUNCTIONS if name in found and callable(_globals_of(function).get(name))]
@@ -344,6 +349,8 @@ def _with_functions(function: FunctionType, functions: Mapping[str, Any]) -> Fun
         made = _with_functions(inner, functions)
         cells = tuple(CellType(made) if _is_in(inner, cell) else cell for cell in function.__closure__ or ())
         known = function.__globals__
+        if cells == function.__closure__:
+            raise ValueError(f"a decorator of {function.__qualname__} hides what it calls")
     copied = FunctionType(function.__code__, known, function.__name__, function.__defaults__, cells)
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied

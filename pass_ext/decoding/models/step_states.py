@@ -21,7 +21,7 @@ class StatePlace(NamedTuple):
     form: Literal["window", "plain", "transposed", "channels"]
     """"window": the last K inputs of a convolution, one more than here. Recurrent states are "plain", as here, "transposed"
     ``[B, H, dv, dk]``, or of "channels" ``[B, dv, dk]``, one head's."""
-    index: int = 0
+    number: int = 0
     """Among the layer's windows."""
 
     def to_theirs(self, state: Tensor) -> Tensor:
@@ -68,6 +68,11 @@ class StepStates:
         self._states, self._places, self._requests, self._is_first = states, places, requests, is_first
         self._parents, self._cu_nodes = parents, cu_nodes
 
+    @property
+    def layers(self) -> set[int]:
+        """The layers that have read a state so far."""
+        return {place.layer for place in self._places[: len(self.updates)]}
+
     def convolution(
         self, place: StatePlace, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
     ) -> Tensor:
@@ -96,6 +101,10 @@ class StepStates:
             raise ValueError(f"a call has more states than {number}, those of the first call or of `past`")
         if number == len(self._places):
             self._places.append(place)
+        if self._places[number] != place:
+            raise ValueError(
+                f"layers must keep their states in one order: expected {self._places[number]}, got {place}"
+            )
         state = self._states[number]
         if state.shape != shape or state.dtype != like.dtype:
             raise ValueError(

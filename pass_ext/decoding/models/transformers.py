@@ -47,8 +47,8 @@ class TransformersModel(Adapted):
         self.table = module.weight if self.has_table else _shape_of_table(module, self.name)
         limits.check_model(model, self.name, self.table.dtype)
         text = model.config.get_text_config(decoder=True)
-        self._numbers = states.attending_layers(text)
-        self.layers = getattr(text, "num_hidden_layers", None) if self._numbers is None else len(self._numbers)
+        self.numbers = states.attending_layers(text)
+        self.layers = getattr(text, "num_hidden_layers", None) if self.numbers is None else len(self.numbers)
         self.keeps_states = states.keeps_states(text)
         self._takes_positions = limits.takes_positions(model)
         self.most_positions = getattr(text, "max_position_embeddings", None) or self.most_positions
@@ -183,6 +183,8 @@ class TransformersModel(Adapted):
             if self._ran or (isinstance(error, (ValueError, NotImplementedError)) and self.name in str(error)):
                 raise
             raise self._refusal(error) from error
+        if self.keeps_states and not self._ran:
+            self._check_states(attend.states.layers)
         self._ran = True
         if self._way is None and not is_being_recorded(rows) and (len(rows) > 1 or not attend.is_first):
             self._compare(rows, positions, attend)
@@ -225,7 +227,7 @@ class TransformersModel(Adapted):
             self._adapted |= added
         seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
         places = {"position_ids": positions[None]} if self._takes_positions else {}
-        with our_call(OurCall(attend, self.name, self._kept, seen, slots, self._numbers, slot_rows)):
+        with our_call(OurCall(attend, self.name, self._kept, seen, slots, self.numbers, slot_rows)):
             logits: Tensor = shadow(
                 inputs_embeds=rows[None],
                 attention_mask=seen,
@@ -235,6 +237,16 @@ class TransformersModel(Adapted):
                 return_dict=True,
             ).logits[0]
         return logits
+
+    def _check_states(self, read: set[int]) -> None:
+        """Refuses a model some of whose layers have kept no state in its first call."""
+        kinds = states.kinds_of(self.model.config.get_text_config(decoder=True))
+        silent = [layer for layer, kind in enumerate(kinds) if kind in states.KINDS and layer not in read]
+        if silent:
+            raise ValueError(
+                f"{self.name}: layers {silent} keep a state, but called none of {', '.join(states.FUNCTIONS)}, so pass_ext cannot "
+                "decode this model"
+            )
 
     def _tail(self, hidden: Tensor) -> Tensor:
         """Norm and head of the shadow."""

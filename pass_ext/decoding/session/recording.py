@@ -55,8 +55,8 @@ Forward = Callable[[PackedTrees, Tensor], Called]
 
 @dataclass
 class _Recording:
-    """A replay reads the step from fixed buffers (ids, depths, bits, bounds; the session's lengths, caches and states) and writes
-    its results to fixed buffers."""
+    """A replay reads the step from fixed buffers (ids, depths, bits, bounds; the session's lengths, caches and states) and
+    writes its results to fixed buffers."""
 
     graph: torch.cuda.CUDAGraph
     trees: PackedTrees

@@ -26,8 +26,9 @@ from pass_ext.ops.cache import cache_commit_
 from pass_ext.ops.state import state_commit_
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
-Past = tuple[Sequence[tuple[Tensor, Tensor]], int] | tuple[Sequence[tuple[Tensor, Tensor]], int, Sequence[Tensor]]
-"""Keys and values of each layer that attends, and their number of tokens; then the states after so many tokens."""
+Layers = Sequence[tuple[Tensor, Tensor]]
+Past = tuple[Layers, int | Sequence[int]] | tuple[Layers, int | Sequence[int], Sequence[Tensor]]
+"""Keys and values of each layer that attends; their number of tokens, of all texts or of each; the states after these."""
 
 _MOST = 1 << 30  # positions are int32
 _MOST_PACKED = 256
@@ -45,9 +46,9 @@ class Session:
     Args:
         model: as ``generate`` takes it.
         requests, room: the number of texts, and the most tokens of each; None: what the first generation needs.
-        past: the keys and values of the first n tokens of every prompt, ``[B, n, heads, D]`` per layer; and n; and, if the
-            model has some, the states after them, ``[B, ...]``. The next generation begins with them; set ``session.past`` for
-            a later one.
+        past: the keys and values of the first n tokens of every prompt, ``[B, n, heads, D]`` per layer that attends; and n, of
+            all prompts or of each; and, if the model has some, the states after them, ``[B, ...]``. The next generation begins
+            with them; set ``session.past`` for a later one.
         cuda_graphs: True: on CUDA, calls of a repeated shape are CUDA graphs. False: none are. None: where all steps have one
             shape (``run_ahead``), the step is one graph, unless the model does what a graph cannot hold: then it warns.
         run_ahead: True: the host begins each step before it has read the one before, so a GPU never waits for it; texts are the
@@ -86,6 +87,8 @@ class Session:
         self.head_dims: list[tuple[int, int]] = []  # of keys and values, before padding to a head size of the kernel
         self.fixed_steps: dict[Hashable, object] = {}
         """Steps that may be CUDA graphs, by their rows and parameters."""
+        self.wants_states = True
+        """States are wanted after a generation too: texts whose last step went beyond their ends are read again for them."""
         self.is_undisturbed = False
         """No code of the caller's runs between calls: a model that was checked in one is the same in the next ones."""
         self._has_called = False
@@ -281,18 +284,20 @@ class Session:
         else:
             self.slots = placed
 
-    def fill(self, texts: Sequence[Sequence[int]], samples: int = 1) -> int:
-        """Takes the keys, values and states of ``past`` -> how many tokens of each text they are of. samples: texts of each prompt.
+    def fill(self, texts: Sequence[Sequence[int]], samples: int = 1) -> list[int]:
+        """Takes the keys, values and states of ``past`` -> how many tokens of each text they are of.
 
+        samples: texts of each prompt.
         Existing caches are written in place, because recorded calls read them there.
         """
         if self.past is None:
-            return 0
-        (past, length, *states), self.past = self.past, None
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ValueError(f"past must be of 1 token or more, got {length!r}")
-        if min(map(len, texts)) <= length:
-            raise ValueError(f"past holds {length} tokens, so prompts must be longer, got {min(map(len, texts))}")
+            return [0] * len(texts)
+        (past, given_lengths, *states), self.past = self.past, None
+        lengths = _lengths_of(given_lengths, len(texts), samples)
+        for text, held in zip(texts, lengths, strict=True):
+            if len(text) <= held:
+                raise ValueError(f"past holds {held} tokens, so prompts must be longer, got {len(text)}")
+        length = max(lengths)
         first = self.is_new
         if self.model.keeps_states != bool(states):
             raise ValueError(
@@ -318,11 +323,11 @@ class Session:
             self.check_rows(layer, *(x[0] for x in rows))
             for cache, x in zip(self.caches[layer], rows, strict=True):
                 cache[:, :length] = x
-        for given in states:
-            self._fill_states(given, samples, first=first)
-        self.prefix_lens.fill_(length)
-        self._state_lens.fill_(length)
-        return length
+        if states:
+            self._fill_states(states[0], samples, first=first)
+        self.prefix_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        self._state_lens.copy_(self.prefix_lens)
+        return lengths
 
     def _fill_states(self, given: Sequence[Tensor], samples: int, *, first: bool) -> None:
         """Takes the states of ``past``."""
@@ -370,8 +375,17 @@ class Session:
                 )
 
 
+def _lengths_of(given: int | Sequence[int], texts: int, samples: int) -> list[int]:
+    """The number of tokens that ``past`` has of each text."""
+    lengths = [given] * texts if isinstance(given, int) else [n for n in given for _ in range(samples)]
+    if len(lengths) != texts or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
+        raise ValueError(f"past must be of 1 token or more, of all prompts or of each, got {given!r}")
+    return lengths
+
+
 class FirstLayers(Session):
-    """A session on the same texts for a model of the first layers. It reads the whole session's caches and commits nothing."""
+    """A session on the same texts for a model of the first layers. It reads the whole session's caches and states, and commits
+    nothing."""
 
     def __init__(self, whole: Session, model: Adapted, count: int) -> None:
         super().__init__(model, whole.requests, whole.room)
@@ -379,7 +393,14 @@ class FirstLayers(Session):
         self.prefix_lens = whole.prefix_lens
 
     def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
-        self.caches = self._whole.caches[: self._count]
+        whole, attending = self._whole, self._count if self.model.layers is None else self.model.layers
+        self.caches = whole.caches[:attending]
+        kept = [
+            (state, place)
+            for state, place in zip(whole.states, whole.state_places, strict=True)
+            if place.layer < self._count
+        ]
+        self.states, self.state_places = [state for state, _ in kept], [place for _, place in kept]
         return super().call(trees, ids, wanted)
 
 

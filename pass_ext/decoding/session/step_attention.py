@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pass_ext.decoding.models.packed import NewRows, StepAttend
-from pass_ext.decoding.models.step_states import StepStates
 from pass_ext.ops.attention import HEAD_DIMS, attention_tree
 from pass_ext.tree import PackedTrees
 
