@@ -161,11 +161,11 @@ class _Served:
             form = _form(given, rows)
             if form in _believed.get(self._theirs, ()):
                 return
+            device = next(value.device for value in given.values() if isinstance(value, Tensor))
+            numbers = torch.arange(_COMPARED, device=device)
             for name, dim in rows.items():
-                numbers = torch.arange(_COMPARED, device=given[name].device) % given[name].shape[dim]
-                given[name] = given[name].index_select(dim, numbers)
-            states: list[Tensor] = []
-            parents = torch.arange(-1, _COMPARED - 1, dtype=torch.int32, device=numbers.device)
+                given[name] = given[name].index_select(dim, numbers % given[name].shape[dim])
+            states, parents = list[Tensor](), (numbers - 1).int()
             step = StepStates(states, [], 1, parents, parents.new_tensor([0, _COMPARED]), is_first=True)
             ours = [function.compute(step, self._place, given)]
             if function.returns_state:

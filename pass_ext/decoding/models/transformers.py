@@ -244,8 +244,8 @@ class TransformersModel(Adapted):
         silent = [layer for layer, kind in enumerate(kinds) if kind in states.KINDS and layer not in read]
         if silent:
             raise ValueError(
-                f"{self.name}: layers {silent} keep a state, but called none of {', '.join(states.FUNCTIONS)}, so pass_ext cannot "
-                "decode this model"
+                f"{self.name}: layers {silent} keep a state, but called none of {', '.join(states.FUNCTIONS)}, so pass_ext "
+                "cannot decode this model"
             )
 
     def _tail(self, hidden: Tensor) -> Tensor:

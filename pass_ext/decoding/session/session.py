@@ -221,7 +221,7 @@ class Session:
             for cache in pair:
                 cache[to, first:last] = cache[request, first:last]
         for state in self.states:
-            state[to] = state[request]
+            state[to] = state[request].clone()
         self.prefix_lens[to] = self._state_lens[to] = last
 
     def _hold(self, positions: int) -> None:
