@@ -186,7 +186,7 @@ class _Calls:
 
     def run(self, rows: int) -> None:
         session = self._session
-        if not session.caches:
+        if session.is_new:
             path = torch.arange(_PREFIX, dtype=torch.int32, device=session.device)[None]
             trees = pack_trees([Tree.chain(_PREFIX - 1)], session.device)
             session.call(trees, self._ids(_PREFIX), torch.zeros(1, dtype=torch.int64, device=session.device))
