@@ -25,13 +25,13 @@ def integers(*shape, low=-1000, high=1000, dtype=torch.int32):
     return torch.randint(low, high, shape, generator=generator).to(dtype)
 
 
-def test_indices_in_three_dimensions():
-    blocks, threads = (2, 3, 2), (4, 3, 5)
+def test_indices():
+    blocks, threads = (2, 3, 2), 60
     got = run("indices", torch.zeros(1), [torch.zeros(12 * 60, 10, dtype=torch.int32)]).tolist()
     row = 0
     for bz, by, bx in np.ndindex(blocks[::-1]):
-        for rank, (tz, ty, tx) in enumerate(np.ndindex(threads[::-1])):
-            assert got[row] == [tx, ty, tz, bx, by, bz, 4, 2, rank, rank % 32]
+        for rank in range(threads):
+            assert got[row] == [rank, 0, 0, bx, by, bz, threads, 2, rank, rank % 32]
             row += 1
 
 

@@ -215,7 +215,7 @@ struct Stream {};
 
 struct LaunchShape {
   Grid grid;
-  Index3 block;
+  unsigned threads;
   size_t dynamic_shared_bytes = 0;
   bool overlaps = false;  // launches run one after the other
 };
@@ -236,7 +236,7 @@ void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& 
   check_grid(name, shape.grid);
   const Index3 grid{static_cast<unsigned>(shape.grid.x), static_cast<unsigned>(shape.grid.y),
                     static_cast<unsigned>(shape.grid.z)};
-  emulator::run_grid(name, grid, shape.block, shape.dynamic_shared_bytes, &Call<Parameters...>::run, &call,
+  emulator::run_grid(name, grid, {shape.threads}, shape.dynamic_shared_bytes, &Call<Parameters...>::run, &call,
                      sizeof call);
 }
 
