@@ -311,17 +311,19 @@ struct LaunchShape {
 // Whether launches overlap where they may (runtime.h sets it).
 inline std::atomic<bool> g_launches_overlap{false};
 
-// True if a kernel's launch may overlap: its code is for a GPU that can.
+// True if a kernel's launch may overlap: its code for the current device is for a GPU that can.
 inline bool may_overlap(const void* kernel) {
   if (!g_launches_overlap) return false;
   static std::mutex mutex;
-  static auto* const known = new std::map<const void*, bool>;  // never destroyed: exit order
+  static auto* const known = new std::map<std::pair<const void*, int>, bool>;  // never destroyed: exit order
+  int device = 0;
+  cudaGetDevice(&device);
   const std::lock_guard lock(mutex);
-  const auto entry = known->find(kernel);
+  const auto entry = known->find({kernel, device});
   if (entry != known->end()) return entry->second;
   cudaFuncAttributes attributes{};
   const bool can = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
-  return (*known)[kernel] = can;
+  return (*known)[{kernel, device}] = can;
 }
 
 // Allows a kernel more than 48 KB of dynamic shared memory and asks for the largest carve-out: the driver's own choice
