@@ -290,6 +290,13 @@ def test_the_larger_of_a_number_and_nan_is_the_number():
     assert torch.equal(got, torch.fmax(pairs[:, 0], pairs[:, 1]))
 
 
+def test_the_larger_of_pairs_is_nan_where_one_is():
+    pairs = torch.randn(32, 2, 2, generator=generator).bfloat16()
+    pairs[:4, :, 0] = torch.tensor([[NONE, 1], [torch.nan, 2], [2, torch.nan], [-NONE, 3]])
+    got = run("larger_pairs", pairs.view(torch.int32), [torch.zeros(32, dtype=torch.int32)])
+    assert torch.equal(got.view(torch.bfloat16).nan_to_num(9), pairs.amax(1).flatten().nan_to_num(9))
+
+
 def test_positions_of_bits():
     numbers = [0, 1, 2, 3, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1, *(2**k + 1 for k in range(1, 64, 3))]
     numbers += [0] * (-len(numbers) % 32)
