@@ -320,9 +320,13 @@ PASS_EXT_DEVICE void multiply_m16n8k16<float16>(float (&d)[4], const uint32_t (&
 
 using Stream = cudaStream_t;
 
+struct BlockSize {
+  unsigned x;
+};
+
 struct LaunchShape {
   Grid grid;
-  unsigned threads;  // of a block
+  BlockSize block;
   size_t dynamic_shared_bytes = 0;
   bool overlaps = false;  // its kernel calls wait_for_launch_before
 };
@@ -376,7 +380,7 @@ void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& 
     overlap.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
-    config.blockDim = dim3(shape.threads);
+    config.blockDim = dim3(shape.block.x);
     config.dynamicSmemBytes = shape.dynamic_shared_bytes;
     config.stream = stream;
     config.attrs = &overlap;
@@ -384,7 +388,7 @@ void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& 
     cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);  // check_launch raises its error
     return;
   }
-  kernel<<<grid, shape.threads, shape.dynamic_shared_bytes, stream>>>(static_cast<Parameters>(arguments)...);
+  kernel<<<grid, shape.block.x, shape.dynamic_shared_bytes, stream>>>(static_cast<Parameters>(arguments)...);
 }
 
 }  // namespace pass_ext::gpu

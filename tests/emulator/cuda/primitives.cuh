@@ -229,9 +229,13 @@ void multiply_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b
 
 struct Stream {};
 
+struct BlockSize {
+  unsigned x;
+};
+
 struct LaunchShape {
   Grid grid;
-  unsigned threads;
+  BlockSize block;
   size_t dynamic_shared_bytes = 0;
   bool overlaps = false;  // launches run one after the other
 };
@@ -252,7 +256,7 @@ void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& 
   check_grid(name, shape.grid);
   const Index3 grid{static_cast<unsigned>(shape.grid.x), static_cast<unsigned>(shape.grid.y),
                     static_cast<unsigned>(shape.grid.z)};
-  emulator::run_grid(name, grid, {shape.threads}, shape.dynamic_shared_bytes, &Call<Parameters...>::run, &call,
+  emulator::run_grid(name, grid, {shape.block.x}, shape.dynamic_shared_bytes, &Call<Parameters...>::run, &call,
                      sizeof call);
 }
 
