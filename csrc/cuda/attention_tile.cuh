@@ -57,8 +57,8 @@ PASS_EXT_DEVICE unsigned chunk_offset(unsigned row, unsigned chunk) {
   return row * Shape::kStride + (Shape::kIsSwizzled ? chunk ^ (row & 7) : chunk) * 8;
 }
 
-// The chunks of its row, 16 bytes each, that a lane reads or writes, and those of rows below it. A swizzled tile lies at
-// a multiple of a row's size, so that a constant flips the bits of one address to that of another chunk.
+// The chunks of its row, 16 bytes each, that a lane reads or writes, and those of rows below it. A swizzled tile lies
+// at a multiple of a row's size, so that a constant flips the bits of one address to that of another chunk.
 template <typename Shape>
 struct TileChunks {
   SharedAddress own;

@@ -38,7 +38,8 @@ PASS_EXT_DEVICE Index3 block_index() { return {blockIdx.x, blockIdx.y, blockIdx.
 PASS_EXT_DEVICE Index3 block_size() { return {blockDim.x, blockDim.y, blockDim.z}; }
 PASS_EXT_DEVICE Index3 grid_size() { return {gridDim.x, gridDim.y, gridDim.z}; }
 
-// A thread's place in its block, which has one dimension (LaunchShape): that of y and z would cost each use 3 instructions.
+// A thread's place in its block, which has one dimension (LaunchShape): that of y and z would cost each use 3
+// instructions.
 PASS_EXT_DEVICE unsigned thread_rank() { return threadIdx.x; }
 PASS_EXT_DEVICE unsigned lane_index() { return thread_rank() % 32; }
 PASS_EXT_DEVICE unsigned warp_index() { return thread_rank() / 32; }
