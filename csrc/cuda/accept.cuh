@@ -132,6 +132,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(256, kBlocksPerMultiprocessor)
     divided = *workspace.divided != 0;
   } else if (!problem.is_chain) {
     bool broken = false;
+#pragma unroll 1
     for (int64_t i = thread_rank(); i < problem.requests; i += block_size().x)
       broken = broken || breaks_bounds(problem, i);
     divided = sync_block_count(broken) == 0;

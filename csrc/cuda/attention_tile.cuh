@@ -45,6 +45,9 @@ struct AttentionShape {
   static constexpr int kPart = kRows * kPartStride;
   static constexpr int kBytesBehindParts = kRingBytes + kQueryBytes - kKeyWarps * kPart * 4;
   static_assert(kBytesBehindParts >= 8 * kRows, "parts, and eight bytes a row, take the ring's place");
+  static_assert(!kIsSwizzled || (512 % (kStride * sizeof(T)) == 0 && (kRowsAtOnce % 8 == 0 || kRowsAtOnce == 4)),
+                "TileChunks: the ring's rows lie at multiples of their size");
+  static_assert(kIsSwizzled || kRowsAtOnce % 8 == 0, "copy_tile flips nothing");
 };
 
 // The offset of a 16-byte chunk of a row in a tile. Eight consecutive rows at one chunk, which load_matrices reads
@@ -53,6 +56,22 @@ template <typename Shape>
 PASS_EXT_DEVICE unsigned chunk_offset(unsigned row, unsigned chunk) {
   return row * Shape::kStride + (Shape::kIsSwizzled ? chunk ^ (row & 7) : chunk) * 8;
 }
+
+// The chunks of its row, 16 bytes each, that a lane reads or writes, and those of rows below it. A swizzled tile lies
+// at a multiple of a row's size, so that a constant flips the bits of one address to that of another chunk.
+template <typename Shape>
+struct TileChunks {
+  SharedAddress own;
+
+  PASS_EXT_DEVICE TileChunks(const typename Shape::T* tile, unsigned row, unsigned chunk)
+      : own(shared_address(tile + chunk_offset<Shape>(row, chunk))) {}
+
+  // Chunk `own` + `chunk`, which have no bit in common, `rows` below; of a swizzled tile a multiple of 8 below.
+  PASS_EXT_DEVICE SharedAddress at(unsigned chunk, unsigned rows = 0) const {
+    constexpr unsigned kRowBytes = Shape::kStride * sizeof(typename Shape::T);
+    return (Shape::kIsSwizzled ? own ^ chunk * 16 : own + chunk * 16) + rows * kRowBytes;
+  }
+};
 
 // The dynamic shared memory of a block.
 template <typename Shape>
@@ -126,16 +145,15 @@ PASS_EXT_DEVICE void copy_tile(const AttentionProblem& problem, int tile) {
       const Bytes16 pair = load16(shared.addresses(tile) + which * Shape::kKeys + first * Shape::kCopies + i);
       memcpy(&from[which][i], &pair, sizeof pair);
     }
+  const TileChunks<Shape> keys(shared.keys(tile), first, chunk);
 #pragma unroll
-  for (int which = 0; which < 2; ++which) {
-    T* const target = which == 0 ? shared.keys(tile) : shared.values(tile);
+  for (int which = 0; which < 2; ++which)
 #pragma unroll
     for (int i = 0; i < Shape::kCopies; ++i) {
-      const bool is_there = has_column && from[which][i] != nullptr;
-      const void* const source = is_there ? static_cast<const void*>(from[which][i] + chunk * 8) : problem.q;  // any
-      copy_async16(target + chunk_offset<Shape>(i * Shape::kRowsAtOnce + first, chunk), source, is_there);
+      constexpr unsigned kFlips = Shape::kRowsAtOnce % 8;  // 0 or 4: of every second row of the lane
+      const unsigned rows = which * Shape::kKeys + i * Shape::kRowsAtOnce;
+      copy_async16(keys.at(i % 2 * kFlips, rows), from[which][i] + chunk * 8, has_column && from[which][i] != nullptr);
     }
-  }
 }
 
 // True if a 16-bit float is neither infinite nor NaN.

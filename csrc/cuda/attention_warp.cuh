@@ -84,20 +84,20 @@ PASS_EXT_DEVICE void multiply_queries_keys(Scores<Shape>& scores, const Queries<
   for (auto& block : scores)
 #pragma unroll
     for (float& score : block) score = 0.0f;
+  const TileChunks<Shape> chunks(keys, first + (Shape::kWarpKeys == 8 ? 0 : lane / 16 * 8) + lane % 8, lane / 8 % 2);
 #pragma unroll
   for (int step = 0; step < Queries<Shape>::kSteps; ++step) {
     uint32_t q[4];
     queries.get(step, q);
     if constexpr (Shape::kWarpKeys == 8) {
       uint32_t k[2];
-      load_matrices<2>(k, keys + chunk_offset<Shape>(first + lane % 8, 2 * step + lane / 8 % 2));
+      load_matrices<2>(k, chunks.at(2 * step));
       multiply_m16n8k16<T>(scores[0], q, k);
     } else {
 #pragma unroll
       for (int pair = 0; pair < Shape::kWarpKeys / 16; ++pair) {
         uint32_t k[4];
-        const unsigned row = first + 16 * pair + lane / 16 * 8 + lane % 8;
-        load_matrices<4>(k, keys + chunk_offset<Shape>(row, 2 * step + lane / 8 % 2));
+        load_matrices<4>(k, chunks.at(2 * step, 16 * pair));
         multiply_m16n8k16<T>(scores[2 * pair], q, {k[0], k[1]});
         multiply_m16n8k16<T>(scores[2 * pair + 1], q, {k[2], k[3]});
       }
@@ -220,14 +220,16 @@ struct RowState {
     const unsigned lane = lane_index(), first = first_key_of_warp<Shape>();
     if constexpr (Shape::kWarpKeys == 8) {  // half a product: the weights of the other eight keys are 0
       const uint32_t p[4] = {weights[0][0], weights[0][1], 0, 0};
+      const TileChunks<Shape> chunks(values, first + lane % 8, lane / 8);
 #pragma unroll
       for (int chunk = 0; chunk < Shape::kChunks; chunk += 4) {
         uint32_t v[4];
-        load_matrices<4, true>(v, values + chunk_offset<Shape>(first + lane % 8, chunk + lane / 8));
+        load_matrices<4, true>(v, chunks.at(chunk));
 #pragma unroll
         for (int i = 0; i < 4; ++i) multiply_m16n8k16<T>(out[chunk + i], p, {v[i], 0u});
       }
     } else {
+      const TileChunks<Shape> chunks(values, first + lane % 16, lane / 16);
 #pragma unroll
       for (int step = 0; step < Shape::kWarpKeys / 16; ++step) {
         const uint32_t p[4] = {weights[2 * step][0], weights[2 * step][1], weights[2 * step + 1][0],
@@ -235,7 +237,7 @@ struct RowState {
 #pragma unroll
         for (int chunk = 0; chunk < Shape::kChunks; chunk += 2) {
           uint32_t v[4];
-          load_matrices<4, true>(v, values + chunk_offset<Shape>(first + 16 * step + lane % 16, chunk + lane / 16));
+          load_matrices<4, true>(v, chunks.at(chunk, 16 * step));
           multiply_m16n8k16<T>(out[chunk], p, {v[0], v[1]});
           multiply_m16n8k16<T>(out[chunk + 1], p, {v[2], v[3]});
         }

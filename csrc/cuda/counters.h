@@ -1,13 +1,15 @@
 // Counters that are zero when a kernel starts and that it leaves at zero, so that no call has to clear them.
 //
-// Kernels of one stream run one after another and each leaves zeros behind. So one counter slot per stream is enough,
-// cleared when it is taken. Two streams run at once and must not count in the same place, so each has a counter slot.
+// Kernels of one stream run one after another and each leaves zeros behind. So one counter slot per stream is enough.
+// Two streams run at once and must not count in the same place, so each has a counter slot.
 //
 // During a capture nothing runs, and the recorded kernels will run on some other stream, perhaps beside eager kernels
-// of this one or beside another graph. So every capture takes a new counter slot for each of its streams and records
-// its clearing: once per graph, not per launch, and a replay starts from zeros even after an aborted one. The graph
+// of this one or beside another graph. So every capture takes a new counter slot for each of its streams. The graph
 // keeps the counter slot for as long as it or an executable of it lives (a CUDA user object); then the slot may be
 // taken again. Two executables of one graph share it and must not run at once; torch makes one of each.
+//
+// Slots are cleared once, when their memory is allocated: the last kernel of a graph leaves zeros too, so that a graph
+// needs no node that clears. A kernel that fails leaves its context without use, and with it the memory.
 //
 // The memory is not torch's, because a tensor that outlives its call may not be allocated inside a graph's pool:
 // torch.compile(mode="reduce-overhead") counts the live tensors there, and raises.
@@ -52,7 +54,6 @@ class CounterSlots {  // one per device
     const auto entry = taken_.find(key);
     if (entry != taken_.end()) return entry->second;
     int32_t* const slot = take_free_slot(op);
-    check(op, cudaMemsetAsync(slot, 0, kCountersOfSlot * sizeof(int32_t), stream));
     if (is_captured) lend_to(op, graph, slot);
     return taken_[key] = slot;
   }
@@ -87,9 +88,9 @@ class CounterSlots {  // one per device
     if (free_.empty()) {
       constexpr int64_t kSlots = 256;
       void* memory = nullptr;
-      cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // an allocation is no part of a capture
+      cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // neither of the two is part of a capture
       check(op, cudaThreadExchangeStreamCaptureMode(&mode));
-      const cudaError_t error = cudaMalloc(&memory, kSlots * kCountersOfSlot * sizeof(int32_t));
+      const cudaError_t error = allocate_zeros(&memory, kSlots * kCountersOfSlot * sizeof(int32_t));
       check(op, cudaThreadExchangeStreamCaptureMode(&mode));
       check(op, error);
       for (int64_t i = 0; i < kSlots; ++i) free_.push_back(static_cast<int32_t*>(memory) + i * kCountersOfSlot);
@@ -97,6 +98,19 @@ class CounterSlots {  // one per device
     int32_t* const slot = free_.back();
     free_.pop_back();
     return slot;
+  }
+
+  // On a stream of its own, which waits for no other: the caller's may be in a capture.
+  static cudaError_t allocate_zeros(void** memory, size_t bytes) {
+    cudaError_t error = cudaMalloc(memory, bytes);
+    if (error != cudaSuccess) return error;
+    cudaStream_t stream = nullptr;
+    error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+    if (error == cudaSuccess) error = cudaMemsetAsync(*memory, 0, bytes, stream);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+    if (stream != nullptr) cudaStreamDestroy(stream);
+    if (error != cudaSuccess) cudaFree(*memory);
+    return error;
   }
 
   // The counter slot comes back when the graph and all its executables are gone.

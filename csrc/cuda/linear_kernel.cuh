@@ -239,6 +239,12 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLinearThreads, kIsFloat32<T> ? 1 : 2)
                                             in);
   }
   Sums sum[kWeights];
+  const T* x_of_lane[Sums::kLoads];  // a row that is not there is read as row 0, and its sums go nowhere
+#pragma unroll
+  for (int i = 0; i < Sums::kLoads; ++i) {
+    const int n = Sums::row_of_load(i);
+    x_of_lane[i] = x + (n < count ? n : 0) * x_row + of_lane;
+  }
   for (int64_t unit = warp; unit < units; unit += kAhead * kLinearWarps) {
     Eight<T> now[kAhead][kWeights][2];
 #pragma unroll
@@ -248,14 +254,31 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLinearThreads, kIsFloat32<T> ? 1 : 2)
 #pragma unroll
         for (int half = 0; half < 2; ++half) now[a][w][half] = next[a][w][half];
     if (unit + kAhead * kLinearWarps < units) load_weights(unit + kAhead * kLinearWarps);
+    if (wide && !kIsFloat32<T> && unit + (kAhead - 1) * kLinearWarps < units - 1) {  // whole units: no branch
+#pragma unroll
+      for (int pair = 0; pair < kAhead; pair += 2) {
+        Eight<T> numbers[2][Sums::kLoads];
+#pragma unroll
+        for (int a = 0; a < 2; ++a)
+#pragma unroll
+          for (int i = 0; i < Sums::kLoads; ++i)
+            numbers[a][i].part[0] = load16(x_of_lane[i] + (unit + (pair + a) * kLinearWarps) * kUnit);
+#pragma unroll
+        for (int a = 0; a < 2; ++a)
+#pragma unroll
+          for (int i = 0; i < Sums::kLoads; ++i)
+#pragma unroll
+            for (int w = 0; w < kWeights; ++w) sum[w].add(i, now[(pair + a) % kAhead][w], numbers[a][i]);
+      }
+      continue;
+    }
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
       if (unit + a * kLinearWarps >= units) break;
-      const int64_t k = (unit + a * kLinearWarps) * kUnit + of_lane;
+      const int64_t k = (unit + a * kLinearWarps) * kUnit;
 #pragma unroll
       for (int i = 0; i < Sums::kLoads; ++i) {
-        const int n = Sums::row_of_load(i);
-        const Eight<T> numbers = n < count ? load_eight<wide, false>(x + n * x_row + k, in - k) : Eight<T>{};
+        const Eight<T> numbers = load_eight<wide, false>(x_of_lane[i] + k, in - k - of_lane);
 #pragma unroll
         for (int w = 0; w < kWeights; ++w) sum[w].add(i, now[a][w], numbers);
       }

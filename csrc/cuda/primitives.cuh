@@ -38,17 +38,25 @@ PASS_EXT_DEVICE Index3 block_index() { return {blockIdx.x, blockIdx.y, blockIdx.
 PASS_EXT_DEVICE Index3 block_size() { return {blockDim.x, blockDim.y, blockDim.z}; }
 PASS_EXT_DEVICE Index3 grid_size() { return {gridDim.x, gridDim.y, gridDim.z}; }
 
-PASS_EXT_DEVICE unsigned thread_rank() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
+// A thread's place in its block, which has one dimension (LaunchShape): that of y and z would cost each use 3
+// instructions.
+PASS_EXT_DEVICE unsigned thread_rank() { return threadIdx.x; }
 PASS_EXT_DEVICE unsigned lane_index() { return thread_rank() % 32; }
 PASS_EXT_DEVICE unsigned warp_index() { return thread_rank() / 32; }
 
 // ---- shared memory and order ----
 
-// The launch's dynamic shared memory, 128-byte aligned. Its contents are undefined at entry.
+// The launch's dynamic shared memory, 512-byte aligned. Its contents are undefined at entry.
 template <typename T>
 PASS_EXT_DEVICE T* dynamic_shared() {
-  extern __shared__ __align__(128) unsigned char pass_ext_dynamic_shared[];
+  extern __shared__ __align__(512) unsigned char pass_ext_dynamic_shared[];
   return reinterpret_cast<T*>(pass_ext_dynamic_shared);
+}
+
+// The place of an object in shared memory, as a number to compute with: for a few addresses near each other.
+using SharedAddress = unsigned;
+PASS_EXT_DEVICE SharedAddress shared_address(const void* shared) {
+  return static_cast<SharedAddress>(__cvta_generic_to_shared(shared));
 }
 
 PASS_EXT_DEVICE void sync_block() { __syncthreads(); }
@@ -179,16 +187,18 @@ PASS_EXT_DEVICE Bytes16 load16_streaming(const void* address) {
 // Data is in shared memory only after copy_async_wait, and for other threads only after a barrier behind that.
 
 // 16 bytes, both sides aligned; !valid writes zeros and reads nothing.
-PASS_EXT_DEVICE void copy_async16(void* shared, const void* global, bool valid = true) {
-  const unsigned target = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+PASS_EXT_DEVICE void copy_async16(SharedAddress shared, const void* global, bool valid = true) {
   const int bytes = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(global), "r"(bytes) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+PASS_EXT_DEVICE void copy_async16(void* shared, const void* global, bool valid = true) {
+  copy_async16(shared_address(shared), global, valid);
 }
 // 4 bytes, both sides aligned; !valid writes zeros and reads nothing.
 PASS_EXT_DEVICE void copy_async4(void* shared, const void* global, bool valid = true) {
-  const unsigned target = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   const int bytes = valid ? 4 : 0;
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(global), "r"(bytes) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
+               : "memory");
 }
 PASS_EXT_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `pending` of this thread's committed groups are still under way.
@@ -234,15 +244,21 @@ PASS_EXT_DEVICE float unpack_high(uint32_t pair) {
   return to_float(T{static_cast<uint16_t>(pair >> 16)});
 }
 
+// Half by half the larger number of two pairs; NaN beats a number.
+PASS_EXT_DEVICE uint32_t larger_bfloat16s(uint32_t a, uint32_t b) {
+  uint32_t pair;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+}
+
 // ---- matrix fragments; every lane of the warp must call it ----
 
 // Loads `count` (1, 2 or 4) 8x8 matrices of 16-bit values from shared memory. Lane 8m + r gives the 16-byte aligned
 // address of row r of matrix m; lane l receives, in fragment[m], elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) +
 // 1), of the matrix or, `transposed`, of its transpose.
 template <int count, bool transposed = false>
-PASS_EXT_DEVICE void load_matrices(uint32_t (&fragment)[count], const void* shared_row) {
+PASS_EXT_DEVICE void load_matrices(uint32_t (&fragment)[count], SharedAddress row) {
   static_assert(count == 1 || count == 2 || count == 4, "ldmatrix loads 1, 2 or 4 matrices");
-  const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(shared_row));
   if constexpr (count == 4 && !transposed)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
@@ -270,6 +286,11 @@ PASS_EXT_DEVICE void load_matrices(uint32_t (&fragment)[count], const void* shar
                  : "=r"(fragment[0])
                  : "r"(row)
                  : "memory");
+}
+
+template <int count, bool transposed = false>
+PASS_EXT_DEVICE void load_matrices(uint32_t (&fragment)[count], const void* shared_row) {
+  load_matrices<count, transposed>(fragment, shared_address(shared_row));
 }
 
 // D = A B + D for one warp: A 16 x 16 (row major), B 16 x 8 (column major), T in {bfloat16, float16}, fp32
@@ -300,9 +321,13 @@ PASS_EXT_DEVICE void multiply_m16n8k16<float16>(float (&d)[4], const uint32_t (&
 
 using Stream = cudaStream_t;
 
+struct BlockSize {
+  unsigned x;
+};
+
 struct LaunchShape {
   Grid grid;
-  Index3 block;
+  BlockSize block;
   size_t dynamic_shared_bytes = 0;
   bool overlaps = false;  // its kernel calls wait_for_launch_before
 };
@@ -310,17 +335,19 @@ struct LaunchShape {
 // Whether launches overlap where they may (runtime.h sets it).
 inline std::atomic<bool> g_launches_overlap{false};
 
-// True if a kernel's launch may overlap: its code is for a GPU that can.
+// True if a kernel's launch may overlap: its code for the current device is for a GPU that can.
 inline bool may_overlap(const void* kernel) {
   if (!g_launches_overlap) return false;
   static std::mutex mutex;
-  static auto* const known = new std::map<const void*, bool>;  // never destroyed: exit order
+  static auto* const known = new std::map<std::pair<const void*, int>, bool>;  // never destroyed: exit order
+  int device = 0;
+  cudaGetDevice(&device);
   const std::lock_guard lock(mutex);
-  const auto entry = known->find(kernel);
+  const auto entry = known->find({kernel, device});
   if (entry != known->end()) return entry->second;
   cudaFuncAttributes attributes{};
   const bool can = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
-  return (*known)[kernel] = can;
+  return (*known)[{kernel, device}] = can;
 }
 
 // Allows a kernel more than 48 KB of dynamic shared memory and asks for the largest carve-out: the driver's own choice
@@ -348,14 +375,13 @@ void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& 
   check_grid(name, shape.grid);
   const dim3 grid(static_cast<unsigned>(shape.grid.x), static_cast<unsigned>(shape.grid.y),
                   static_cast<unsigned>(shape.grid.z));
-  const dim3 block(shape.block.x, shape.block.y, shape.block.z);
   if (shape.overlaps && may_overlap(reinterpret_cast<const void*>(kernel))) {
     cudaLaunchAttribute overlap{};
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
-    config.blockDim = block;
+    config.blockDim = dim3(shape.block.x);
     config.dynamicSmemBytes = shape.dynamic_shared_bytes;
     config.stream = stream;
     config.attrs = &overlap;
@@ -363,7 +389,7 @@ void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& 
     cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);  // check_launch raises its error
     return;
   }
-  kernel<<<grid, block, shape.dynamic_shared_bytes, stream>>>(static_cast<Parameters>(arguments)...);
+  kernel<<<grid, shape.block.x, shape.dynamic_shared_bytes, stream>>>(static_cast<Parameters>(arguments)...);
 }
 
 }  // namespace pass_ext::gpu

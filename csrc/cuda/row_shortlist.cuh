@@ -36,7 +36,8 @@ struct Shortlist {
 };
 
 struct ShortlistScratch {
-  float sets[kSets], ranked[kSets / 32];
+  alignas(16) float sets[kSets];  // read 16 bytes at a time
+  float ranked[kSets / 32];
   int32_t groups, tokens;
 };
 

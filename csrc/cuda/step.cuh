@@ -43,7 +43,7 @@ PASS_EXT_DEVICE float sum_of_partial_sums(const float (&partial)[kNumbers]) {
 }
 
 template <typename T, bool wide, NormForm form>
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kStepThreads) norm_kernel(StepNorm<T> problem) {
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kStepThreads, 9) norm_kernel(StepNorm<T> problem) {
   const int64_t row = block_index().x, dim = problem.dim, first = int64_t{kNumbers} * thread_rank();
   const T* x = problem.x[row];
   float partial[kNumbers] = {};

@@ -186,7 +186,7 @@ PASS_EXT_KERNEL matrices_kernel(const uint16_t* in, uint32_t* out) {
   for (int i = 0; i < 8; ++i) tile[8 * lane + i] = in[8 * lane + i];
   sync_warp();
   uint32_t fragment[count];
-  load_matrices<count, transposed>(fragment, tile + 8 * (lane % (8 * count)));
+  load_matrices<count, transposed>(fragment, shared_address(tile) + 16 * (lane % (8 * count)));
   for (int m = 0; m < count; ++m) out[lane * count + m] = fragment[m];
 }
 
@@ -212,6 +212,11 @@ inline PASS_EXT_KERNEL exp2_kernel(const float* in, float* out) {
 inline PASS_EXT_KERNEL larger_kernel(const float* in, float* out) {
   const unsigned i = thread_index().x;
   out[i] = larger(in[2 * i], in[2 * i + 1]);
+}
+
+inline PASS_EXT_KERNEL larger_pairs_kernel(const uint32_t* in, uint32_t* out) {
+  const unsigned i = thread_index().x;
+  out[i] = larger_bfloat16s(in[2 * i], in[2 * i + 1]);
 }
 
 // positions[2 i] = leading_zeros(in[i]), positions[2 i + 1] = last_set_bit(the low half of in[i])

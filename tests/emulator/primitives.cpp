@@ -11,7 +11,7 @@ using namespace pass_ext::gpu;
 void run_primitive(const std::string& name, Address in, Address out, Address out2, Address out3, int a, int b, int c) {
   const auto mask = static_cast<unsigned>(b);
   if (name == "indices") {
-    launch("indices", indices_kernel, {{2, 3, 2}, {4, 3, 5}}, {}, as<int>(out));
+    launch("indices", indices_kernel, {{2, 3, 2}, {60}}, {}, as<int>(out));
   } else if (name == "shuffle") {
     launch("shuffle", shuffle_kernel, {{1}, {32}}, {}, as<double>(in), as<double>(out), a, mask, c);
   } else if (name == "votes") {
@@ -56,6 +56,8 @@ void run_primitive(const std::string& name, Address in, Address out, Address out
     launch("exp2", exp2_kernel, {{int64_t{a} << c}, {32}}, {}, as<float>(in), as<float>(out));
   } else if (name == "larger") {
     launch("larger", larger_kernel, {{1}, {32}}, {}, as<float>(in), as<float>(out));
+  } else if (name == "larger_pairs") {
+    launch("larger_pairs", larger_pairs_kernel, {{1}, {32}}, {}, as<uint32_t>(in), as<uint32_t>(out));
   } else if (name == "bits") {
     launch("bits", bits_kernel, {{1}, {unsigned(a)}}, {}, as<uint64_t>(in), as<int>(out));
   } else if (name == "philox") {

@@ -25,13 +25,13 @@ def integers(*shape, low=-1000, high=1000, dtype=torch.int32):
     return torch.randint(low, high, shape, generator=generator).to(dtype)
 
 
-def test_indices_in_three_dimensions():
-    blocks, threads = (2, 3, 2), (4, 3, 5)
+def test_indices():
+    blocks, threads = (2, 3, 2), 60
     got = run("indices", torch.zeros(1), [torch.zeros(12 * 60, 10, dtype=torch.int32)]).tolist()
     row = 0
     for bz, by, bx in np.ndindex(blocks[::-1]):
-        for rank, (tz, ty, tx) in enumerate(np.ndindex(threads[::-1])):
-            assert got[row] == [tx, ty, tz, bx, by, bz, 4, 2, rank, rank % 32]
+        for rank in range(threads):
+            assert got[row] == [rank, 0, 0, bx, by, bz, threads, 2, rank, rank % 32]
             row += 1
 
 
@@ -288,6 +288,13 @@ def test_the_larger_of_a_number_and_nan_is_the_number():
     pairs[:6] = torch.tensor([[NONE, 1], [1, NONE], [torch.nan, 2], [2, torch.nan], [NONE, NONE], [-NONE, 3]])
     got = run("larger", pairs, [torch.zeros(32)])
     assert torch.equal(got, torch.fmax(pairs[:, 0], pairs[:, 1]))
+
+
+def test_the_larger_of_pairs_is_nan_where_one_is():
+    pairs = torch.randn(32, 2, 2, generator=generator).bfloat16()
+    pairs[:4, :, 0] = torch.tensor([[NONE, 1], [torch.nan, 2], [2, torch.nan], [-NONE, 3]])
+    got = run("larger_pairs", pairs.view(torch.int32), [torch.zeros(32, dtype=torch.int32)])
+    assert torch.equal(got.view(torch.bfloat16).nan_to_num(9), pairs.amax(1).flatten().nan_to_num(9))
 
 
 def test_positions_of_bits():

@@ -43,6 +43,9 @@ T* dynamic_shared() {
   return static_cast<T*>(emulator::dynamic_shared());
 }
 
+using SharedAddress = uintptr_t;
+inline SharedAddress shared_address(const void* shared) { return reinterpret_cast<SharedAddress>(shared); }
+
 inline void sync_block() { emulator::block_barrier("sync_block", false); }
 inline int sync_block_count(bool vote) { return emulator::block_barrier("sync_block_count", vote); }
 inline void sync_warp(unsigned mask = kFullWarp) { emulator::warp_barrier(mask); }
@@ -166,6 +169,9 @@ inline Bytes16 load16_streaming(const void* address) {
 inline void copy_async16(void* shared, const void* global, bool valid = true) {
   emulator::copy_async(shared, global, 16, valid);
 }
+inline void copy_async16(SharedAddress shared, const void* global, bool valid = true) {
+  copy_async16(reinterpret_cast<void*>(shared), global, valid);
+}
 inline void copy_async4(void* shared, const void* global, bool valid = true) {
   emulator::copy_async(shared, global, 4, valid);
 }
@@ -195,12 +201,22 @@ float unpack_high(uint32_t pair) {
   return to_float(T{static_cast<uint16_t>(pair >> 16)});
 }
 
+inline uint32_t larger_bfloat16s(uint32_t a, uint32_t b) {
+  const auto larger = [](float x, float y) { return std::isnan(x) || std::isnan(y) ? NAN : std::fmax(x, y); };
+  return pack2<bfloat16>(larger(unpack_low<bfloat16>(a), unpack_low<bfloat16>(b)),
+                         larger(unpack_high<bfloat16>(a), unpack_high<bfloat16>(b)));
+}
+
 // ---- matrix fragments ----
 
 template <int count, bool transposed = false>
 void load_matrices(uint32_t (&fragment)[count], const void* shared_row) {
   static_assert(count == 1 || count == 2 || count == 4, "ldmatrix loads 1, 2 or 4 matrices");
   emulator::load_matrices(fragment, shared_row, count, transposed);
+}
+template <int count, bool transposed = false>
+void load_matrices(uint32_t (&fragment)[count], SharedAddress row) {
+  load_matrices<count, transposed>(fragment, reinterpret_cast<const void*>(row));
 }
 
 template <typename T>
@@ -213,9 +229,13 @@ void multiply_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b
 
 struct Stream {};
 
+struct BlockSize {
+  unsigned x;
+};
+
 struct LaunchShape {
   Grid grid;
-  Index3 block;
+  BlockSize block;
   size_t dynamic_shared_bytes = 0;
   bool overlaps = false;  // launches run one after the other
 };
@@ -236,7 +256,7 @@ void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& 
   check_grid(name, shape.grid);
   const Index3 grid{static_cast<unsigned>(shape.grid.x), static_cast<unsigned>(shape.grid.y),
                     static_cast<unsigned>(shape.grid.z)};
-  emulator::run_grid(name, grid, shape.block, shape.dynamic_shared_bytes, &Call<Parameters...>::run, &call,
+  emulator::run_grid(name, grid, {shape.block.x}, shape.dynamic_shared_bytes, &Call<Parameters...>::run, &call,
                      sizeof call);
 }
 
