@@ -5,7 +5,18 @@ import math
 import pytest
 import torch
 from support.pairwise import pairwise
-from support.recurrent_cases import DECAYS, Layer, bounds_of, commit, int32, packed, path_to, random_tree
+from support.recurrent_cases import (
+    DECAYS,
+    Layer,
+    bounds_of,
+    commit,
+    int32,
+    moved,
+    packed,
+    path_to,
+    random_tree,
+    skip_unless_refused,
+)
 
 import pass_ext
 from pass_ext import reference
@@ -18,12 +29,6 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = (  # key heads, heads, dk, dv
     (2, 4, 16, 32), (1, 1, 128, 128), (3, 3, 17, 16), (1, 5, 33, 47), (4, 4, 1, 100), (1, 2, 256, 7), (2, 2, 6, 256),
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def the_ops_devices(backend):
-    if not backend.name.startswith("cpu"):
-        pytest.skip("recurrent_tree is for the CPU")
 
 
 # ---- values ----
@@ -337,7 +342,8 @@ REFUSALS = [
     ({"parents": int32([-1, 0, 0])}, r"parents must have 5 \(the packed nodes\)"),
     ({"cu_nodes": int32([])}, r"cu_nodes must have shape \[B \+ 1\]"),
     ({"form": "gated"}, r"form must be one of delta, additive, got 'gated'"),
-    # values
+]  # fmt: skip
+VALUES = [
     ({"parents": int32([-1, 1, 0, -1, 0])}, r"parents must be -1 or an earlier node .*got 1 at flat index 1, node 1 of"),
     ({"parents": int32([-1, 0, 0, -2, 0])}, r"parents must be .*got -2 at flat index 3, node 0 of request 1"),
     ({"cu_nodes": int32([0, 3, 6])}, r"cu_nodes must rise from 0 to at most 5 .*got 3 and 6 at 1"),
@@ -350,15 +356,20 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("change", "message"), REFUSALS, ids=[m[:40] for _, m in REFUSALS])
 def test_bad_input_is_refused_in_words(backend, change, message):
-    arguments = {
-        name: value.to(backend.device) if isinstance(value, torch.Tensor) else value
-        for name, value in (GOOD | change).items()
-    }
+    skip_unless_refused(backend)
     with pytest.raises((RuntimeError, ValueError), match="pass_ext::recurrent_tree: .*" + message):
-        recurrent_tree(**arguments)
+        recurrent_tree(**moved(GOOD | change, backend.device))
+
+
+@pytest.mark.parametrize(("change", "message"), VALUES, ids=[m[:40] for _, m in VALUES])
+def test_values_out_of_range_are_refused(backend, change, message):
+    skip_unless_refused(backend, by_value=True)
+    with pytest.raises(RuntimeError, match="pass_ext::recurrent_tree: .*" + message):
+        recurrent_tree(**GOOD | change)
 
 
 def test_a_request_of_too_many_nodes_is_refused(backend):
+    skip_unless_refused(backend, by_value=True)
     layer = Layer(1025, 1, 1, 1, 1, device=backend.device)
     with pytest.raises(RuntimeError, match=r"cu_nodes must give a request at most 1024 nodes, got 1025 for request 0"):
         layer.run(int32(range(-1, 1024)), bounds_of([1025]))
