@@ -2,6 +2,7 @@
 
 import math
 
+import emulator
 import pytest
 import torch
 from support.pairwise import pairwise
@@ -15,6 +16,7 @@ from support.recurrent_cases import (
     random_tree,
     skip_unless_refused,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pass_ext import reference
 from pass_ext.layers import convolution_tree, state_commit_
@@ -179,3 +181,45 @@ def test_gradients_are_refused(backend):
         convolution_tree(
             **moved(GOOD, backend.device) | {"weight": weight.to(backend.device, copy=True).requires_grad_()}
         )
+
+
+# ---- CUDA ----
+
+
+def test_bits_are_the_cpus_and_a_state_is_read_once(backend):
+    if backend.name.startswith("cpu"):
+        pytest.skip("about the CUDA kernels")
+    sizes = [30, 0, 9]
+    for channels, taps, dtype in ((200, 4, torch.bfloat16), (37, 2, torch.float32), (64, 8, torch.float16)):
+        case, tree = make_case(39, channels, taps, dtype, slots=3), (packed(map(random_tree, sizes)), bounds_of(sizes))
+        with _disable_current_modes():
+            expected = convolution_tree(*case, *tree, activation="silu")
+        out = convolution_tree(*moved((*case, *tree), backend.device), activation="silu")
+        assert_same_bits(out, expected)
+        if backend.name == "emulated":
+            counted, size = emulator.load().count_bytes(), dtype.itemsize
+            assert counted["states"] == (2 * channels * (taps - 1) * size, 0)
+            assert counted["weight"] == (2 * channels * taps * size, 0)
+            assert counted["out"] == (0, 39 * channels * size)
+
+
+def test_malformed_trees_leave_other_requests_as_they_are(backend):
+    if backend.name.startswith("cpu"):
+        pytest.skip("the CPU refuses")
+    sizes = [4, 6, 5]
+    trees = [random_tree(size) for size in sizes]
+    case = make_case(15, 20, 4, slots=3, device=backend.device)
+    tree = tree_on(backend, packed(trees), bounds_of(sizes))
+    clean, others = convolution_tree(*case, *tree), [*range(4), *range(10, 15)]
+    for bad in (-(2**31), -9, 2, 5, 2**31 - 1):
+        given = [*trees[0], *(bad if i == 2 else parent for i, parent in enumerate(trees[1])), *trees[2]]
+        meant = [*given[:6], -1, *given[7:]]
+        out = convolution_tree(*case, int32(given, backend.device), tree[1])
+        assert_same_bits(out, convolution_tree(*case, int32(meant, backend.device), tree[1]))
+        assert_same_bits(out[others], clean[others])
+        index = int32([0, bad if bad != 2 else 3, 2], backend.device)
+        out = convolution_tree(*case, *tree, state_index=index)
+        assert (out[4:10] == 0).all()
+        assert_same_bits(out[others], clean[others])
+    for bounds in ([0, 9, 4, 15], [-1, 4, 8, 15], [0, 4, 10, 16]):
+        assert (convolution_tree(*case, tree[0], int32(bounds, backend.device)) == 0).all()

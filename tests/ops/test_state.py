@@ -3,6 +3,7 @@ test_convolution.py."""
 
 import math
 
+import emulator
 import pytest
 import torch
 from support.recurrent_cases import DECAYS, Layer, bounds_of, commit, int32, moved, skip_unless_refused
@@ -214,3 +215,76 @@ def test_a_backward_that_saved_the_state_notices(backend):
     state_commit_(**good | {"states": [state, good["states"][1].clone()]})
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
+
+
+# ---- CUDA ----
+
+
+def test_all_layers_of_a_shape_share_a_launch_and_a_state_is_read_and_written_once(backend):
+    if backend.name != "emulated":
+        pytest.skip("only the emulator counts launches and bytes")
+    sizes, step = [5, 0, 2], (bounds_of([5, 0, 2]), int32([[0, 2, 4], [-1] * 3, [0, -1, -1]]), int32([2, 0, 0]))
+    layers = [Layer(7, 1, 2, 16, 40, slots=3, seed=seed) for seed in range(5)]
+    windows = [torch.randn(3, 20, 3) for _ in range(5)]
+    states = [state for layer, window in zip(layers, windows, strict=True) for state in (layer.states, window)]
+    updates = []
+    for layer in layers:
+        updates += [RecurrentUpdate(layer.k, layer.v, layer.log_decay), torch.randn(7, 20)]
+    before = emulator.load().count_launches()
+    state_commit_(states, updates, *step)
+    assert emulator.load().count_launches() - before == 2
+    counted = emulator.load().count_bytes()
+    for place in range(5):
+        assert counted[f"recurrent {place}"] == (2 * 4 * 2 * 16 * 40,) * 2, sizes  # of the two requests with nodes
+        assert counted[f"window {place}"][1] == 2 * 4 * 20 * 3
+
+
+def test_more_states_than_one_launch_takes(backend):
+    layers = [Layer(3, 1, 1, 2, 3, seed=seed, device=backend.device) for seed in range(200)]
+    updates = [RecurrentUpdate(layer.k, layer.v, layer.log_decay) for layer in layers]
+    windows = moved([torch.randn(1, 2, 2) for _ in range(250)], backend.device)
+    inputs = moved([torch.randn(3, 2) for _ in windows], backend.device)
+    states = [layer.states for layer in layers] + windows
+    expected = [state.clone() for state in states]
+    step = moved((bounds_of([3]), int32([[0, 2]]), int32([1])), backend.device)
+    reference.state_commit_(expected, [*updates, *inputs], *step)
+    state_commit_(states, [*updates, *inputs], *step)
+    for own, other in zip(states, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-6)
+
+
+def test_what_does_not_exist_is_left_out(backend):
+    """Nodes, counts, slots and bounds out of range, on CUDA."""
+    if backend.name.startswith("cpu"):
+        pytest.skip("the CPU refuses")
+    layer = Layer(6, slots=2, device=backend.device)
+    update = RecurrentUpdate(layer.k, layer.v, layer.log_decay)
+    x, window = moved((torch.randn(6, 8), torch.randn(2, 8, 3)), backend.device)
+    bounds = bounds_of([3, 3])
+
+    def committed(cu_nodes, path, accepted, index=None):
+        states = layer.states.clone(), window.clone()
+        tensors = moved((cu_nodes, int32(path), int32(accepted)), backend.device)
+        state_commit_(
+            states, [update, x], *tensors, state_index=None if index is None else int32(index, backend.device)
+        )
+        return states
+
+    def assert_same(ours, theirs, request=slice(None)):
+        for own, other in zip(ours, theirs, strict=True):
+            assert_same_bits(own[request], other[request])
+
+    good = committed(bounds, [[0, 2], [0, 1]], [1, 1])
+    for bad in (-(2**31), -2, 3, 2**31 - 1):
+        assert_same(committed(bounds, [[0, bad, 2], [0, 1, -1]], [2, 1]), good)
+    assert_same(committed(bounds, [[0, 2], [0, 1]], [2**31 - 1, 99]), good)
+    for bad in (-1, -(2**31)):
+        assert_same(committed(bounds, [[0, 2], [0, 1]], [1, bad]), (layer.states, window), 1)
+    for bad in (-(2**31), -1, 2, 2**31 - 1):
+        ours = committed(bounds, [[0, 2], [0, 1]], [1, 1], [0, bad])
+        assert_same(ours, good, 0)
+        assert_same(ours, (layer.states, window), 1)
+    for bad in (-1, 7, 2**31 - 1):
+        ours = committed(int32([0, 3, bad]), [[0, 2], [0, 1]], [1, 1])
+        assert_same(ours, good, 0)
+        assert_same(ours, (layer.states, window), 1)
