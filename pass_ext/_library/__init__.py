@@ -23,11 +23,8 @@ from pass_ext._library.elf import damage_of
 
 NAMESPACE = "pass_ext"
 CPU_ONLY = {
-    "convolution_tree": "this op is for the CPU; CUDA kernels of layers that keep a state are not written yet",
     "layer_pack": "it checks weights for layer_stack, which is for the CPU",
     "layer_stack": "this op is for the CPU; on a GPU attention_tree goes between layer_before_attention and _after_attention",
-    "recurrent_tree": "this op is for the CPU; CUDA kernels of layers that keep a state are not written yet",
-    "state_commit_": "this op is for the CPU; CUDA kernels of layers that keep a state are not written yet",
 }
 """Ops without a CUDA kernel, and the reason."""
 _HERE = Path(__file__).parent.parent

@@ -29,6 +29,7 @@ CPP_INCLUDES = {
             "cuda/linear",  # a layer is made of its products
             "cuda/step.cuh",
             "cuda/recall_counts.cuh",
+            "cuda/recurrent_rows.cuh",
             "cuda/next_",
         ),
     ),
