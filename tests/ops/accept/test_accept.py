@@ -901,17 +901,6 @@ def test_debug_mode_raises_where_a_status_is_set(debug_mode):
 LONE = (torch.full((1,), -1), torch.tensor([0, 1]), 0)
 
 
-def test_compiles_whole(backend):
-    if backend.name not in ("cuda", BEST_CPU):
-        pytest.skip("what is compiled does not depend on which CPU kernel runs after the op")
-    random = torch.Generator().manual_seed(16)
-    step = to(random_step("rejection", [4, 3, 5], 30, random), backend.device)
-    rest = {name: step.pop(name) for name in ("max_depth", "rule")}
-    function = lambda step: pass_ext.accept_tree(**step, **rest).emitted + 1  # noqa: E731
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    assert torch.equal(compiled(step), function(step))
-
-
 # ---- refusals ----
 
 GOOD = dict(
@@ -985,20 +974,6 @@ def test_the_rules_are_those_of_the_reference():
 
 
 # ---- what only a GPU can show ----
-
-
-def test_replays_in_a_cuda_graph(cuda):
-    random = torch.Generator().manual_seed(17)
-    step = to(random_step("rejection", [5] * 8, 3000, random), cuda.device)
-    pass_ext.accept_tree(**step)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = pass_ext.accept_tree(**step)
-    for seed in range(3):
-        step["seeds"].fill_(seed)
-        graph.replay()
-        for left, right in zip(result, pass_ext.accept_tree(**step), strict=True):
-            assert torch.equal(left, right)
 
 
 def test_streams_count_apart(cuda):

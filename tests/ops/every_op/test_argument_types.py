@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from ops.every_op.test_hostile_arguments import PUBLIC, keywords_of, samples_of
+from support.calls import PUBLIC, keywords_of, samples_of
 from support.faces import function_of
 
 import pass_ext
