@@ -36,7 +36,7 @@ _SPECULATIVE = [
     "or longer_than_what or may_differ or at_temperature_0 or other_tokenizers",
 ]
 
-_GRAMMAR = ["tests/decoding/loop/test_grammar.py", "tests/decoding/loop/test_grammar_laws.py", "-k", "not faults"]
+_GRAMMAR = ["tests/decoding/loop/test_grammar.py", "tests/decoding/loop/test_grammar_laws.py", "-k", "not planted"]
 _STATES = ["tests/ops/test_recurrent.py", "tests/ops/test_state.py", "tests/ops/test_convolution.py"]
 _CHOSEN = ["tests/decoding/loop/test_chosen_step.py"]
 _ROWS_OF_HOST = ["tests/decoding/drafting/test_chosen_rows.py"]
