@@ -91,7 +91,8 @@ def test_greedy_texts_are_those_of_plain_decoding_under_masks(llama):
     assert not any(token in ENDS for token in want[2]), "a grammar that is complete nowhere never ends"
 
 
-def check_seeds(model, names=None):
+def test_a_seed_gives_the_text_of_plain_sampling_under_masks(llama):
+    """Each request with its own temperature, filters and seed; filters act on the allowed tokens."""
     ids, mask = ragged_prompts(6, seed=4)
     each = grammars(6)
     temperatures, top_k = [0.0, 0.5, 0.8, 1.0, 1.2, 1.0], [0, 0, 5, 0, 3, 8]
@@ -99,20 +100,13 @@ def check_seeds(model, names=None):
         dict(temperature=torch.tensor([t]), top_k=torch.tensor([k]), top_p=0.95, seeds=torch.tensor([40 + b]))
         for b, (t, k) in enumerate(zip(temperatures, top_k, strict=True))
     ]
-    want = wanted_texts(model, ids, mask, each, laws=laws)
-    for name, method in all_methods(model).items():
-        if names is None or name in names:
-            got = generate(
-                model, ids, method, max_new_tokens=NEW, attention_mask=mask, eos_token_id=ENDS, grammar=each,
-                temperature=temperatures, top_k=top_k, top_p=0.95, seeds=range(40, 46),
-            )  # fmt: skip
-            assert new_tokens(got, ids) == want, name
-    return want
-
-
-def test_a_seed_gives_the_text_of_plain_sampling_under_masks(llama):
-    """Each request with its own temperature, filters and seed; filters act on the allowed tokens."""
-    want = check_seeds(llama)
+    want = wanted_texts(llama, ids, mask, each, laws=laws)
+    for name, method in all_methods(llama).items():
+        got = generate(
+            llama, ids, method, max_new_tokens=NEW, attention_mask=mask, eos_token_id=ENDS, grammar=each,
+            temperature=temperatures, top_k=top_k, top_p=0.95, seeds=range(40, 46),
+        )  # fmt: skip
+        assert new_tokens(got, ids) == want, name
     assert len(set(map(tuple, want))) == 6
 
 
