@@ -1,6 +1,6 @@
 """attention_tree on every backend: against fp64 with a bound on each element, and changes that must not change a bit.
 
-Visibility: test_attention_masks.py. Planted faults: test_attention_faults.py.
+Visibility: test_attention_masks.py. Planted faults: make mutants.
 """
 
 import emulator
