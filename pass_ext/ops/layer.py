@@ -125,7 +125,9 @@ def layer_before_attention(
     """
     op = "layer_before_attention"
     ids, added, adapted = _adapted(op, ids, adapters, ADAPTED_BEFORE)
-    refuse_gradients(op, x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, input_norm, q_norm, k_norm, *added)
+    refuse_gradients(
+        op, x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, input_norm, q_norm, k_norm, cos, sin, *added
+    )
     q, k, v = call(
         _before_op, x, input_norm, q_weight, q_bias, k_weight, k_bias, v_weight, v_bias, q_norm, k_norm, cos, sin, head_dim,
         eps, index_of(op, "form", form, NORM_FORMS), ids, added, adapted, adapter_scale,
@@ -278,7 +280,8 @@ def _listed(op: str, layers: Sequence[LayerWeights]) -> tuple[list[Tensor], int]
     if len(present) > 1:
         raise ValueError(f"pass_ext::{op}: layers must all have the same optional parts, got layers that differ")
     parts = sum(1 << i for i, is_there in enumerate(present.pop() if present else ()) if is_there)
-    return [tensor for layer in layers for name in _ORDER if (tensor := getattr(layer, name)) is not None], parts
+    listed = [getattr(layer, name) for layer in layers for name in _ORDER]
+    return [tensor for tensor in listed if tensor is not None], parts
 
 
 @typed("pass_ext::", page="ops/layer")
@@ -370,7 +373,7 @@ def layer_stack(
         listed, parts = _listed(op, layers)
         weights = listed
     adapted, added = adapter_list(op, adapters)
-    refuse_gradients(op, x, deep, final_norm, head, *listed, *flat, *added)
+    refuse_gradients(op, x, cos, sin, deep, final_norm, head, *listed, *flat, *added)
     count = len(layers)
     out, new = call(
         _stack_op, x, weights, parts, flat, prefix_lens, cu_nodes, visible, max_nodes, depths, cos, sin, positions,

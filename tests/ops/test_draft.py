@@ -313,16 +313,6 @@ def test_no_rows(backend):
         assert tokens.shape == logprobs.shape == (0, 3)
 
 
-def test_compiles_whole(backend):
-    if backend.name not in ("cuda", BEST_CPU):
-        pytest.skip("what is compiled does not depend on which CPU kernel runs after the op")
-    function = lambda logits, seeds: pass_ext.draft_sample(logits, 3, seeds=seeds, positions=0, top_k=5)[0] + 1  # noqa: E731
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    for rows in (3, 5):
-        arguments = torch.randn(rows, 40, device=backend.device), torch.arange(rows, device=backend.device)
-        assert torch.equal(compiled(*arguments), function(*arguments))
-
-
 # ---- refusals ----
 
 REFUSALS = [
@@ -361,17 +351,3 @@ def test_an_unknown_mode_is_refused_by_name():
 
 
 # ---- what only a GPU can show ----
-
-
-def test_replays_in_a_cuda_graph(cuda):
-    logits, _, _ = random_rows(8, 3000, 8)
-    logits, seeds = logits.to(cuda.device), torch.arange(8, device=cuda.device)
-    arguments = dict(temperature=0.8, top_p=0.9, positions=3)
-    pass_ext.draft_sample(logits, 4, seeds=seeds, positions=0, **arguments)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tokens, _ = pass_ext.draft_sample(logits, 4, seeds=seeds, positions=0, **arguments)
-    for seed in range(3):
-        seeds.fill_(seed)
-        graph.replay()
-        assert torch.equal(tokens, pass_ext.draft_sample(logits, 4, seeds=seeds, positions=0, **arguments)[0])

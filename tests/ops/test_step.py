@@ -433,30 +433,3 @@ def test_an_unknown_form_or_activation_is_refused():
             torch.ops.pass_ext.step_rms_norm(X, X[0], None, 1e-6, number)
         with pytest.raises(RuntimeError, match=rf"step_gate: activation must be in \[0, 2\), got {number}"):
             torch.ops.pass_ext.step_gate(X, None, number)
-
-
-CALLS = {
-    "step_rms_norm": lambda x, other: pass_ext.layers.step_rms_norm(x, x[0].detach(), residual=other)[0],
-    "step_rotary": lambda x, other: pass_ext.layers.step_rotary(x.view(2, 1, 8), other.view(2, 1, 8), X, X)[1],
-    "step_gate": lambda x, other: pass_ext.layers.step_gate(x, other),
-}
-
-
-@pytest.mark.parametrize("op", CALLS)
-def test_tensors_that_require_a_gradient_are_refused(op):
-    for which in range(2):
-        inputs = [torch.randn(2, 8) for _ in range(2)]
-        inputs[which].requires_grad_()
-        with pytest.raises(RuntimeError, match=f"{op}: no gradient is implemented"):
-            CALLS[op](*inputs)
-        with torch.no_grad():
-            assert not CALLS[op](*inputs).requires_grad
-        with torch.inference_mode():
-            CALLS[op](*inputs)
-
-
-@pytest.mark.parametrize("op", CALLS)
-def test_compiles_whole(op):
-    x, other = torch.randn(2, 2, 8)
-    compiled = torch.compile(lambda x: CALLS[op](x * 2, other) + 1, fullgraph=True, backend="aot_eager")
-    assert_same_bits(compiled(x), CALLS[op](x * 2, other) + 1)

@@ -399,26 +399,6 @@ def test_masks_are_the_same_bits_with_any_thread_count(with_threads):
             assert_same_bits(one, another)
 
 
-# ---- torch.compile ----
-
-
-def test_compiles_whole(backend):
-    if backend.name not in ("cuda", BEST_CPU):
-        pytest.skip("what is compiled does not depend on which CPU kernel runs after the op")
-
-    def step(parents, cu_nodes, prefix_lens):
-        visible, depths = pass_ext.tree_prepare(parents, cu_nodes, 6)
-        return pass_ext.tree_mask(visible, cu_nodes, 6, prefix_lens, 30, torch.bfloat16) * 2, depths + 1
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
-    random = torch.Generator().manual_seed(0)
-    for sizes in ((3, 6), (1, 0, 5)):
-        parents, cu_nodes = pack([random_tree(n, random) if n else [] for n in sizes], backend.device)
-        prefixes = integers(list(range(len(sizes))), backend)
-        for got, expected in zip(compiled(parents, cu_nodes, prefixes), step(parents, cu_nodes, prefixes), strict=True):
-            assert_same_bits(got, expected)
-
-
 # ---- refusals ----
 
 TREE = dict(parents=torch.tensor([-1, 0, 0, -1]).int(), cu_nodes=torch.tensor([0, 3, 4]).int(), max_nodes=3)
@@ -475,25 +455,6 @@ def test_tensors_on_two_devices_are_refused(cuda):
     visible, _ = pass_ext.tree_prepare(parents, cu_nodes, 2)
     with pytest.raises(RuntimeError, match="prefix_lens must be on the device of visible"):
         pass_ext.tree_mask(visible, cu_nodes, 2, torch.zeros(1).int(), 9, torch.bfloat16)
-
-
-def test_runs_on_the_current_stream(cuda):
-    random = torch.Generator().manual_seed(0)
-    parents, cu_nodes = pack([random_tree(256, random)] * 4, cuda.device)
-    prefixes = torch.full((4,), 500, dtype=torch.int32, device=cuda.device)
-    expected = reference.tree_prepare(parents, cu_nodes, 256)
-    mask = reference.tree_mask(expected[0], cu_nodes, 256, prefixes, 1000, torch.bfloat16)
-    late, stream = torch.full_like(parents, -1), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)  # work on another stream would read roots only
-        late.copy_(parents)
-        got = pass_ext.tree_prepare(late, cu_nodes, 256)
-        got_mask = pass_ext.tree_mask(got[0], cu_nodes, 256, prefixes, 1000, torch.bfloat16)
-    stream.synchronize()
-    assert_same_bits(got[0], expected[0])
-    assert_same_bits(got[1], expected[1])
-    assert_same_bits(got_mask, mask)
 
 
 def test_replays_in_a_cuda_graph(cuda):

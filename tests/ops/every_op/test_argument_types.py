@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from ops.every_op.test_hostile_arguments import PUBLIC, keywords_of, samples_of
+from support.calls import PUBLIC, keywords_of, samples_of
 from support.faces import function_of
 from support.paths import ROOT
 

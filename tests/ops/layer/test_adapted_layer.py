@@ -311,11 +311,3 @@ def test_linear_layers_of_the_other_half():
         torch.ops.pass_ext.layer_after_attention(*arguments, given["ids"], tensors, 1, 1.0)
     with pytest.raises(RuntimeError, match=r"adapters must have 2 tensors .adapted 8., got 1"):
         torch.ops.pass_ext.layer_after_attention(*arguments, given["ids"], tensors[:1], 8, 1.0)
-
-
-def test_gradients_are_refused():
-    case = before_case(2, torch.float32) | dict(head_dim=16)
-    given = adapters_for(case, dict(q=3), 1, [0, -1])
-    given["adapters"]["q"][0].requires_grad_(True)
-    with pytest.raises(RuntimeError, match="layer_before_attention: no gradient is implemented"):
-        pass_ext.layers.layer_before_attention(**case, **given)

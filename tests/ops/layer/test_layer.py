@@ -7,7 +7,6 @@ import torch
 from layer_cases import after_by_ops, after_case, before_by_ops, before_case, doubled
 from support.each import each
 from support.pairwise import pairwise
-from torch import nn
 
 import pass_ext
 from pass_ext import reference
@@ -152,9 +151,3 @@ def test_wrong_arguments_after(changes, message):
     case = after_case(6, torch.float32, biases=False)
     with pytest.raises(RuntimeError, match=message):
         pass_ext.layers.layer_after_attention(**case | changes)
-
-
-def test_gradients_are_refused():
-    case = after_case(2, torch.float32) | dict(o_weight=nn.Parameter(torch.ones(72, 96)))
-    with pytest.raises(RuntimeError, match="layer_after_attention: no gradient is implemented"):
-        pass_ext.layers.layer_after_attention(**case)

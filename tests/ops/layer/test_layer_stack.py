@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 import torch
 from layer_cases import Numbers, after_by_ops, before_by_ops
-from torch import nn
 from torch.nn import functional
 
 import pass_ext
@@ -402,9 +401,3 @@ def test_layers_must_be_alike(cpu):
     layers = [*case["layers"][:2], case["layers"][2]._replace(mlp_norm=None)]
     with pytest.raises(ValueError, match="layers must all have the same optional parts"):
         pass_ext.layers.layer_stack(**case | dict(layers=layers))
-
-
-def test_gradients_are_refused(cpu):
-    case = case_of(torch.float32)
-    with pytest.raises(RuntimeError, match="layer_stack: no gradient is implemented"):
-        pass_ext.layers.layer_stack(**case | dict(head=nn.Parameter(torch.ones(VOCABULARY, WIDTH))))
