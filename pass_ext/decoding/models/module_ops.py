@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pass_ext.decoding.models.rebound import rebound
+from pass_ext.decoding.models.rebound import globals_of, rebound
 from pass_ext.ops import linear  # noqa: F401, which registers the op
 from pass_ext.ops.step import ACTIVATIONS, NORM_FORMS
 
@@ -310,20 +310,24 @@ def _numbers_for_gate() -> tuple[Tensor, Tensor, Tensor]:
 def _attention_forward(part: nn.Module) -> MethodType | None:
     """The class's own forward, in which ``apply_rotary_pos_emb`` is the op."""
     forward: Any = type(part).forward
-    rotate = _global_of(forward, _ROTARY)
-    if not isinstance(rotate, FunctionType) or not _rotates_halves(rotate):
+    inner: Any = inspect.unwrap(forward)
+    rotate = inner.__globals__.get(_ROTARY) if isinstance(inner, FunctionType) else None
+    if not isinstance(rotate, FunctionType) or _ROTARY not in inner.__code__.co_names or not _rotates_halves(rotate):
         return None
-    copy = rebound(forward, {_ROTARY: _rotation(rotate)})
-    return None if copy is None else MethodType(copy, part)
-
-
-def _global_of(function: Any, name: str) -> Any:
-    """The object that a global name means in a function's code, after its decorators; None if it does not have the name."""
-    inner = inspect.unwrap(function)
-    return inner.__globals__.get(name) if isinstance(inner, FunctionType) and name in inner.__code__.co_names else None
+    copy = _with_our_rotation(forward, rotate)
+    if copy is None:
+        return None
+    ours = globals_of(copy)
+    ours.update({**inner.__globals__, _ROTARY: ours[_ROTARY]})  # what users replaced since
+    return MethodType(copy, part)
 
 
 @cache
+def _with_our_rotation(forward: FunctionType, rotate: FunctionType) -> FunctionType | None:
+    """One copy for all layers and generations: torch.compile keeps its graphs by code object and globals."""
+    return rebound(forward, {_ROTARY: _rotation(rotate)})
+
+
 def _rotation(original: FunctionType) -> Callable[..., Any]:
     def apply_rotary_pos_emb(*tensors: Any, **options: Any) -> Any:
         if len(tensors) == 4 and not options and _may_replace() and _fits(*tensors):

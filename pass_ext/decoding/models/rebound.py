@@ -1,44 +1,42 @@
-"""``rebound``: a copy of a function for which a global name means another object."""
+"""``rebound``: a copy of a function for which some global names mean other objects. ``globals_of``: what they mean."""
 
 from __future__ import annotations
 
 import inspect
-from functools import cache
+from collections.abc import Mapping
 from types import CellType, FunctionType
 from typing import Any
 
 
-def rebound(function: FunctionType, names: dict[str, Any]) -> FunctionType | None:
-    """The copy, inside the decorators of the function; None if one of these does not hold in its closure what it decorates.
-
-    Equal arguments give one copy, whose other globals are the function's of now: torch.compile keeps its graphs by code object.
-    """
-    inner = inspect.unwrap(function)
-    if not isinstance(inner, FunctionType):
-        return None
-    copy = _copy(inner, tuple(names))
-    copy.__globals__.update({**inner.__globals__, **names})
-    return _decorated(function, inner, copy)
+def globals_of(function: Any) -> dict[str, Any]:
+    """The globals of a function, after its decorators."""
+    found: dict[str, Any] = inspect.unwrap(function).__globals__
+    return found
 
 
-@cache
-def _copy(function: FunctionType, _: tuple[str, ...]) -> FunctionType:
-    return _made(function, function.__closure__, code=function.__code__.replace(), globals_={})
+def rebound(function: FunctionType, names: Mapping[str, Any]) -> FunctionType | None:
+    """The copy, inside copies of the function's decorators; None if one of these does not hold in its closure what it
+    decorates. Its other globals are the function's of now."""
+    inner = getattr(function, "__wrapped__", None)
+    cells, known = function.__closure__ or (), function.__globals__
+    within: FunctionType | None = None
+    if inner is None:
+        known = {**known, **names}
+    else:
+        within = rebound(inner, names)
+        moved = tuple(CellType(within) if _is_in(inner, cell) else cell for cell in cells)
+        if within is None or moved == cells:
+            return None
+        cells = moved
+    copy = FunctionType(function.__code__, known, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    if within is not None:
+        vars(copy)["__wrapped__"] = within  # so that the copy's own globals are found
+    return copy
 
 
-@cache
-def _decorated(outer: Any, inner: FunctionType, copy: FunctionType) -> FunctionType | None:
-    if outer is inner:
-        return copy
-    wrapped, cells = outer.__wrapped__, outer.__closure__ or ()
-    within = _decorated(wrapped, inner, copy)
-    if within is None or not any(cell.cell_contents is wrapped for cell in cells):
-        return None
-    return _made(outer, tuple(CellType(within) if cell.cell_contents is wrapped else cell for cell in cells))
-
-
-def _made(function: FunctionType, closure: Any, code: Any = None, globals_: Any = None) -> FunctionType:
-    names = function.__globals__ if globals_ is None else globals_
-    made = FunctionType(code or function.__code__, names, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+def _is_in(value: Any, cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # empty
+        return False

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pass_ext.decoding.models.parts import decoder_layers
+from pass_ext.decoding.models.rebound import globals_of, rebound
 from pass_ext.decoding.models.shadow import current_call
 from pass_ext.decoding.models.step_states import StatePlace, StepStates
 from pass_ext.decoding.models.way import MACHINE
@@ -273,12 +274,15 @@ def serve_states(shadow: nn.Module) -> None:
     for part in shadow.modules():
         for method, (function, names) in known.of(type(part)).methods.items():
             served = {name: _served(name, function, part) for name in names}
-            _bind(part, method, function, _with_functions(function, served))
+            ours = rebound(function, served)
+            if ours is None:
+                raise ValueError(f"a decorator of {function.__qualname__} hides what it calls")
+            _bind(part, method, function, ours)
 
 
 def _served(name: str, function: FunctionType, part: nn.Module) -> Callable[..., Any]:
     # A compiled graph would keep the session of its first call.
-    return torch.compiler.disable(_Served(name, _globals_of(function)[name], _place(name, part)).__call__)
+    return torch.compiler.disable(_Served(name, globals_of(function)[name], _place(name, part)).__call__)
 
 
 def _bind(part: nn.Module, method: str, function: FunctionType, ours: FunctionType) -> None:
@@ -322,14 +326,10 @@ class _Known:
                 if isinstance(function, FunctionType) and method != "__init__":
                     found = set(_names_in(function))
                     uses.names.update(found)
-                    called = [name for name in FUNCTIONS if name in found and callable(_globals_of(function).get(name))]
+                    called = [name for name in FUNCTIONS if name in found and callable(globals_of(function).get(name))]
                     if called:
                         uses.methods[method] = function, called
         return self._uses[kind]
-
-
-def _globals_of(function: FunctionType) -> dict[str, Any]:
-    return inspect.unwrap(function).__globals__
 
 
 def _names_in(function: FunctionType) -> Iterator[str]:
@@ -338,26 +338,3 @@ def _names_in(function: FunctionType) -> Iterator[str]:
     for code in codes:
         yield from code.co_names
         codes += [const for const in code.co_consts if isinstance(const, CodeType)]
-
-
-def _with_functions(function: FunctionType, functions: Mapping[str, Any]) -> FunctionType:
-    """A copy of a function, decorators and all, with these functions in place of its module's."""
-    inner = getattr(function, "__wrapped__", None)
-    if inner is None:
-        cells, known = function.__closure__, {**function.__globals__, **functions}
-    else:
-        made = _with_functions(inner, functions)
-        cells = tuple(CellType(made) if _is_in(inner, cell) else cell for cell in function.__closure__ or ())
-        known = function.__globals__
-        if cells == function.__closure__:
-            raise ValueError(f"a decorator of {function.__qualname__} hides what it calls")
-    copied = FunctionType(function.__code__, known, function.__name__, function.__defaults__, cells)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
-
-
-def _is_in(value: Any, cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is value
-    except ValueError:  # empty
-        return False
