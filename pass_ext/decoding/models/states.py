@@ -268,9 +268,9 @@ def _place(name: str, part: nn.Module) -> StatePlace:
     return StatePlace(getattr(part, "layer_idx", -1), FUNCTIONS[name].form, getattr(part, "conv_idx", 0))
 
 
-def serve_states(shadow: nn.Module) -> None:
-    """Gives a shadow's layers that keep a state methods that call our functions."""
-    known = _Known()
+def serve_states(shadow: nn.Module) -> list[nn.Module]:
+    """Gives a shadow's layers that keep a state methods that call our functions; returns them."""
+    known, served_parts = _Known(), list[nn.Module]()
     for part in shadow.modules():
         for method, (function, names) in known.of(type(part)).methods.items():
             served = {name: _served(name, function, part) for name in names}
@@ -278,6 +278,9 @@ def serve_states(shadow: nn.Module) -> None:
             if ours is None:
                 raise ValueError(f"a decorator of {function.__qualname__} hides what it calls")
             _bind(part, method, function, ours)
+        if known.of(type(part)).methods:
+            served_parts.append(part)
+    return served_parts
 
 
 def _served(name: str, function: FunctionType, part: nn.Module) -> Callable[..., Any]:

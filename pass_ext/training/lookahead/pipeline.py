@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from pass_ext.checkpoint import with_dtype
-from pass_ext.decoding.models.states import keeps_states
 from pass_ext.modules.files import fingerprint_of, pretrained_path
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.modules.slot_adapters import SlotAdapters
@@ -22,6 +21,7 @@ from pass_ext.training.common.steps import Checkpoint, take_steps, watched
 from pass_ext.training.lookahead.adapters import adapter_sizes
 from pass_ext.training.lookahead.evaluation import evaluate
 from pass_ext.training.lookahead.loop import LookaheadTrainer, Settings
+from pass_ext.training.lookahead.states import with_states
 
 _FREQUENT = 1000  # slots start at the mean of this many most frequent tokens' embeddings
 _SHAPE = (
@@ -42,11 +42,8 @@ def train(run: Run) -> Path:
     described = {**dataclasses.asdict(settings), **{name: getattr(options, name) for name in _SHAPE}}
     if options.start:
         described["start"] = f"{options.start}, SHA-256 {_digest(options.start)}"  # another file is another run
-    if keeps_states(model.config.get_text_config(decoder=True)):
-        raise SystemExit(
-            f"{type(model).__name__} has layers that keep a state: look-ahead slots are trained for models whose layers attend"
-        )
     check_head(model, windows.at(0).ids[:1].to(options.device))
+    model = with_states(model)
     embedding, earlier = _start(run, windows)
     identity = run.identity(texts, **described, anchors=options.anchors, share=options.sample_share)
     trainer = LookaheadTrainer(model, embedding, windows, settings)
