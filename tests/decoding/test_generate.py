@@ -378,7 +378,7 @@ def test_models_that_cannot_be_decoded_are_refused_by_name():
         generate(bloom, torch.tensor([[1, 2]]), max_new_tokens=1)
     llama = small_model("llama")
     llama.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(ValueError, match="llama has layers of the kind linear_attention"):
+    with pytest.raises(ValueError, match="llama has LlamaDecoderLayer, a layer of the kind linear_attention"):
         generate(llama, torch.tensor([[1, 2]]), max_new_tokens=1)
 
 

@@ -377,9 +377,11 @@ class Session:
 
 def _lengths_of(given: int | Sequence[int], texts: int, samples: int) -> list[int]:
     """The number of tokens that ``past`` has of each text."""
-    lengths = [given] * texts if isinstance(given, int) else [n for n in given for _ in range(samples)]
+    lengths: list[Any] = (
+        [n for n in given for _ in range(samples)] if isinstance(given, (list, tuple)) else [given] * texts
+    )
     if len(lengths) != texts or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
-        raise ValueError(f"past must be of 1 token or more, of all prompts or of each, got {given!r}")
+        raise ValueError(f"past must be of 1 token or more, got {given!r}")
     return lengths
 
 
