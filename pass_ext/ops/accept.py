@@ -21,15 +21,15 @@ from pass_ext.ops.common.arguments import (
     target_and_draft,
     typed,
 )
-from pass_ext.ops.common.kernels import call, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel
 from pass_ext.ops.common.rules import ACCEPT_RULES, RULES
 
 STATUS = {1: "NaN or +inf among the logits", 2: "no token is allowed", 4: "the tree is malformed"}
 """The bits of ``AcceptResult.status``."""
 
 _RULE_NAMES = tuple(RULES)
-_tree_op = torch.ops.pass_ext.accept_tree.default
-_chain_op = torch.ops.pass_ext.accept_chain.default
+_tree_op = _library.ops.accept_tree.default
+_chain_op = _library.ops.accept_chain.default
 
 
 MAX_TOP_LOGPROBS = 64
@@ -304,11 +304,11 @@ def _fake(
     )
 
 
-@register_fake("accept_tree")
+@fake_kernel("accept_tree")
 def _tree_shape(target_logits, tokens, parents, cu_nodes, max_depth, *rest):  # type: ignore[no-untyped-def]
     return _fake(cu_nodes.shape[0] - 1, max_depth + 1, target_logits, rest[-1])
 
 
-@register_fake("accept_chain")
+@fake_kernel("accept_chain")
 def _chain_shape(target_logits, draft_tokens, *rest):  # type: ignore[no-untyped-def]
     return _fake(target_logits.shape[0], target_logits.shape[1], target_logits, rest[-1])

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from pass_ext import _library
 from pass_ext.ops.common.arguments import integers, typed
-from pass_ext.ops.common.kernels import call, nothing, refuse_gradients, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel, nothing, refuse_gradients
 
 MAX_RANK = 128  # kMaxAdapterRank of csrc/core/adapter.h
 
-_op = torch.ops.pass_ext.adapter_rows_.default
+_op = _library.ops.adapter_rows_.default
 _ID_DTYPES = (torch.int64, torch.int32)
 
 
@@ -69,7 +69,7 @@ def check_adapter_ids(ids: Tensor, adapters: int, op: str = "adapter_rows_") -> 
         )
 
 
-register_fake("adapter_rows_")(nothing)
+fake_kernel("adapter_rows_")(nothing)
 
 
 @typed("pass_ext::", page="ops/adapter")

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from pass_ext import _library
 from pass_ext.ops.common.arguments import integers, typed
-from pass_ext.ops.common.kernels import call, refuse_gradients, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel, refuse_gradients
 from pass_ext.ops.tree import check_bounds
 
 HEAD_DIMS = (64, 80, 96, 128, 256)  # kHeadDims of csrc/core/attention.h
 
-_op = torch.ops.pass_ext.attention_tree.default
-_merge_op = torch.ops.pass_ext.attention_merge.default
+_op = _library.ops.attention_tree.default
+_merge_op = _library.ops.attention_merge.default
 
 
 @typed("pass_ext::", page="ops/attention")
@@ -172,11 +172,11 @@ def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     return out, lse
 
 
-@register_fake("attention_tree")
+@fake_kernel("attention_tree")
 def _attention_shape(q: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@register_fake("attention_merge")
+@fake_kernel("attention_merge")
 def _merge_shape(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)

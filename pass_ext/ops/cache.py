@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pass_ext import _library
 from pass_ext.ops.common.arguments import integers, typed
-from pass_ext.ops.common.kernels import call, nothing, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel, nothing
 
-_op = torch.ops.pass_ext.cache_commit_.default
+_op = _library.ops.cache_commit_.default
 
 
 @typed("pass_ext::", page="ops/attention")
@@ -140,4 +140,4 @@ def check_fits(
                                      f"at {b}")  # fmt: skip
 
 
-register_fake("cache_commit_")(nothing)
+fake_kernel("cache_commit_")(nothing)

@@ -4,13 +4,13 @@ The window of a node runs along its path and into the request's state: csrc/core
 csrc/cpu/convolution.cpp.
 """
 
-import torch
 from torch import Tensor
 
+from pass_ext._library import ops
 from pass_ext.ops.common.arguments import index_of, integers, typed
-from pass_ext.ops.common.kernels import call, refuse_gradients, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel, refuse_gradients
 
-_op = torch.ops.pass_ext.convolution_tree.default
+_op = ops.convolution_tree.default
 
 
 @typed("pass_ext::", page="ops/recurrent")
@@ -61,7 +61,7 @@ def convolution_tree(
     return out
 
 
-@register_fake("convolution_tree")
+@fake_kernel("convolution_tree")
 def _shape(
     x: Tensor,
     weight: Tensor,

@@ -7,6 +7,7 @@ csrc/cpu/rows.cpp and csrc/cuda/rows.cuh.
 import torch
 from torch import Tensor
 
+from pass_ext._library import ops
 from pass_ext.ops.common.arguments import (
     Parameter,
     check_positions,
@@ -17,11 +18,11 @@ from pass_ext.ops.common.arguments import (
     seeds_for,
     typed,
 )
-from pass_ext.ops.common.kernels import call, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel
 
 MODES = ("coupled", "without", "with", "top")
 
-_op = torch.ops.pass_ext.draft_sample.default
+_op = ops.draft_sample.default
 
 
 @typed("pass_ext::", page="ops/accept")
@@ -97,7 +98,7 @@ def draws(mode: str, temperature: Parameter) -> bool:
     return mode != "top" and not is_greedy(temperature)
 
 
-@register_fake("draft_sample")
+@fake_kernel("draft_sample")
 def _shape(logits: Tensor, k: int, *rest: object) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], k)
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)

@@ -21,13 +21,13 @@ from pass_ext import _library
 from pass_ext._library import release_layers
 from pass_ext.ops.adapter import check_adapter_ids
 from pass_ext.ops.common.arguments import index_of, integers, typed
-from pass_ext.ops.common.kernels import call, refuse_gradients, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel, refuse_gradients
 from pass_ext.ops.step import ACTIVATIONS, NORM_FORMS
 
-_before_op = torch.ops.pass_ext.layer_before_attention.default
-_after_op = torch.ops.pass_ext.layer_after_attention.default
-_pack_op = torch.ops.pass_ext.layer_pack.default
-_stack_op = torch.ops.pass_ext.layer_stack.default
+_before_op = _library.ops.layer_before_attention.default
+_after_op = _library.ops.layer_after_attention.default
+_pack_op = _library.ops.layer_pack.default
+_stack_op = _library.ops.layer_stack.default
 
 
 class LayerWeights(NamedTuple):
@@ -397,7 +397,7 @@ def adapter_list(
     return sum(1 << ADAPTED.index(name) for name in there), [side for name in there for side in adapters[name]]
 
 
-@register_fake("layer_before_attention")
+@fake_kernel("layer_before_attention")
 def _before_shape(
     x: Tensor, input_norm: Tensor | None, q_weight: Tensor, q_bias: Tensor | None, k_weight: Tensor, k_bias: Tensor | None,
     v_weight: Tensor, v_bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor | None,
@@ -408,7 +408,7 @@ def _before_shape(
     return q, k, v
 
 
-@register_fake("layer_after_attention")
+@fake_kernel("layer_after_attention")
 def _after_shape(
     attended: Tensor, residual: Tensor, o_weight: Tensor, o_bias: Tensor | None, attention_norm: Tensor | None,
     mlp_norm: Tensor | None, gate_weight: Tensor, gate_bias: Tensor | None, up_weight: Tensor, up_bias: Tensor | None,
@@ -418,13 +418,13 @@ def _after_shape(
     return residual.new_empty(residual.shape)
 
 
-@register_fake("layer_pack")
+@fake_kernel("layer_pack")
 def _key_shape(weights: list[Tensor], parts: int, head_dim: int) -> Tensor:
     each = max(1, parts.bit_count())
     return weights[0].new_empty((len(weights) // each, len(_ORDER)), dtype=torch.int64)
 
 
-@register_fake("layer_stack")
+@fake_kernel("layer_stack")
 def _stack_shape(
     x: Tensor, weights: list[Tensor], parts: int, caches: list[Tensor], prefix_lens: Tensor, cu_nodes: Tensor,
     visible: Tensor, max_nodes: int, depths: Tensor | None, cos: Tensor | None, sin: Tensor | None,

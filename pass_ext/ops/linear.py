@@ -3,13 +3,13 @@
 out[r] = weight @ x[r] + bias. Kernels: csrc/cpu/linear.cpp, csrc/cuda/linear.cuh.
 """
 
-import torch
 from torch import Tensor
 
+from pass_ext._library import ops
 from pass_ext.ops.common.arguments import typed
-from pass_ext.ops.common.kernels import call, refuse_gradients, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel, refuse_gradients
 
-_op = torch.ops.pass_ext.linear_rows.default
+_op = ops.linear_rows.default
 
 
 @typed("pass_ext::", page="ops/layer")
@@ -44,6 +44,6 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return out
 
 
-@register_fake("linear_rows")
+@fake_kernel("linear_rows")
 def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))

@@ -7,15 +7,16 @@ The formulas: csrc/core/next.h, csrc/core/next_tree.h. Kernels: csrc/cpu/next.cp
 import torch
 from torch import Tensor
 
+from pass_ext._library import ops
 from pass_ext.ops.common.arguments import Parameter, integers, parameter_tensor, sampling_tensors, typed
-from pass_ext.ops.common.kernels import call, nothing, refuse_gradients, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel, nothing, refuse_gradients
 
 REPORT_NUMBERS = 3  # kReportNumbers of csrc/core/next.h
 TREE_REPORT_NUMBERS = 5  # kTreeReportNumbers of csrc/core/next_tree.h, and the limits of next_tree_
 MAX_CHOSEN_ROWS, MAX_CHOSEN_SLOTS, MAX_TREE_OFFERS = 64, 8, 128
 
-_op = torch.ops.pass_ext.next_rows_.default
-_tree_op = torch.ops.pass_ext.next_tree_.default
+_op = ops.next_rows_.default
+_tree_op = ops.next_tree_.default
 
 
 @typed("pass_ext::", page="ops/next")
@@ -201,5 +202,5 @@ def next_tree_(
     )  # fmt: skip
 
 
-register_fake("next_rows_")(nothing)
-register_fake("next_tree_")(nothing)
+fake_kernel("next_rows_")(nothing)
+fake_kernel("next_tree_")(nothing)

@@ -7,13 +7,14 @@ csrc/cpu/recall-inl.h, csrc/cuda/recall.cuh.
 import torch
 from torch import Tensor
 
+from pass_ext._library import ops
 from pass_ext.ops.common.arguments import integers, typed
-from pass_ext.ops.common.kernels import call, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel
 
 RECALL_TOKENS = 3  # kRecallTokens of csrc/core/recall.h
 MAX_RECALL_ROW = 1024  # kMostRecallRow there
 
-_op = torch.ops.pass_ext.recall_scores.default
+_op = ops.recall_scores.default
 
 
 @typed("pass_ext::", page="ops/recall")
@@ -54,6 +55,6 @@ def recall_scores(tokens: Tensor, contexts: Tensor, requests: Tensor, text: Tens
     return scores
 
 
-@register_fake("recall_scores")
+@fake_kernel("recall_scores")
 def _shape(tokens: Tensor, contexts: Tensor, requests: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
     return tokens.new_empty(tokens.shape, dtype=torch.float32)

@@ -9,12 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pass_ext._library import ops
 from pass_ext.ops.common.arguments import index_of, integers, typed
-from pass_ext.ops.common.kernels import call, refuse_gradients, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel, refuse_gradients
 
 FORMS = ("delta", "additive")  # RecurrentForm of csrc/core/recurrent.h
 
-_op = torch.ops.pass_ext.recurrent_tree.default
+_op = ops.recurrent_tree.default
 
 
 class RecurrentUpdate(NamedTuple):
@@ -97,7 +98,7 @@ def recurrent_tree(
     return out, RecurrentUpdate(k, u, log_decay, decay_rates)
 
 
-@register_fake("recurrent_tree")
+@fake_kernel("recurrent_tree")
 def _shapes(
     q: Tensor,
     k: Tensor,

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pass_ext._library import ops
 from pass_ext.ops.common.arguments import integers, typed
-from pass_ext.ops.common.kernels import call, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel
 from pass_ext.ops.recurrent import RecurrentUpdate
 
-_op = torch.ops.pass_ext.state_commit_.default
+_op = ops.state_commit_.default
 
 
 @typed("pass_ext::", page="ops/recurrent")
@@ -76,7 +77,7 @@ def state_commit_(
     torch.autograd.graph.increment_version(states)
 
 
-@register_fake("state_commit_")
+@fake_kernel("state_commit_")
 def _nothing(
     states: list[Tensor],
     updates: list[Tensor],

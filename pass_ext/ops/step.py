@@ -4,18 +4,18 @@ packed rows of a step.
 The formulas: csrc/core/step.h. Kernels: csrc/cpu/step.cpp, csrc/cuda/step.cuh.
 """
 
-import torch
 from torch import Tensor
 
+from pass_ext._library import ops
 from pass_ext.ops.common.arguments import index_of, typed
-from pass_ext.ops.common.kernels import call, refuse_gradients, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel, refuse_gradients
 
 NORM_FORMS = ("llama", "olmo2", "gemma")  # NormForm of csrc/core/step.h
 ACTIVATIONS = ("silu", "gelu_tanh")  # Activation of csrc/core/step.h
 
-_norm_op = torch.ops.pass_ext.step_rms_norm.default
-_rotary_op = torch.ops.pass_ext.step_rotary.default
-_gate_op = torch.ops.pass_ext.step_gate.default
+_norm_op = ops.step_rms_norm.default
+_rotary_op = ops.step_rotary.default
+_gate_op = ops.step_gate.default
 
 
 @typed("pass_ext::", page="ops/step")
@@ -106,16 +106,16 @@ def step_gate(gate: Tensor, up: Tensor | None = None, *, activation: str = "silu
     return out
 
 
-@register_fake("step_rms_norm")
+@fake_kernel("step_rms_norm")
 def _norm_shape(x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, form: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty((0,) if residual is None else x.shape)
 
 
-@register_fake("step_rotary")
+@fake_kernel("step_rotary")
 def _rotary_shape(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-@register_fake("step_gate")
+@fake_kernel("step_gate")
 def _gate_shape(gate: Tensor, up: Tensor | None, activation: int) -> Tensor:
     return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1)))

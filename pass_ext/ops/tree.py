@@ -11,10 +11,10 @@ from torch import Tensor
 
 from pass_ext import _library
 from pass_ext.ops.common.arguments import integers, typed
-from pass_ext.ops.common.kernels import call, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel
 
-_prepare_op = torch.ops.pass_ext.tree_prepare.default
-_mask_op = torch.ops.pass_ext.tree_mask.default
+_prepare_op = _library.ops.tree_prepare.default
+_mask_op = _library.ops.tree_mask.default
 
 
 @typed("pass_ext::", page="ops/attention")
@@ -126,7 +126,7 @@ def check_columns(cu_nodes: Tensor, prefix_lens: Tensor, kv_len: int) -> None:
                              f"kv_len {kv_len} and {last - first} nodes")  # fmt: skip
 
 
-@register_fake("tree_prepare")
+@fake_kernel("tree_prepare")
 def _prepare_shape(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[Tensor, Tensor]:
     return (
         parents.new_empty((parents.shape[0], (max_nodes + 63) // 64), dtype=torch.int64),
@@ -134,7 +134,7 @@ def _prepare_shape(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[T
     )
 
 
-@register_fake("tree_mask")
+@fake_kernel("tree_mask")
 def _mask_shape(
     visible: Tensor, cu_nodes: Tensor, max_nodes: int, prefix_lens: Tensor, kv_len: int, dtype: torch.dtype
 ) -> Tensor:
