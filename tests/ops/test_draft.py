@@ -284,21 +284,6 @@ def test_positions_nodes_seeds_and_purposes_tell_draws_apart(backend):
     assert torch.equal(draw(backend, logits, 3, nodes=5, **coupled)[0], draw(backend, logits, 3, **coupled)[0])
 
 
-def test_draws_with_replacement_differ(backend):
-    tokens, _ = draw(
-        backend, torch.zeros(1, 50_000 if backend.name == BEST_CPU else 5000), 40, mode="with", seeds=3, positions=0
-    )
-    assert tokens.unique().numel() > 35
-
-
-def test_one_number_serves_all_rows(backend):
-    logits, _, _ = random_rows(4, 60, 7)
-    first = draw(backend, logits, 3, temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seeds=4, positions=2)
-    columns = dict(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seeds=4, positions=2)
-    many = draw(backend, logits, 3, **{name: torch.full((4,), value) for name, value in columns.items()})
-    assert torch.equal(first[0], many[0]) and torch.equal(first[1], many[1])
-
-
 def test_fresh_seeds_come_from_the_generator(backend):
     logits = torch.zeros(4, 999, device=backend.device)
     generator = torch.Generator(backend.device)

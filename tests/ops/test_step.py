@@ -113,20 +113,6 @@ def test_norm_has_the_bits_of_transformers_if_the_sum_is_exact(backend, dtype, f
         assert_same_bits(out, module(x + residual))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@each("form", NORM_FORMS)
-def test_norm_is_near_transformers_in_every_number(backend, dtype, form):
-    """Three units in the last place in fp32; in 16 bits a rounding of the normed number and one of the product."""
-    x, weight = make(backend, (40, 577), (577,), dtype=dtype, scale=3.0)
-    module = modules()[form](577, eps=1e-6).to(dtype).requires_grad_(False)
-    module.weight.copy_(weight)
-    out, theirs = pass_ext.layers.step_rms_norm(x, weight, form=form)[0].cpu(), module(x.cpu())
-    differ = out != theirs
-    steps = (3 if dtype == torch.float32 else 2) * torch.finfo(dtype).eps
-    assert ((out.double() - theirs.double()).abs() <= steps * theirs.double().abs() + 1e-7).all()
-    assert differ.double().mean() < (0.5 if dtype == torch.float32 else 1e-3)
-
-
 def test_norm_of_rows_that_are_not_contiguous(backend):
     x, residual, weight = make(backend, (3, 4, 40), (3, 4, 40), (40,))
     expected = pass_ext.layers.step_rms_norm(x, weight, residual=residual)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.each import each
-from support.steps import depths_of, random_tree, to
+from support.steps import random_tree, to
 
 import pass_ext
 from pass_ext import reference
@@ -123,12 +123,6 @@ def test_batches_without_any_node(backend, bounds):
     assert visible.tolist() == [[0, 0]] * 4 and depths.tolist() == [0] * 4
 
 
-def test_no_rows_at_all(backend):
-    visible, depths = pass_ext.tree_prepare(integers([], backend), integers([0, 0, 0], backend), 100)
-    assert visible.shape == (0, 2) and visible.dtype == torch.int64
-    assert depths.shape == (0,) and depths.dtype == torch.int32
-
-
 def test_many_requests(backend):
     """More than one task on the CPU, and more rows after the last bound than one block clears on a GPU."""
     random = torch.Generator().manual_seed(1)
@@ -156,13 +150,6 @@ def test_any_batch(backend, sizes, seed, behind, spare):
     random = torch.Generator().manual_seed(seed)
     trees = [forest(n, random) if n else [] for n in sizes]
     assert_prepares(*pack(trees, backend.device, rows_behind=behind), max([1, *sizes]) + spare)
-
-
-def test_depths_are_those_of_the_tree(backend):
-    random = torch.Generator().manual_seed(8)
-    tree = random_tree(300, random)
-    _, depths = pass_ext.tree_prepare(*pack([tree], backend.device), 300)
-    assert depths.tolist() == depths_of(tree)
 
 
 # ---- malformed input of tree_prepare ----
@@ -365,22 +352,6 @@ def test_requests_larger_than_max_nodes_are_cut_in_the_mask(backend):
         pass_ext.tree_mask(*arguments),
         reference.tree_mask(kept, integers([0, 5, 6], backend), 5, prefixes, 20, torch.float32),
     )
-
-
-def test_from_parents_to_mask(backend):
-    random = torch.Generator().manual_seed(6)
-    trees = [forest(n, random) if n else [] for n in (26, 0, 70, 9)]
-    parents, cu_nodes = pack(trees, backend.device, rows_behind=3)
-    visible, _ = pass_ext.tree_prepare(parents, cu_nodes, 70)
-    mask = pass_ext.tree_mask(visible, cu_nodes, 70, integers([11, 0, 30, 2], backend), 100, torch.bfloat16)
-    for b, (tree, prefix) in enumerate(zip(trees, (11, 0, 30, 2), strict=True)):
-        for node, parent in enumerate(tree):
-            path, ancestor = {node}, parent
-            while ancestor >= 0:
-                path.add(ancestor)
-                ancestor = tree[ancestor]
-            seen = (mask[b, 0, node] == 0).nonzero().flatten().tolist()
-            assert seen == [*range(prefix), *(prefix + j for j in sorted(path))]
 
 
 def test_masks_are_the_same_bits_with_any_thread_count(with_threads):

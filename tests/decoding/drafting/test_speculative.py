@@ -102,11 +102,6 @@ def test_a_seed_gives_one_text_whatever_drafts(llama, near):
         assert torch.equal(got.sequences, want.sequences[3:4]), name
 
 
-def small_pair(vocabulary):
-    model = small_model("llama", vocab_size=vocabulary, sharpness=4.0)
-    return model, disturbed(small_model("llama", vocab_size=vocabulary + 2, sharpness=4.0, seed=3), 0.0)
-
-
 # ---- the draft ----
 
 

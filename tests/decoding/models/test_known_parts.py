@@ -63,15 +63,6 @@ def replaced(model):
     return Counter(kind for name in kinds for kind in LLAMA if name.endswith(kind))
 
 
-def changed_by(model, x, **options):
-    """The results before, inside and after, and which parts were replaced."""
-    with torch.no_grad():
-        before = model(x)
-        with by_ops(model):
-            parts, inside = replaced(model), model(x)
-        return before, inside, model(x), parts
-
-
 # ---- whole models ----
 
 

@@ -296,20 +296,6 @@ def test_large_trees_and_vocabularies_emit_what_plain_decoding_emits(backend, mo
     assert accepted > 0
 
 
-def test_the_first_of_several_coupled_drafts_is_the_plain_token(backend):
-    case = make_case(backend, 9, how_many(backend, 2000, 500, 20), 1, vocabulary=150)
-    for k in (2, 5):
-        tokens, _ = pass_ext.draft_sample(
-            case.model.target[case.start],
-            k,
-            mode="coupled",
-            seeds=case.seeds,
-            positions=case.positions,
-            **case.sampling,
-        )
-        assert_same_bits(tokens[:, 0].contiguous(), case.plain[:, 0].contiguous())
-
-
 def test_another_seed_or_position_is_another_text(backend):
     """The equality above means something."""
     case = make_case(backend, 10, how_many(backend, 500, 500, 40), 3, none=("top_k", "top_p", "min_p"))
@@ -442,29 +428,3 @@ def test_batches_and_their_order_change_nothing(backend, rule):
         same(batch.run(order, generator, padding=True), [value[order] for value in whole])
     for b in range(0, requests, max(2, requests // 20)):  # alone
         same(batch.run([b]), [value[b : b + 1] for value in whole])
-
-
-@pytest.mark.parametrize("mode", ["coupled", "without", "with", "top"])
-def test_drafts_do_not_depend_on_the_batch(backend, mode):
-    requests = how_many(backend, 600, 100, 12)
-    case = make_case(backend, 23, requests, 1, vocabulary=140, dtype=torch.bfloat16)
-    rows = case.model.target[case.start]
-    nodes = torch.arange(requests, device=backend.device, dtype=torch.int32) % 50
-
-    def drawn(which, logits):
-        noise = {} if mode == "top" else {"seeds": case.seeds[which]}
-        return pass_ext.draft_sample(
-            logits,
-            4,
-            mode=mode,
-            positions=case.positions[which],
-            nodes=nodes[which],
-            **of(case.sampling, which),
-            **noise,
-        )
-
-    whole = drawn(torch.arange(requests, device=backend.device), rows)
-    generator = torch.Generator().manual_seed(3)
-    for count in (requests, requests // 3, 1):
-        which = torch.randperm(requests, generator=generator)[:count].to(backend.device)
-        same(drawn(which, strided(rows[which], generator)), [value[which] for value in whole])
