@@ -23,8 +23,6 @@ constexpr size_t kMostWalkBytes = 99 * 1024;  // of shared memory, which every G
 struct RowsOfType {
   const void* data;
   int64_t row_distance, head_distance;
-
-  PASS_EXT_DEVICE int64_t offset(int64_t row, int64_t head) const { return row * row_distance + head * head_distance; }
 };
 
 // Shared memory of a block, as offsets in bytes. First two nodes' numbers, then the states that are kept for further
@@ -86,7 +84,7 @@ inline int32_t most_kept_states(int32_t nodes) {
   for (int32_t left = nodes + 1; left >= 3; left = (left - 1) / 2) ++count;
   return count;
 }
-static_assert(kMaxTreeNodes <= 1024, "fewer than kNoState states, and 16 bits for a node");
+static_assert(kMaxTreeNodes <= 1024, "at most 9 states, and 16 bits for a node");
 
 struct WalkOrder {
   NodePlan* plans;   // [1 + nodes]
@@ -190,14 +188,15 @@ struct Walk {
 
   const RecurrentLaunch& launch;
   const RequestTree& tree;
-  int64_t head;
+  int32_t head;
   int32_t thread, threads, part, column;  // column: of the block
   int64_t value_column;                   // of the head
   bool has_column;
+  int64_t k, q, v, result;  // where this thread's numbers begin in row 0
   float state[kRows];
   float rate[decay == Decay::element ? kRows : 1];
 
-  PASS_EXT_DEVICE Walk(const RecurrentLaunch& given, const RequestTree& request, int64_t of_head, int64_t first_column)
+  PASS_EXT_DEVICE Walk(const RecurrentLaunch& given, const RequestTree& request, int32_t of_head, int64_t first_column)
       : launch(given),
         tree(request),
         head(of_head),
@@ -206,18 +205,39 @@ struct Walk {
         part(static_cast<int32_t>(lane_index()) / kWarpColumns),
         column(static_cast<int32_t>(warp_index() * kWarpColumns + lane_index() % kWarpColumns)),
         value_column(first_column + column),
-        has_column(value_column < given.dv) {}
+        has_column(value_column < given.dv),
+        k(head / given.group * given.k.head_distance + thread),
+        q(head / given.group * given.q.head_distance + thread),
+        v(head * given.v.head_distance + value_column),
+        result(int64_t{head} * given.dv + value_column) {}
 
-  // function(j) for the rows 4 j + part of this lane.
+  // function(j, row, checked) for fours of this lane's rows: registers j to j + 3 hold its rows `row` to row + 3. Only
+  // the last four may reach beyond dk: they lie in the last registers, and have `checked`.
+  template <typename Function>
+  PASS_EXT_DEVICE void for_each_four(Function function) const {
+    constexpr int kFull = whole ? kRows : kRows - 4;
+#pragma unroll
+    for (int j = 0; j < kFull; j += 4) {
+      if (!whole && kSumParts * (j + 4) > launch.dk) break;
+      function(j, j, std::false_type{});
+    }
+    if (!whole && launch.dk % (4 * kSumParts) != 0)
+      function(kRows - 4, launch.dk / (4 * kSumParts) * 4, std::true_type{});
+  }
+
+  template <typename Checked>
+  PASS_EXT_DEVICE bool is_row(int row, Checked) const {
+    return !Checked::value || kSumParts * row + part < launch.dk;
+  }
+
+  // function(j, row): register j holds this lane's row `row`, which is row 4 row + part of the state.
   template <typename Function>
   PASS_EXT_DEVICE void for_each_row(Function function) const {
+    for_each_four([&](int first, int row, auto checked) {
 #pragma unroll
-    for (int first = 0; first < kRows; first += 4) {
-      if (!whole && kSumParts * first >= launch.dk) break;
-#pragma unroll
-      for (int j = first; j < first + 4; ++j)
-        if (whole || kSumParts * j + part < launch.dk) function(j);
-    }
+      for (int i = 0; i < 4; ++i)
+        if (is_row(row + i, checked)) function(first + i, row + i);
+    });
   }
 
   // Starts the copies of the block's columns of the state into shared memory.
@@ -246,83 +266,84 @@ struct Walk {
 #pragma unroll
     for (int j = 0; j < kRows; ++j) state[j] = 0.0f;
     if (has_column)
-      for_each_row(
-          [&](int j) { state[j] = tile[(kSumParts * j + part) * launch.tile_row + column * launch.tile_column]; });
+      for_each_row([&](int j, int row) {
+        state[j] = tile[(kSumParts * row + part) * launch.tile_row + column * launch.tile_column];
+      });
   }
 
   PASS_EXT_DEVICE void take_rates() {
     if constexpr (decay == Decay::element) {
-      const float* const from = launch.decay.rates + head * launch.dk * launch.dv + value_column;
+      const float* const from = launch.decay.rates + int64_t{head} * launch.dk * launch.dv + value_column;
 #pragma unroll
       for (int j = 0; j < kRows; ++j) rate[j] = 0.0f;
-      if (has_column) for_each_row([&](int j) { rate[j] = from[(kSumParts * j + part) * int64_t{launch.dv}]; });
+      if (has_column)
+        for_each_row([&](int j, int row) { rate[j] = from[(kSumParts * row + part) * int64_t{launch.dv}]; });
     }
   }
 
   PASS_EXT_DEVICE void keep(float* kept) const {
-    for_each_row([&](int j) { kept[j * threads + thread] = state[j]; });
+    for_each_row([&](int j, int row) { kept[row * threads + thread] = state[j]; });
   }
   PASS_EXT_DEVICE void restore(const float* kept) {
-    for_each_row([&](int j) { state[j] = kept[j * threads + thread]; });
+    for_each_row([&](int j, int row) { state[j] = kept[row * threads + thread]; });
   }
 
   PASS_EXT_DEVICE int64_t row_of(int32_t node) const { return tree.first + node; }
 
-  PASS_EXT_DEVICE void load(Ahead<kOwn>& ahead, int32_t node) const {
-    const int64_t row = row_of(node), key_head = head / launch.group;
-    const int64_t k = launch.k.offset(row, key_head), q = launch.q.offset(row, key_head);
-    const float* const log = launch.decay.log + (row * launch.heads + head) * launch.dk;  // of a key channel
+  // function(s, i): the s-th of this thread's rows, among `count`, is row i.
+  template <typename Function>
+  PASS_EXT_DEVICE void for_each_own_row(int32_t count, Function function) const {
+    int32_t i = thread;
 #pragma unroll
     for (int s = 0; s < kOwn; ++s) {
-      const int32_t i = thread + s * threads;
-      if (i >= launch.dk) break;
-      ahead.k[s] = load_bits(launch.k.data, k + i, launch.type);
-      ahead.q[s] = load_bits(launch.q.data, q + i, launch.type);
-      if constexpr (decay == Decay::channel) ahead.log[s] = log[i];
+      if (i >= count) break;
+      function(s, i);
+      i += threads;
     }
+  }
+
+  PASS_EXT_DEVICE void load(Ahead<kOwn>& ahead, int32_t node) const {
+    const int64_t row = row_of(node);
+    const int64_t k_row = row * launch.k.row_distance + k, q_row = row * launch.q.row_distance + q;
+    const float* const log = launch.decay.log + (row * launch.heads + head) * launch.dk + thread;  // of a key channel
+    for_each_own_row(launch.dk, [&](int s, int32_t i) {
+      ahead.k[s] = load_bits(launch.k.data, k_row + (i - thread), launch.type);
+      ahead.q[s] = load_bits(launch.q.data, q_row + (i - thread), launch.type);
+      if constexpr (decay == Decay::channel) ahead.log[s] = log[i - thread];
+    });
     if (!has_column) return;
-    ahead.value = load_bits(launch.v.data, launch.v.offset(row, head) + value_column, launch.type);
+    ahead.value = load_bits(launch.v.data, row * launch.v.row_distance + v, launch.type);
     if constexpr (decay == Decay::element)
-      ahead.element_log = launch.decay.log[(row * launch.heads + head) * launch.dv + value_column];
+      ahead.element_log = launch.decay.log[row * launch.heads * launch.dv + result];
   }
 
   // Rows from dk to the next multiple of 16 are read with those before them: 0.
   PASS_EXT_DEVICE void stage(const Ahead<kOwn>& ahead, StagedNode<kRows>& staged) const {
     const int32_t padded = whole ? kSumParts * kRows : (launch.dk + 15) / 16 * 16;
-#pragma unroll
-    for (int s = 0; s < kOwn; ++s) {
-      const int32_t i = thread + s * threads;
-      if (i >= padded) break;
+    for_each_own_row(padded, [&](int s, int32_t i) {
       const int at = StagedNode<kRows>::place_of(i);
-      const bool is_row = i < launch.dk;
+      const bool is_row = whole || i < launch.dk;
       staged.k[at] = is_row ? float_of_bits(ahead.k[s], launch.type) : 0.0f;
       staged.q[at] = is_row ? float_of_bits(ahead.q[s], launch.type) * launch.scale : 0.0f;
       if constexpr (decay == Decay::channel) staged.decay[at] = is_row ? decay_of(ahead.log[s]) : 0.0f;
-    }
+    });
   }
 
   // The arithmetic of a step of one token.
   PASS_EXT_DEVICE void compute(const StagedNode<kRows>& staged, const NodeScalars& scalars, float value,
-                               float element_log, int64_t row) {
+                               float element_log, int64_t packed_row) {
     const int at = part * StagedNode<kRows>::kPart;
-    const auto for_each_four = [&](auto function) {
-#pragma unroll
-      for (int first = 0; first < kRows; first += 4) {
-        if (!whole && kSumParts * first >= launch.dk) break;
-        function(first);
-      }
-    };
-    const auto is_row = [&](int j) { return whole || kSumParts * j + part < launch.dk; };
-    const auto decay_rows = [&](int first) {
+    const auto decay_rows = [&](int first, int row, auto) {
       if constexpr (decay == Decay::channel) {
-        const FourFloats factor(staged.decay + at + first);
+        const FourFloats factor(staged.decay + at + row);
 #pragma unroll
         for (int i = 0; i < 4; ++i) state[first + i] = factor.value[i] * state[first + i];
       } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int j = first + i;
-          const float factor = decay == Decay::element ? decay_of(element_log * rate[j % kRows]) : scalars.decay;
+          float factor = scalars.decay;
+          if constexpr (decay == Decay::element) factor = decay_of(element_log * rate[j]);
           state[j] = factor * state[j];
         }
       }
@@ -330,12 +351,12 @@ struct Walk {
     float u;
     if (launch.is_delta) {
       float recalled = 0.0f;
-      for_each_four([&](int first) {
-        decay_rows(first);
-        const FourFloats k(staged.k + at + first);
+      for_each_four([&](int first, int row, auto checked) {
+        decay_rows(first, row, checked);
+        const FourFloats k(staged.k + at + row);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          if (is_row(first + i)) recalled = fused(state[first + i], k.value[i], recalled);
+          if (is_row(row + i, checked)) recalled = fused(state[first + i], k.value[i], recalled);
       });
       u = update_of<true>(scalars.beta, value, sum_of_column(recalled));
     } else {
@@ -343,20 +364,20 @@ struct Walk {
       u = update_of<false>(scalars.beta, value, 0.0f);
     }
     float sum = 0.0f;
-    for_each_four([&](int first) {
-      const FourFloats k(staged.k + at + first), q(staged.q + at + first);
+    for_each_four([&](int first, int row, auto checked) {
+      const FourFloats k(staged.k + at + row), q(staged.q + at + row);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int j = first + i;
         state[j] = updated_state(state[j], k.value[i], u);
-        if (is_row(j)) sum = fused(state[j], q.value[i], sum);
+        if (is_row(row + i, checked)) sum = fused(state[j], q.value[i], sum);
       }
     });
     sum = sum_of_column(sum);
     if (part != 0 || !has_column) return;
-    const int64_t result = (row * launch.heads + head) * launch.dv + value_column;
-    launch.u[result] = u;
-    store_float(launch.out, result, sum, launch.type);
+    const int64_t at_row = packed_row * launch.heads * launch.dv + result;
+    launch.u[at_row] = u;
+    store_float(launch.out, at_row, sum, launch.type);
   }
 };
 
@@ -365,14 +386,14 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kMostWalkWarps) walk_kernel(PASS_EXT
   using Node = StagedNode<kRows>;
   const uint32_t block = block_index().x, columns = block_size().x / kSumParts;
   const int64_t first_column = int64_t{block % launch.column_blocks} * columns;
-  const int64_t head = block / launch.column_blocks % launch.heads;
+  const int32_t head = static_cast<int32_t>(block / launch.column_blocks % launch.heads);
   const int64_t request = block / launch.column_blocks / launch.heads;
   const RequestTree tree(launch.forest, request);
   Walk<kRows, whole, decay> walk(launch, tree, head, first_column);
   const int32_t thread = walk.thread;
   tree.for_each_cleared_row(launch.forest, request, [&](int64_t row) {
     if (walk.part != 0 || !walk.has_column) return;
-    const int64_t at = (row * launch.heads + head) * launch.dv + walk.value_column;
+    const int64_t at = row * launch.heads * launch.dv + walk.result;
     launch.u[at] = 0.0f;
     store_float(launch.out, at, 0.0f, launch.type);
   });
@@ -421,7 +442,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kMostWalkWarps) walk_kernel(PASS_EXT
 // ---- launch ----
 
 // Fills in what depends on the number of warps of a block; false if its shared memory is too large.
-inline bool fits_in_shared(RecurrentLaunch& launch, int warps, int rows_of_lane, size_t node_bytes) {
+inline bool fits_in_shared(RecurrentLaunch& launch, int warps, size_t node_bytes) {
   const int32_t columns = warps * kWarpColumns, nodes = most_nodes(launch.forest);
   const int32_t rows = (launch.dk + 15) / 16 * 4;                                   // of a lane, as they are kept
   launch.tile_row = launch.by_rows ? 1 : columns + (warps > 1 ? kWarpColumns : 0);  // banks: see take_state
@@ -443,16 +464,19 @@ inline bool fits_in_shared(RecurrentLaunch& launch, int warps, int rows_of_lane,
   memory.levels = take((nodes + 1) * 2);
   memory.parents = take(nodes * 2);
   memory.bytes = at;
-  return static_cast<size_t>(at) <= kMostWalkBytes && rows <= rows_of_lane;
+  return static_cast<size_t>(at) <= kMostWalkBytes;
 }
+
+// A block of one warp always fits: two nodes, nine kept states, and 16 bytes for the order of each node.
+static_assert(2 * sizeof(StagedNode<64>) + 9 * 64 * 32 * sizeof(float) + (16 * (kMaxTreeNodes + 4)) <= kMostWalkBytes);
 
 template <int kRows, bool whole, Decay decay>
 void launch_walk_kernel(RecurrentLaunch& launch, Stream stream) {
   int warps = kMostWalkWarps;
   while (warps > 1 &&
-         (warps / 2 * kWarpColumns >= launch.dv || !fits_in_shared(launch, warps, kRows, sizeof(StagedNode<kRows>))))
+         (warps / 2 * kWarpColumns >= launch.dv || !fits_in_shared(launch, warps, sizeof(StagedNode<kRows>))))
     warps /= 2;
-  fits_in_shared(launch, warps, kRows, sizeof(StagedNode<kRows>));
+  fits_in_shared(launch, warps, sizeof(StagedNode<kRows>));
   gpu::launch("recurrent_tree", walk_kernel<kRows, whole, decay>,
               LaunchShape{{requests_of_launch(launch.forest) * launch.heads * launch.column_blocks},
                           {static_cast<unsigned>(32 * warps)},

@@ -67,8 +67,9 @@ struct RequestTree {
 // ---- a number whose type is known at run time: loaded as bits, which do not wait for the load, then converted ----
 
 PASS_EXT_DEVICE uint32_t load_bits(const void* from, int64_t i, RowType type) {
-  if (type == RowType::float32) return static_cast<const uint32_t*>(from)[i];
-  return static_cast<const uint16_t*>(from)[i];
+  const bool is_wide = type == RowType::float32;
+  const char* const at = static_cast<const char*>(from) + (i << (is_wide ? 2 : 1));
+  return is_wide ? *reinterpret_cast<const uint32_t*>(at) : *reinterpret_cast<const uint16_t*>(at);
 }
 
 PASS_EXT_DEVICE float float_of_bits(uint32_t bits, RowType type) {
