@@ -97,7 +97,9 @@ def test_the_command_trains_slots_that_a_generation_takes(tmp_path):
     assert slots.training_record["evaluation"]["places"] > 0 and slots.adapters is not None
     ids = torch.tensor([[5, 6, 7, 8]])
     expected = generate(model, ids, max_new_tokens=12, eos_token_id=[]).sequences
-    got = generate(model, ids, PaSS(slots, tree=Tree.from_branching((2, 1)), rows=8), max_new_tokens=12, eos_token_id=[])
+    got = generate(
+        model, ids, PaSS(slots, tree=Tree.from_branching((2, 1)), rows=8), max_new_tokens=12, eos_token_id=[]
+    )
     assert torch.equal(got.sequences, expected) and got.stats.num_draft_tokens > 0
 
 
