@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -179,7 +180,8 @@ class _Served:
             raise
         except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             raise self._refusal(model, f"takes other arguments ({type(error).__name__}: {error})") from error
-        if len(ours) != len(theirs) or not all(map(_is_near, ours, theirs)):
+        most = 1e-4 if given[next(iter(rows))].dtype == torch.float32 else 5e-2
+        if len(ours) != len(theirs) or not all(map(partial(_is_near, most), ours, theirs)):
             raise self._refusal(model, "computes something else")
         _believed.setdefault(self._theirs, set()).add(form)
 
@@ -194,11 +196,10 @@ def _form(given: Arguments, rows: Mapping[str, int]) -> frozenset[Any]:
     )
 
 
-def _is_near(ours: Tensor, theirs: Any) -> bool:
-    """Equal but for rounding."""
+def _is_near(most: float, ours: Tensor, theirs: Any) -> bool:
+    """True if they differ by ``most`` of the largest number, or less."""
     if not isinstance(theirs, Tensor) or ours.shape != theirs.shape:
         return False
-    most = 1e-4 if ours.dtype == theirs.dtype == torch.float32 else 5e-2
     ours, theirs = ours.float(), theirs.float()
     return torch.allclose(ours, theirs, rtol=0.0, atol=most * float(theirs.abs().max()) + 1e-6, equal_nan=True)
 
@@ -269,21 +270,18 @@ def _place(name: str, part: nn.Module) -> StatePlace:
 
 def serve_states(shadow: nn.Module) -> None:
     """Gives a shadow's layers that keep a state methods that call our functions."""
-    known = _Known()
+    uses = _Known()
     for part in shadow.modules():
-        for method, (function, names) in known.of(type(part)).methods.items():
-            served = {name: _served(name, function, part) for name in names}
+        for method, (function, names) in uses.of(type(part)).methods.items():
+            known = _globals_of(function)
+            served = {name: _Served(name, known[name], _place(name, part)) for name in names}
             _bind(part, method, function, _with_functions(function, served))
-
-
-def _served(name: str, function: FunctionType, part: nn.Module) -> Callable[..., Any]:
-    # A compiled graph would keep the session of its first call.
-    return torch.compiler.disable(_Served(name, _globals_of(function)[name], _place(name, part)).__call__)
 
 
 def _bind(part: nn.Module, method: str, function: FunctionType, ours: FunctionType) -> None:
     """Has a shadow's module call ``ours`` as its method."""
-    bound = MethodType(ours, part)
+    # A compiled graph would keep the session of its first call, and one for all copies of the method.
+    bound = MethodType(torch.compiler.disable(ours), part)
     if method not in vars(part):
         setattr(part, method, bound)
         return

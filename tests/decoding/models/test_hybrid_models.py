@@ -90,6 +90,21 @@ def test_one_text_is_transformers_own_by_every_method(model):
         assert torch.equal(ours(model, ids, method, temperature=0.8, seeds=3).sequences, drawn), name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_texts_in_16_bits_are_plain_ones(model, dtype):
+    """Their functions are compared in 16 bits too."""
+    small, ids = tiny_model(model.config.model_type).to(dtype), prompts(2, 9)[0]
+    expected = ours(small, ids, new=6).sequences
+    assert torch.equal(ours(small, ids, MultiCandidate(small, (2, 2)), new=6).sequences, expected)
+
+
+def test_a_compiled_model(qwen):
+    """Its layers that keep a state are not compiled."""
+    ids = prompts(1, 9)[0]
+    got = ours(torch.compile(qwen, backend="eager"), ids, NGram(tokens=3))
+    assert torch.equal(got.sequences, written(qwen, ids))
+
+
 def test_steps_that_run_ahead(model):
     ids = prompts(3, 7)[0]
     expected = written(model, ids)
@@ -357,3 +372,24 @@ def test_states_in_code_of_their_own_are_refused(family, own):
 def test_a_rule_that_reads_a_token_again_is_refused(qwen):
     with pytest.raises(ValueError, match="rule 'longest_branch' reads each prompt's last token again"):
         ours(qwen, prompts(1, 9)[0], MultiCandidate(qwen, (2, 2)), rule="longest_branch", temperature=1.0, seeds=1)
+
+
+def causal_conv1d_fn(*inputs, **named):
+    raise AssertionError("nobody calls it")
+
+
+def test_a_layer_that_calls_no_known_function_is_refused():
+    """It has a method that would, so only the first call shows it."""
+    model = tiny_model("lfm2")
+    layer = model.model.layers[0].conv
+
+    class Silent(type(layer)):
+        def forward(self, hidden_states, **named):
+            return hidden_states
+
+        def convolved(self, hidden_states):
+            return causal_conv1d_fn(hidden_states)
+
+    layer.__class__ = Silent
+    with pytest.raises(ValueError, match=r"lfm2: layers \[0\] keep a state, but called none of causal_conv1d_fn"):
+        ours(model, prompts(1, 9)[0], new=2)
