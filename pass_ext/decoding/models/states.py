@@ -139,7 +139,8 @@ class _Served:
         if call is None:
             raise RuntimeError(f"this {self._name} is for pass_ext's own calls of a model")
         given = {**dict(zip(self._names, inputs, strict=False)), **named}
-        refused = [name for name in (*_REFUSED, function.returns_state) if given.get(name) not in (None, False)]
+        asked = (name for name in (*_REFUSED, function.returns_state) if given.get(name) is not None)
+        refused = [name for name in asked if given[name] is not False]
         if refused:
             raise self._refusal(call.model, f"is called with {', '.join(refused)}")
         if not self._is_compared:
@@ -201,7 +202,8 @@ def _is_near(most: float, ours: Tensor, theirs: Any) -> bool:
     if not isinstance(theirs, Tensor) or ours.shape != theirs.shape:
         return False
     ours, theirs = ours.float(), theirs.float()
-    return torch.allclose(ours, theirs, rtol=0.0, atol=most * float(theirs.abs().max()) + 1e-6, equal_nan=True)
+    largest = float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return torch.allclose(ours, theirs, rtol=0.0, atol=most * largest + 1e-6, equal_nan=True)
 
 
 # ---- the layers ----

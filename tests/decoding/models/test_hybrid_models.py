@@ -393,3 +393,17 @@ def test_a_layer_that_calls_no_known_function_is_refused():
     layer.__class__ = Silent
     with pytest.raises(ValueError, match=r"lfm2: layers \[0\] keep a state, but called none of causal_conv1d_fn"):
         ours(model, prompts(1, 9)[0], new=2)
+
+
+def test_a_norm_that_may_have_a_gate():
+    """Without the gate it is a norm that an op computes."""
+    model, ids = tiny_model("bamba"), prompts(2, 9)[0]
+    norm = next(layer.mamba.norm for layer in model.model.layers if hasattr(layer, "mamba"))
+
+    class Gated(type(norm)):
+        def forward(self, hidden_states, gate=None):
+            x = hidden_states if gate is None else hidden_states * torch.nn.functional.silu(gate)
+            return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    norm.__class__ = Gated
+    assert torch.equal(ours(model, ids, NGram(tokens=3)).sequences, written(model, ids))
