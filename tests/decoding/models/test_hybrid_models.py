@@ -156,6 +156,20 @@ def test_trees_leave_the_states_of_plain_steps_to_the_bit():
                 assert same(session.states, plain.states), "no step has gone beyond the end"
 
 
+def test_a_request_that_has_ended_keeps_its_state_to_the_bit():
+    """Text 0 ends at once, the others go on."""
+    model, ids = tiny_model("qwen3_next", linear_num_value_heads=32), prompts(3, 9)[0]
+    text = ours(model, ids).sequences
+    end, alone = text[0, :11].tolist(), Session(model)
+    ours(model, ids[:1], new=2, session=alone)
+    for method in (Plain(), NGram(tokens=3), PaSS(slots_for(model, 3), rows=12)):
+        session = Session(model)
+        session.wants_states = False  # nothing is read again
+        got = ours(model, ids, method, stopping=lambda text, _: text[0].tolist() == end, session=session)
+        assert got.lengths == (2, NEW, NEW) and torch.equal(got.sequences[1:], text[1:])
+        assert all(torch.equal(mine[0], its[0]) for mine, its in zip(session.states, alone.states, strict=True))
+
+
 def test_a_session_has_the_states_at_each_texts_end(model):
     """Texts that end inside an accepted block, whose states go back."""
     ids = prompts(2, 9)[0]
