@@ -24,7 +24,6 @@ from torch.nn import functional
 from pass_ext.decoding.models.parts import decoder_layers
 from pass_ext.decoding.models.shadow import current_call
 from pass_ext.decoding.models.step_states import StatePlace, StepStates
-from pass_ext.decoding.models.way import MACHINE
 from pass_ext.ops.state import state_commit_
 
 KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
@@ -177,9 +176,7 @@ class _Served:
                 theirs = self._theirs(**{**given, function.returns_state: True})
             else:
                 theirs = [self._theirs(**given)]
-        except MACHINE:
-            raise
-        except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        except (TypeError, KeyError, IndexError, AttributeError) as error:
             raise self._refusal(model, f"takes other arguments ({type(error).__name__}: {error})") from error
         most = 1e-4 if given[next(iter(rows))].dtype == torch.float32 else 5e-2
         if len(ours) != len(theirs) or not all(map(partial(_is_near, most), ours, theirs)):

@@ -90,6 +90,22 @@ def test_one_text_is_transformers_own_by_every_method(model):
         assert torch.equal(ours(model, ids, method, temperature=0.8, seeds=3).sequences, drawn), name
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_next", dict(hidden_act="gelu")),
+        ("bamba", dict(time_step_limit=(0.2, 0.5))),
+        ("mamba", dict(use_bias=True)),
+    ],
+)
+def test_settings_of_such_layers(family, changes):
+    """transformers' cached steps leave the limits of Mamba-2's step size out, so its text without a cache counts."""
+    model, ids = tiny_model(family, **changes), prompts(1, 9)[0]
+    expected = written(model, ids, use_cache=False)
+    assert not torch.equal(expected, written(tiny_model(family), ids))
+    assert torch.equal(ours(model, ids, MultiCandidate(model, (2, 2))).sequences, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_texts_in_16_bits_are_plain_ones(model, dtype):
     """Their functions are compared in 16 bits too."""
