@@ -198,14 +198,16 @@ def norm_of(part: nn.Module) -> Norm | None:
     return Norm(weight, vars(part)[name], form)
 
 
-def _norm_forward(part: nn.Module) -> Callable[[Tensor], Tensor] | None:
+def _norm_forward(part: nn.Module) -> Callable[..., Tensor] | None:
     norm = norm_of(part)
     if norm is None:
         return None
     weight, eps, form = norm
     dtype, parameters, original = weight.dtype, part._parameters, type(part).forward
 
-    def forward(input: Tensor) -> Tensor:
+    def forward(input: Tensor, *gates: Any, **named: Any) -> Tensor:
+        if gates or named:  # norms of recurrent layers may take a gate
+            return original(part, input, *gates, **named)
         if input.dtype is dtype and parameters.get("weight") is weight and _may_replace():
             return _norm(input, weight, None, eps, form)[0]
         return original(part, input)

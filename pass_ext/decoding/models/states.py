@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -24,7 +25,6 @@ from pass_ext.decoding.models.parts import decoder_layers
 from pass_ext.decoding.models.rebound import globals_of, rebound
 from pass_ext.decoding.models.shadow import current_call
 from pass_ext.decoding.models.step_states import StatePlace, StepStates
-from pass_ext.decoding.models.way import MACHINE
 from pass_ext.ops.state import state_commit_
 
 KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
@@ -139,7 +139,8 @@ class _Served:
         if call is None:
             raise RuntimeError(f"this {self._name} is for pass_ext's own calls of a model")
         given = {**dict(zip(self._names, inputs, strict=False)), **named}
-        refused = [name for name in (*_REFUSED, function.returns_state) if given.get(name) not in (None, False)]
+        asked = (name for name in (*_REFUSED, function.returns_state) if given.get(name) is not None)
+        refused = [name for name in asked if given[name] is not False]
         if refused:
             raise self._refusal(call.model, f"is called with {', '.join(refused)}")
         if not self._is_compared:
@@ -176,11 +177,10 @@ class _Served:
                 theirs = self._theirs(**{**given, function.returns_state: True})
             else:
                 theirs = [self._theirs(**given)]
-        except MACHINE:
-            raise
-        except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        except (TypeError, KeyError, IndexError, AttributeError) as error:
             raise self._refusal(model, f"takes other arguments ({type(error).__name__}: {error})") from error
-        if len(ours) != len(theirs) or not all(map(_is_near, ours, theirs)):
+        most = 1e-4 if given[next(iter(rows))].dtype == torch.float32 else 5e-2
+        if len(ours) != len(theirs) or not all(map(partial(_is_near, most), ours, theirs)):
             raise self._refusal(model, "computes something else")
         _believed.setdefault(self._theirs, set()).add(form)
 
@@ -195,13 +195,13 @@ def _form(given: Arguments, rows: Mapping[str, int]) -> frozenset[Any]:
     )
 
 
-def _is_near(ours: Tensor, theirs: Any) -> bool:
-    """Equal but for rounding."""
+def _is_near(most: float, ours: Tensor, theirs: Any) -> bool:
+    """True if they differ by ``most`` of the largest number, or less."""
     if not isinstance(theirs, Tensor) or ours.shape != theirs.shape:
         return False
-    most = 1e-4 if ours.dtype == theirs.dtype == torch.float32 else 5e-2
     ours, theirs = ours.float(), theirs.float()
-    return torch.allclose(ours, theirs, rtol=0.0, atol=most * float(theirs.abs().max()) + 1e-6, equal_nan=True)
+    largest = float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return torch.allclose(ours, theirs, rtol=0.0, atol=most * largest + 1e-6, equal_nan=True)
 
 
 # ---- the layers ----
@@ -273,8 +273,8 @@ def serve_states(shadow: nn.Module) -> list[nn.Module]:
     known, served_parts = _Known(), list[nn.Module]()
     for part in shadow.modules():
         for method, (function, names) in known.of(type(part)).methods.items():
-            served = {name: _served(name, function, part) for name in names}
-            ours = rebound(function, served)
+            theirs = globals_of(function)
+            ours = rebound(function, {name: _Served(name, theirs[name], _place(name, part)) for name in names})
             if ours is None:
                 raise ValueError(f"a decorator of {function.__qualname__} hides what it calls")
             _bind(part, method, function, ours)
@@ -283,14 +283,10 @@ def serve_states(shadow: nn.Module) -> list[nn.Module]:
     return served_parts
 
 
-def _served(name: str, function: FunctionType, part: nn.Module) -> Callable[..., Any]:
-    # A compiled graph would keep the session of its first call.
-    return torch.compiler.disable(_Served(name, globals_of(function)[name], _place(name, part)).__call__)
-
-
 def _bind(part: nn.Module, method: str, function: FunctionType, ours: FunctionType) -> None:
     """Has a shadow's module call ``ours`` as its method."""
-    bound = MethodType(ours, part)
+    # A compiled graph would keep the session of its first call, and one for all copies of the method.
+    bound = MethodType(torch.compiler.disable(ours), part)
     if method not in vars(part):
         setattr(part, method, bound)
         return

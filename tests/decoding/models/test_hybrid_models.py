@@ -90,6 +90,37 @@ def test_one_text_is_transformers_own_by_every_method(model):
         assert torch.equal(ours(model, ids, method, temperature=0.8, seeds=3).sequences, drawn), name
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_next", dict(hidden_act="gelu")),
+        ("bamba", dict(time_step_limit=(0.2, 0.5))),
+        ("mamba", dict(use_bias=True)),
+    ],
+)
+def test_settings_of_such_layers(family, changes):
+    """transformers' cached steps leave the limits of Mamba-2's step size out, so its text without a cache counts."""
+    model, ids = tiny_model(family, **changes), prompts(1, 9)[0]
+    expected = written(model, ids, use_cache=False)
+    assert not torch.equal(expected, written(tiny_model(family), ids))
+    assert torch.equal(ours(model, ids, MultiCandidate(model, (2, 2))).sequences, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_texts_in_16_bits_are_plain_ones(model, dtype):
+    """Their functions are compared in 16 bits too."""
+    small, ids = tiny_model(model.config.model_type).to(dtype), prompts(2, 9)[0]
+    expected = ours(small, ids, new=6).sequences
+    assert torch.equal(ours(small, ids, MultiCandidate(small, (2, 2)), new=6).sequences, expected)
+
+
+def test_a_compiled_model(qwen):
+    """Its layers that keep a state are not compiled."""
+    ids = prompts(1, 9)[0]
+    got = ours(torch.compile(qwen, backend="eager"), ids, NGram(tokens=3))
+    assert torch.equal(got.sequences, written(qwen, ids))
+
+
 def test_steps_that_run_ahead(model):
     ids = prompts(3, 7)[0]
     expected = written(model, ids)
@@ -139,6 +170,20 @@ def test_trees_leave_the_states_of_plain_steps_to_the_bit():
             assert torch.equal(ours(model, ids, method, session=session).sequences, text)
             if method.__class__ is not MultiCandidate:
                 assert same(session.states, plain.states), "no step has gone beyond the end"
+
+
+def test_a_request_that_has_ended_keeps_its_state_to_the_bit():
+    """Text 0 ends at once, the others go on."""
+    model, ids = tiny_model("qwen3_next", linear_num_value_heads=32), prompts(3, 9)[0]
+    text = ours(model, ids).sequences
+    end, alone = text[0, :11].tolist(), Session(model)
+    ours(model, ids[:1], new=2, session=alone)
+    for method in (Plain(), NGram(tokens=3), PaSS(slots_for(model, 3), rows=12)):
+        session = Session(model)
+        session.wants_states = False  # nothing is read again
+        got = ours(model, ids, method, stopping=lambda text, _: text[0].tolist() == end, session=session)
+        assert got.lengths == (2, NEW, NEW) and torch.equal(got.sequences[1:], text[1:])
+        assert all(torch.equal(mine[0], its[0]) for mine, its in zip(session.states, alone.states, strict=True))
 
 
 def test_a_session_has_the_states_at_each_texts_end(model):
@@ -357,3 +402,38 @@ def test_states_in_code_of_their_own_are_refused(family, own):
 def test_a_rule_that_reads_a_token_again_is_refused(qwen):
     with pytest.raises(ValueError, match="rule 'longest_branch' reads each prompt's last token again"):
         ours(qwen, prompts(1, 9)[0], MultiCandidate(qwen, (2, 2)), rule="longest_branch", temperature=1.0, seeds=1)
+
+
+def causal_conv1d_fn(*inputs, **named):
+    raise AssertionError("nobody calls it")
+
+
+def test_a_layer_that_calls_no_known_function_is_refused():
+    """It has a method that would, so only the first call shows it."""
+    model = tiny_model("lfm2")
+    layer = model.model.layers[0].conv
+
+    class Silent(type(layer)):
+        def forward(self, hidden_states, **named):
+            return hidden_states
+
+        def convolved(self, hidden_states):
+            return causal_conv1d_fn(hidden_states)
+
+    layer.__class__ = Silent
+    with pytest.raises(ValueError, match=r"lfm2: layers \[0\] keep a state, but called none of causal_conv1d_fn"):
+        ours(model, prompts(1, 9)[0], new=2)
+
+
+def test_a_norm_that_may_have_a_gate():
+    """Without the gate it is a norm that an op computes."""
+    model, ids = tiny_model("bamba"), prompts(2, 9)[0]
+    norm = next(layer.mamba.norm for layer in model.model.layers if hasattr(layer, "mamba"))
+
+    class Gated(type(norm)):
+        def forward(self, hidden_states, gate=None):
+            x = hidden_states if gate is None else hidden_states * torch.nn.functional.silu(gate)
+            return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    norm.__class__ = Gated
+    assert torch.equal(ours(model, ids, NGram(tokens=3)).sequences, written(model, ids))
