@@ -101,6 +101,7 @@ struct WalkOrder {
 
   // For one thread.
   PASS_EXT_DEVICE void count_descendants(int32_t nodes) const {
+#pragma unroll 1
     for (int32_t i = nodes - 1; i >= 0; --i) {
       NodePlan& parent = plans[1 + parents[i]];
       const uint32_t own = static_cast<uint32_t>(plans[1 + i].nodes) << 16 | static_cast<uint32_t>(i);
@@ -114,6 +115,7 @@ struct WalkOrder {
     plans[0].place = -1;
     levels[0] = 0;
     steps[0] = 0;
+#pragma unroll 1
     for (int32_t i = 0; i < nodes; ++i) {
       const int32_t parent = 1 + parents[i], own = plans[1 + i].nodes;
       const bool last = is_largest(i);
@@ -129,7 +131,9 @@ struct WalkOrder {
   // For all threads of the block: `steps` becomes the order.
   PASS_EXT_DEVICE void make(const int32_t* given, int32_t nodes) const {
     const int32_t thread = static_cast<int32_t>(thread_rank()), threads = static_cast<int32_t>(block_size().x);
+#pragma unroll 1
     for (int32_t i = thread; i < nodes; i += threads) parents[i] = static_cast<int16_t>(parent_or_root(given[i], i));
+#pragma unroll 1
     for (int32_t i = thread; i <= nodes; i += threads) plans[i] = {0, 1, 0};
     sync_block();
     if (thread == 0) {
@@ -137,6 +141,7 @@ struct WalkOrder {
       choose_places(nodes);
     }
     sync_block();
+#pragma unroll 1
     for (int32_t i = thread; i < nodes; i += threads) {
       const int32_t parent = 1 + parents[i];
       const bool follows = plans[1 + i].place == plans[parent].place + 1;
@@ -251,6 +256,7 @@ struct Walk {
     const int64_t outer_distance = launch.by_rows ? layout.column : layout.row;
     const int32_t tile_outer = launch.by_rows ? launch.tile_column : launch.tile_row;
     const int32_t unit = launch.wide ? 4 : 1, units = inner / unit;
+#pragma unroll 1
     for (int32_t i = thread; i < units * outer; i += threads) {
       const int32_t a = i % units * unit, b = i / units;
       float* const to = tile + b * tile_outer + a;
@@ -348,11 +354,13 @@ struct Walk {
         }
       }
     };
+    constexpr bool kDecaysFirst = decay == Decay::element;  // long code: once for both forms
+    if constexpr (kDecaysFirst) for_each_four(decay_rows);
     float u;
     if (launch.is_delta) {
       float recalled = 0.0f;
       for_each_four([&](int first, int row, auto checked) {
-        decay_rows(first, row, checked);
+        if constexpr (!kDecaysFirst) decay_rows(first, row, checked);
         const FourFloats k(staged.k + at + row);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
@@ -360,7 +368,7 @@ struct Walk {
       });
       u = update_of<true>(scalars.beta, value, sum_of_column(recalled));
     } else {
-      for_each_four(decay_rows);
+      if constexpr (!kDecaysFirst) for_each_four(decay_rows);
       u = update_of<false>(scalars.beta, value, 0.0f);
     }
     float sum = 0.0f;
@@ -416,6 +424,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kMostWalkWarps) walk_kernel(PASS_EXT
   Ahead<Walk<kRows, whole, decay>::kOwn> ahead;
   walk.load(ahead, WalkStep{order.steps[0]}.node());
   sync_block();  // the plans are read
+#pragma unroll 1
   for (int32_t i = thread; i < tree.nodes; i += walk.threads) {
     const int64_t at = walk.row_of(i) * launch.heads + head;
     scalars[i] = {decay == Decay::head ? decay_of(launch.decay.log[at]) : 1.0f, launch.beta ? launch.beta[at] : 1.0f};
@@ -425,6 +434,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kMostWalkWarps) walk_kernel(PASS_EXT
   walk.take_state(kept);
   sync_block();  // the tile is read
   if (keeps_request_state) walk.keep(kept);
+#pragma unroll 1
   for (int32_t n = 0; n < tree.nodes; ++n) {
     const WalkStep step{order.steps[n]};
     Node& node = staged[n % 2];

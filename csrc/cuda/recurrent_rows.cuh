@@ -42,6 +42,7 @@ struct RequestTree {
   // All threads of the block call it.
   PASS_EXT_DEVICE RequestTree(const Forest& forest, int64_t request) : first(0), end(0), slot(-1), nodes(0) {
     bool rises = forest.requests > 0;
+#pragma unroll 1
     for (int64_t b = thread_rank(); b < forest.requests; b += block_size().x)
       rises &= forest.cu_nodes[b] >= 0 && forest.cu_nodes[b] <= forest.cu_nodes[b + 1] &&
                forest.cu_nodes[b + 1] <= forest.rows;
@@ -57,9 +58,11 @@ struct RequestTree {
   template <typename Function>
   PASS_EXT_DEVICE void for_each_cleared_row(const Forest& forest, int64_t request, Function clear) const {
     if (request == 0)
+#pragma unroll 1
       for (int64_t row = 0; row < (divided ? first : forest.rows); ++row) clear(row);
     if (!divided) return;
     const int64_t stop = request + 1 == forest.requests ? forest.rows : end;
+#pragma unroll 1
     for (int64_t row = first + nodes; row < stop; ++row) clear(row);
   }
 };

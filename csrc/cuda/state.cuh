@@ -93,7 +93,7 @@ template <bool by_rows, int width, Decay decay>
 struct CommitTile {
   const RecurrentState& shape;
   const RecurrentPointers& state;
-  int64_t head;
+  int64_t head, first_key;
   int32_t length, across;                    // of the state, as it lies in memory
   int32_t along, first_across, tile_across;  // where this lane's and the tile's numbers begin; the tile's width
   int32_t group, count;                      // this lane's across: `count` from first_across + group on
@@ -109,6 +109,8 @@ struct CommitTile {
     along = (tile % commit.tiles_along * commit.lanes + lane % commit.lanes) * width;
     tile_across = 32 / commit.lanes * kAcross;
     first_across = tile / commit.tiles_along * tile_across;
+    const uint32_t heads_of_key = static_cast<uint32_t>(shape.heads) / static_cast<uint32_t>(shape.key_heads);
+    first_key = static_cast<uint32_t>(head) / heads_of_key * shape.key_head;
     group = lane / commit.lanes * kAcross;
     count = along < length ? across - first_across - group : 0;
   }
@@ -148,10 +150,8 @@ struct CommitTile {
       if (a < count) store_neighbours(to + a * distance_across(), value[a]);
   }
 
-  PASS_EXT_DEVICE float key(int64_t row, int64_t i) const {
-    const int64_t key_head = head / (shape.heads / shape.key_heads);
-    return float_of_bits(load_bits(state.k, row * shape.key_row + key_head * shape.key_head + i, shape.key_type),
-                         shape.key_type);
+  PASS_EXT_DEVICE float key(int64_t row, int32_t i) const {
+    return float_of_bits(load_bits(state.k, row * shape.key_row + first_key + i, shape.key_type), shape.key_type);
   }
 
   // The update of one node. head_decay: e^g where it belongs to a head.
@@ -196,16 +196,17 @@ struct CommitTile {
 
 template <bool by_rows, int width, Decay decay>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kCommitThreads) replay_kernel(PASS_EXT_PARAMETER RecurrentCommit commit) {
-  const int64_t heads = commit.shape.heads, tiles = int64_t{commit.tiles_along} * commit.tiles_across;
-  const int64_t warp = int64_t{block_index().x} * (kCommitThreads / 32) + warp_index();
-  const int64_t request = warp / (heads * tiles);
+  const uint32_t heads = static_cast<uint32_t>(commit.shape.heads);
+  const uint32_t tiles = static_cast<uint32_t>(commit.tiles_along * commit.tiles_across);
+  const uint32_t tile_of_request = block_index().x * (kCommitThreads / 32) + warp_index();
+  const int64_t request = tile_of_request / tiles / heads;
   if (request >= commit.step.requests) return;
   const PathRows path(commit.step, request);
   const int64_t slot = slot_of(commit.step.state_index, request, commit.shape.layout.slots);
   if (path.accepted.length == 0 || slot < 0) return;
   const RecurrentPointers& state = commit.states[block_index().y];
-  const int64_t head = warp / tiles % heads;
-  CommitTile<by_rows, width, decay> tile(commit, state, head, static_cast<int32_t>(warp % tiles));
+  const uint32_t head = tile_of_request / tiles % heads;
+  CommitTile<by_rows, width, decay> tile(commit, state, head, static_cast<int32_t>(tile_of_request % tiles));
   tile.load(slot);
   float own_decay = 0.0f;
   bool changes = false;

@@ -1,7 +1,7 @@
 """``convolution_tree``: short causal convolutions over the trees of a step, as in front of recurrent layers and in LFM.
 
 The window of a node runs along its path and into the request's state: csrc/core/convolution.h. Kernels:
-csrc/cpu/convolution.cpp.
+csrc/cpu/convolution.cpp, csrc/cuda/convolution.cu.
 """
 
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from pass_ext._library import ops
 from pass_ext.ops.common.arguments import index_of, integers, typed
 from pass_ext.ops.common.kernels import call, fake_kernel, refuse_gradients
+from pass_ext.ops.recurrent import check_step
 
 _op = ops.convolution_tree.default
 
@@ -41,8 +42,7 @@ def convolution_tree(
         ``[N, C]`` in x's dtype. ``state_commit_`` takes x itself as the update.
 
     Computes in float32 and rounds once. A node has the bits that steps of one token along its path give. No gradients, reverse
-    or forward: the op raises if an input requires one. The CPU refuses values that are out of range, before anything is
-    written.
+    or forward: the op raises if an input requires one. Values that are out of range: as in ``recurrent_tree``.
 
     Example:
 
@@ -57,6 +57,7 @@ def convolution_tree(
     parents = integers("convolution_tree", "parents", parents)
     cu_nodes = integers("convolution_tree", "cu_nodes", cu_nodes)
     state_index = integers("convolution_tree", "state_index", state_index)
+    check_step("convolution_tree", cu_nodes, x.shape[0], state_index, [states], parents)
     out: Tensor = call(_op, x, weight, bias, states, state_index, parents, cu_nodes, activation is not None)
     return out
 

@@ -50,7 +50,7 @@ def tree_prepare(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[Ten
     cu_nodes = integers("tree_prepare", "cu_nodes", cu_nodes)
     if _library.debug_enabled() and not torch.compiler.is_compiling():
         check_bounds("tree_prepare", cu_nodes, parents.shape[0], max_nodes)
-        check_parents(parents, cu_nodes)
+        check_parents("tree_prepare", parents, cu_nodes)
     visible, depths = call(_prepare_op, parents, cu_nodes, max_nodes)
     return visible, depths
 
@@ -106,14 +106,14 @@ def check_bounds(op: str, cu_nodes: Tensor, rows: int, max_nodes: int) -> None:
                              f"{first} and {last} at {b}")  # fmt: skip
 
 
-def check_parents(parents: Tensor, cu_nodes: Tensor) -> None:
+def check_parents(op: str, parents: Tensor, cu_nodes: Tensor) -> None:
     """Raises IndexError for the first parent that is neither -1 nor an earlier node of its request. Synchronises with the
     device."""
     all_parents = parents.tolist()
     for b, (first, last) in enumerate(pairwise(cu_nodes.tolist())):
         for node, parent in enumerate(all_parents[first:last]):
             if not -1 <= parent < node:
-                raise IndexError(f"pass_ext::tree_prepare: parents must be -1 or an earlier node of the same request, got "
+                raise IndexError(f"pass_ext::{op}: parents must be -1 or an earlier node of the same request, got "
                                  f"{parent} at flat index {first + node}, node {node} of request {b}")  # fmt: skip
 
 

@@ -370,6 +370,15 @@ def test_values_out_of_range_are_refused(backend, change, message):
         recurrent_tree(**GOOD | change)
 
 
+def test_debug_mode_checks_values_on_every_device(backend, debug_mode):
+    for change, message in VALUES:
+        with pytest.raises(
+            IndexError, match="pass_ext::recurrent_tree: " + message.replace("rise from 0 to", "rise to")
+        ):
+            recurrent_tree(**moved(GOOD | change, backend.device))
+    recurrent_tree(**moved(GOOD, backend.device))
+
+
 def test_a_request_of_too_many_nodes_is_refused(backend):
     skip_unless_refused(backend, by_value=True)
     layer = Layer(1025, 1, 1, 1, 1, device=backend.device)

@@ -192,6 +192,15 @@ def test_values_out_of_range_are_refused_and_nothing_is_written(backend, change,
     assert_refused(GOOD, change, message)
 
 
+def test_debug_mode_checks_values_on_every_device(backend, debug_mode):
+    for change, message in VALUES[:-1]:  # the last needs all slots
+        with pytest.raises(
+            IndexError, match="pass_ext::state_commit_: " + message.replace("rise from 0 to", "rise to")
+        ):
+            state_commit_(**moved(GOOD | change, backend.device))
+    state_commit_(**moved(GOOD | {"states": [state.clone() for state in GOOD["states"]]}, backend.device))
+
+
 def assert_refused(good, change, message):
     before = [state.clone() for state in good["states"]]
     with pytest.raises((RuntimeError, ValueError), match=r"pass_ext::state_commit_: .*" + message):
