@@ -132,7 +132,7 @@ def _has_kernels(device: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::lookahead_embed", device))
 
 
-def _library(name: str) -> Path:
+def _path_of(name: str) -> Path:
     """A compiled library; on the Hugging Face Hub a build has one for all devices, and that build's name."""
     return next(_HERE.glob("*.abi3.so"), _HERE / name)
 
@@ -144,7 +144,7 @@ def _misfit(path: Path, error: OSError) -> str:
 
 
 def _load_cpu() -> ctypes.CDLL:
-    path = _library("_C.so")
+    path = _path_of("_C.so")
     if not path.exists() and sys.platform != "linux":
         raise ImportError(f"pass_ext is for Linux, and this is {platform.system()}")
     if not path.exists():
@@ -211,5 +211,5 @@ NAMESPACE: str = _native.pass_ext_namespace().decode()
 """``pass_ext``; on the Hugging Face Hub each build has its own, so that several may be loaded beside each other."""
 ops = getattr(torch.ops, NAMESPACE)
 _cuda_reason = _load_cuda()
-_cuda_native = None if _cuda_reason else ctypes.CDLL(str(_library("_C_cuda.so")))
+_cuda_native = None if _cuda_reason else ctypes.CDLL(str(_path_of("_C_cuda.so")))
 _refusals = _refuse_cuda_tensors(_cuda_reason)  # a global: torch removes the kernels when the Library is freed
