@@ -441,3 +441,8 @@ def prepared_config():
     config = transformers.GenerationConfig(max_length=9)
     config._pad_token_tensor = torch.tensor(0)
     return config
+
+
+def test_a_name_that_there_is_not():
+    with pytest.raises(AttributeError, match="no attribute 'custom'"):
+        pass_ext.custom  # noqa: B018
