@@ -312,14 +312,6 @@ def test_another_seed_or_position_is_another_text(backend):
         assert (other != texts[0]).double().mean() > 0.5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
-def test_many_more_generations(backend, seed):
-    shape = list(SHAPES.values())[seed % len(SHAPES)]
-    case = make_case(backend, 1000 + seed, how_many(backend, 20_000, 2_000, 40), 16, **shape)
-    generate_with_trees(case, seed, most=4 + seed, drafter=("text", "model")[seed % 2])
-
-
 # ---- no result depends on the batch ----
 
 

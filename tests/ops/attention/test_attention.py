@@ -61,15 +61,6 @@ def test_every_length(backend, prefix):
             check(backend, [prefix], [2], heads=(1, 3), new=new, layout=layout, dtype=torch.float32)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("inputs", INPUTS)
-def test_a_very_long_prefix(backend, dtype, inputs):
-    if not is_thorough(backend):
-        pytest.skip("seconds each, or minutes")
-    check(backend, [131_072], [4], heads=(1, 4), dim=128, dtype=dtype, inputs=inputs, layout="paged 16")
-
-
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_every_shape_of_weights(backend, dtype, inputs):

@@ -54,13 +54,16 @@ def test_a_wanted_gradient_is_refused(op):
                 call(op, copied(wanting))
 
 
-def test_a_wanted_gradient_is_refused_of_packed_weights_and_in_compiled_code():
-    """Of a packed layer's weight, and where Dynamo reports it."""
+def test_a_wanted_gradient_is_refused_in_words():
+    """Of a packed layer's weight, of a cache that is overwritten, and where Dynamo reports it."""
     keywords = keywords_of("layer_stack", next(map(detached, samples_of("layer_stack"))))
     packed = pass_ext.layers.layer_pack(keywords["layers"], head_dim=64)
     packed.weights[3].requires_grad_()
     with pytest.raises(RuntimeError, match="layer_stack: no gradient is implemented"):
         pass_ext.layers.layer_stack(**keywords | {"layers": packed})
+    commit = next(map(detached, samples_of("cache_commit_")))
+    with pytest.raises(RuntimeError, match="cache_commit_: it overwrites caches and no gradient is implemented"):
+        call("cache_commit_", replaced(commit, (0, 1), commit[0][1].clone().requires_grad_()))
     x, weight = torch.randn(2, 4, requires_grad=True), torch.randn(3, 4)
     with pytest.raises(Exception, match="no gradient is implemented"):
         torch.compile(pass_ext.layers.linear_rows, fullgraph=True, backend="eager")(x, weight)
