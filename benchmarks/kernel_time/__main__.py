@@ -2,7 +2,8 @@
 
 `python -m benchmarks.kernel_time` records (some ten minutes), saves benchmarks/results/kernel-time/estimates.json and writes
 the page; `--render` writes it from the saved result, `--check` compares it. `--only TEXT` records the steps whose name
-contains the text, and keeps the saved numbers of all others.
+contains the text, and keeps the saved numbers of all others. `--as-measured`, after a run of on_gpu.py at the same commit,
+saves the counts of the saved result as those of the kernels that the GPU has measured.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from benchmarks import ROOT
 from benchmarks.harness.machine import now
 from benchmarks.kernel_code.measure import commit_of_kernels
 from benchmarks.kernel_code.page import read as read_kernel_code
-from benchmarks.kernel_time import page
+from benchmarks.kernel_time import fit, page
 
 LIBRARY = Path("pass_ext/_C_cuda.so")
 TILES = {"16 rows": "AttentionShape<16-bit, 128, 1>", "64 rows": "AttentionShape<16-bit, 128, 4>"}
@@ -25,6 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--render", action="store_true", help="record nothing")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
+    parser.add_argument("--as-measured", action="store_true", help="record nothing; a GPU has run these kernels")
     parser.add_argument("--only", default="", help="a text in the names of the steps to record")
     parser.add_argument(
         "--library", type=Path, default=None, help=f"holds the kernels; by default {LIBRARY} in the root"
@@ -32,9 +34,11 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     options = parser.parse_args()
     target = options.root / page.PAGE
-    if not (options.render or options.check):
+    if options.as_measured:
+        fit.save_measured_paths(page.read(options.root), options.root)
+    elif not (options.render or options.check):
         page.save(record(options.root, options.library or options.root / LIBRARY, options.only), options.root)
-    text = page.render(page.read(options.root), page.read_measured(options.root))
+    text = page.render(page.read(options.root), page.read_measured(options.root), fit.read_measured_paths(options.root))
     if not options.check:
         target.write_text(text)
         return 0

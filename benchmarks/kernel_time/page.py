@@ -18,6 +18,7 @@ from benchmarks.kernel_time.costs import (
     time_of,
     with_bytes,
 )
+from benchmarks.kernel_time.fit import Counts, counts_of, fit, fitted
 from benchmarks.kernel_time.inputs import ATTENTION, FILTERED, KEY_HEADS, MEASURED
 from benchmarks.kernel_time.steps import RESIDENT_BLOCKS, shape_of
 
@@ -28,8 +29,9 @@ HEADER = """# Estimated times at batch 1
 Written by `python -m benchmarks.kernel_time` from [estimates.json](estimates.json); do not edit.
 
 **Only the section "Measured" comes from a GPU; all other times are estimates.** For these the real kernels ran on the emulator
-(`tests/emulator/`), which recorded the work and the waits of the slowest threads of each launch, in sequence. The constants
-below turn these counts into microseconds, once with every constant low and once with every constant high.
+(`tests/emulator/`), which recorded the work and the waits of the slowest threads of each launch, in sequence. Constants turn
+these counts into microseconds in two ways: *by the fit*, with four numbers that agree with what the GPU has measured; and once
+with every constant of the last section but one low, once with every constant high. Where the two differ, believe the fit.
 """
 METHOD = """## Method
 
@@ -169,8 +171,33 @@ def _measured(estimates: Estimates, measured: dict[str, Any]) -> list[str]:
     ]
 
 
-def render(result: dict[str, Any], measured: dict[str, Any] | None = None) -> str:
-    """The text of the page for a result, and for what a GPU measured."""
+def _fit(estimates: Estimates, measured: dict[str, Any], paths: dict[tuple[str, str], Counts]) -> list[str]:
+    constants = fit(measured, paths)
+    times = {(step["kind"], step["name"]): step["warm_us"] for step in measured["steps"] if "error" not in step}
+    rows, errors = [], []
+    for key in (key for key in estimates.steps if key in times and key in paths):
+        then, now = (fitted(key[0], counts, constants) for counts in (paths[key], counts_of(estimates.steps[key])))
+        errors.append(then / times[key] - 1)
+        rows.append([": ".join(key), f"{times[key]:.1f}", f"{then:.1f}", f"{100 * errors[-1]:+.0f} %", f"{now:.1f}"])
+    return [
+        "Least squares of relative errors over the steps of draft and accept, with the paths of the kernels that the GPU ran "
+        f"([measured-paths.json](measured-paths.json)): {constants.launch:.1f} µs a launch + "
+        f"{constants.thousand_instructions:.2f} µs for 1,000 instructions of the emulator + {constants.round:.2f} µs a round "
+        f"of loads from L2 or memory (fewest rounds) + {1e3 * constants.shared_load:.0f} ns a round of loads from shared "
+        "memory (most rounds). Attention: its launches and rounds at the same constants, and its bytes at the read speed "
+        f"measured. All {len(errors)} steps come out within {100 * max(map(abs, errors)):.0f} %. *Now*: the kernels of this "
+        "page, which no GPU has run.\n",
+        *_table(["step", "measured, µs", "fitted", "off by", "now, by the fit"], rows),
+        "",
+    ]
+
+
+def render(
+    result: dict[str, Any],
+    measured: dict[str, Any] | None = None,
+    paths: dict[tuple[str, str], Counts] | None = None,
+) -> str:
+    """The text of the page for a result, for what a GPU measured, and for the paths of the kernels that it ran."""
     estimates = Estimates(result)
     kept = result.get("kept")
     older = (
@@ -181,6 +208,8 @@ def render(result: dict[str, Any], measured: dict[str, Any] | None = None) -> st
     parts = [HEADER, f"Kernels of commit {result['commit']}.{older}\n", METHOD.format(bandwidth=BANDWIDTH / 1e12)]
     if measured:
         parts += ["## Measured\n", *_measured(estimates, measured)]
+    if measured and paths:
+        parts += ["## The fit\n", *_fit(estimates, measured, paths)]
     parts += ["## Steps\n", *_steps(estimates), "\n## Cost of a level\n", *_levels(estimates)]
     parts += ["\n## Filters\n", *_filters(estimates), "\n## Attention in parts\n", *_attention(estimates)]
     parts += [f"\n{LIMITS}"]

@@ -7,7 +7,7 @@ from support.paths import ROOT
 
 from benchmarks.kernel_code.bounds import BANDWIDTH, CLOCK
 from benchmarks.kernel_time import __main__ as command
-from benchmarks.kernel_time import costs, page
+from benchmarks.kernel_time import costs, fit, page
 
 
 def counts(**events):
@@ -17,7 +17,9 @@ def counts(**events):
 def test_the_page_shows_the_committed_results():
     shown = (ROOT / page.PAGE).read_text()
     measured = page.read_measured(ROOT)
-    assert shown == page.render(page.read(ROOT), measured), "run: python -m benchmarks.kernel_time --render"
+    assert shown == page.render(page.read(ROOT), measured, fit.read_measured_paths(ROOT)), (
+        "run: python -m benchmarks.kernel_time --render"
+    )
 
 
 def test_measured_times_stand_beside_their_estimates():
@@ -52,10 +54,40 @@ def test_measured_times_stand_beside_their_estimates():
     assert "## Measured" not in page.render(result)
 
 
+def test_the_fit_reproduces_every_step_that_the_gpu_measured():
+    """Within a quarter, attention too, whose steps are not fitted."""
+    measured, paths = page.read_measured(ROOT), fit.read_measured_paths(ROOT)
+    constants = fit.fit(measured, paths)
+    assert min(constants) > 0
+    times = {(step["kind"], step["name"]): step["warm_us"] for step in measured["steps"]}
+    assert len(paths) == 29 and paths.keys() <= times.keys()
+    for (kind, name), counts in paths.items():
+        assert fit.fitted(kind, counts, constants) == pytest.approx(times[kind, name], rel=0.25), (kind, name)
+
+
+def test_the_fit_finds_the_constants_of_exact_times():
+    found = fit.Constants(2.0, 0.5, 1.25, 0.01, 1e6)
+    paths = {("accept", str(i)): fit.Counts(1 + i % 2, 3.0 + i * i, 5 + i % 3, 40 * i, 0) for i in range(8)}
+    paths["attention", "long"] = fit.Counts(2, 1e9, 3, 0, 5e6)
+    steps = [dict(kind=kind, name=name, warm_us=fit.fitted(kind, c, found)) for (kind, name), c in paths.items()]
+    assert steps[-1]["warm_us"] == 2 * 2.0 + 3 * 1.25 + 5.0
+    constants = fit.fit({"steps": steps, "constants": {"read_gb_per_s": 1e3}}, paths)
+    assert constants == pytest.approx(found)
+
+
+def test_counts_are_those_of_all_launches_of_a_step():
+    launch = dict(whole=dict(instruction=3000, memory_load=2, l2_load=1, l1_load=7, shared_load=4), bytes=100)
+    other = dict(whole=dict(instruction=1000, memory_load=4, shared_load=9), bytes=100)
+    step = dict(kind="accept", name="", least=[launch, launch], most=[other, other])
+    assert fit.counts_of(step) == fit.Counts(2, 4.0, 6, 18, 0)
+    assert fit.counts_of(step | {"kind": "attention"}).bytes == 8 * 200
+
+
 def test_another_result_needs_another_page(tmp_path, capsys, monkeypatch):
     (tmp_path / page.PAGE).parent.mkdir(parents=True)
     (tmp_path / page.PAGE).write_text("another")
     page.save(page.read(ROOT), tmp_path)
+    (tmp_path / fit.PATHS).write_text((ROOT / fit.PATHS).read_text())
     monkeypatch.setattr(sys, "argv", ["kernel_time", "--root", str(tmp_path), "--check"])
     assert command.main() == 1
     assert "run python -m benchmarks.kernel_time --render" in capsys.readouterr().err
