@@ -441,6 +441,20 @@ def test_bits_are_the_cpus(backend, decay, form):
         assert_same_bits(there.states, layer.states)
 
 
+def test_bits_do_not_depend_on_the_size_of_blocks(backend):
+    """A step of 1,000 rows, of which requests own 12, has other blocks: their shared memory is for a tree of so many."""
+    skip_unless_cuda(backend)
+    layer, tree = (
+        Layer(1000, 1, 1, 128, 40, device=backend.device),
+        (int32([*random_tree(12), *[0] * 988]), int32([0, 12])),
+    )
+    out, update = layer.run(*tree)
+    alone, own = layer.run(tree[0][:12], tree[1], rows=slice(12))
+    assert_same_bits(out[:12], alone)
+    assert_same_bits(update.u[:12], own.u)
+    assert (out[12:] == 0).all() and (update.u[12:] == 0).all()
+
+
 def test_a_state_is_read_once(backend):
     """Whatever the tree; and out and u are written once."""
     if backend.name != "emulated":
