@@ -455,6 +455,19 @@ def test_bits_do_not_depend_on_the_size_of_blocks(backend):
     assert (out[12:] == 0).all() and (update.u[12:] == 0).all()
 
 
+def test_a_tree_that_is_larger_than_the_others_has_its_bits(backend):
+    """Shared memory is for trees of the usual size in the batch."""
+    skip_unless_cuda(backend)
+    for large in (40, 300):
+        sizes = [1] * 15 + [large] + [2] * 15
+        trees, rows = [random_tree(size) for size in sizes], slice(15, 15 + large)
+        layer = Layer(sum(sizes), 1, 1, 100, 40, slots=31, device=backend.device)
+        out, update = layer.run(packed(trees), bounds_of(sizes))
+        alone, own = layer.run(int32(trees[15]), bounds_of([large]), states=layer.states[15:16], rows=rows)
+        assert_same_bits(out[rows], alone)
+        assert_same_bits(update.u[rows], own.u)
+
+
 def test_a_state_is_read_once(backend):
     """Whatever the tree; and out and u are written once."""
     if backend.name != "emulated":
