@@ -137,7 +137,7 @@ def plain_commit(states: list[Tensor], updates: list[Any], step: tuple[Tensor, .
 
 CONTENDERS = {
     "tree": (Contender(OURS, tree), Contender(PLAIN, plain_tree), Contender(TOKENS, token_by_token)),
-    "chain": (Contender(OURS, tree), Contender(PLAIN, plain_tree), Contender(CHUNK, chunk)),
+    "chain": (Contender(OURS, tree), Contender(PLAIN, plain_tree), Contender(CHUNK, chunk, capturable=False)),
     "convolution": (Contender(OURS, convolution), Contender(PLAIN, plain_convolution)),
     "commit": (Contender(OURS, commit), Contender(PLAIN, plain_commit)),
 }

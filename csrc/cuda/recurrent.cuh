@@ -4,7 +4,8 @@
 // A block walks a request's tree for up to 32 value columns of a head. Four lanes share a column: each holds the rows
 // of the state that belong to one of the four parts of a sum, in registers. The state is read once, through shared
 // memory. Of a node's children the one with the most descendants comes last and goes on with the node's state; before
-// each other child the state is kept in shared memory, at most nine times at once in a tree of 1,024 nodes.
+// each other child the state is kept in shared memory, at most nine times at once in a tree of 1,024 nodes. Shared
+// memory is for trees of the usual size in the batch: a larger one is walked for fewer columns at a time.
 //
 // The block itself orders the nodes, while the state is on its way: about 60 cycles a node by one thread, where a node
 // of the walk takes several hundred.
@@ -28,7 +29,8 @@ struct RowsOfType {
 // Shared memory of a block, as offsets in bytes. First two nodes' numbers, then the states that are kept for further
 // children, which begin as the tile that the request's state arrives in; then the order of the nodes.
 struct WalkMemory {
-  int32_t kept, kept_state, plans, steps, levels, parents, bytes;
+  int32_t kept, plans, steps, levels, parents, bytes;
+  int32_t warp_states, warp_state;  // how many states of a warp may be kept, and the floats of one
 };
 
 struct RecurrentLaunch {
@@ -79,7 +81,7 @@ struct WalkStep {
 };
 
 // Kept states of a tree of so many nodes, at most. A child that is not the largest has at most half of the descendants.
-inline int32_t most_kept_states(int32_t nodes) {
+PASS_EXT_HOST_DEVICE int32_t most_kept_states(int32_t nodes) {
   int32_t count = 0;
   for (int32_t left = nodes + 1; left >= 3; left = (left - 1) / 2) ++count;
   return count;
@@ -194,23 +196,28 @@ struct Walk {
   const RecurrentLaunch& launch;
   const RequestTree& tree;
   int32_t head;
-  int32_t thread, threads, part, column;  // column: of the block
-  int64_t value_column;                   // of the head
-  bool has_column;
-  int64_t k, q, v, result;  // where this thread's numbers begin in row 0
+  int32_t thread, threads, warp, lane, part, column;  // column: of those that are walked at once
+  int64_t value_column;                               // of the head
+  bool walks, has_column;                             // walks: this warp has columns
+  int64_t k, q, v, result;                            // where this thread's numbers begin in row 0
   float state[kRows];
   float rate[decay == Decay::element ? kRows : 1];
 
-  PASS_EXT_DEVICE Walk(const RecurrentLaunch& given, const RequestTree& request, int32_t of_head, int64_t first_column)
+  // The columns from first_column on, by the first `active` warps; all warps load what nodes need.
+  PASS_EXT_DEVICE Walk(const RecurrentLaunch& given, const RequestTree& request, int32_t of_head, int64_t first_column,
+                       int32_t active)
       : launch(given),
         tree(request),
         head(of_head),
         thread(static_cast<int32_t>(thread_rank())),
         threads(static_cast<int32_t>(block_size().x)),
-        part(static_cast<int32_t>(lane_index()) / kWarpColumns),
-        column(static_cast<int32_t>(warp_index() * kWarpColumns + lane_index() % kWarpColumns)),
+        warp(static_cast<int32_t>(warp_index())),
+        lane(static_cast<int32_t>(lane_index())),
+        part(lane / kWarpColumns),
+        column(warp * kWarpColumns + lane % kWarpColumns),
         value_column(first_column + column),
-        has_column(value_column < given.dv),
+        walks(warp < active && first_column + warp * kWarpColumns < given.dv),
+        has_column(walks && value_column < given.dv),
         k(head / given.group * given.k.head_distance + thread),
         q(head / given.group * given.q.head_distance + thread),
         v(head * given.v.head_distance + value_column),
@@ -246,11 +253,11 @@ struct Walk {
   }
 
   // Starts the copies of the block's columns of the state into shared memory.
-  PASS_EXT_DEVICE void begin_state(float* tile, int64_t first_column) const {
+  PASS_EXT_DEVICE void begin_state(float* tile, int64_t first_column, int32_t most_columns) const {
     const StateLayout& layout = launch.layout;
     const float* const from = launch.states + layout.offset(tree.slot, head) + first_column * layout.column;
-    const int32_t columns = static_cast<int32_t>(
-        launch.dv - first_column < threads / kSumParts ? launch.dv - first_column : threads / kSumParts);
+    const int32_t columns =
+        static_cast<int32_t>(launch.dv - first_column < most_columns ? launch.dv - first_column : most_columns);
     const int32_t inner = launch.by_rows ? launch.dk : columns, outer = launch.by_rows ? columns : launch.dk;
     const int64_t inner_distance = launch.by_rows ? layout.row : layout.column;
     const int64_t outer_distance = launch.by_rows ? layout.column : layout.row;
@@ -288,10 +295,10 @@ struct Walk {
   }
 
   PASS_EXT_DEVICE void keep(float* kept) const {
-    for_each_row([&](int j, int row) { kept[row * threads + thread] = state[j]; });
+    for_each_row([&](int j, int row) { kept[row * 32 + lane] = state[j]; });
   }
   PASS_EXT_DEVICE void restore(const float* kept) {
-    for_each_row([&](int j, int row) { state[j] = kept[row * threads + thread]; });
+    for_each_row([&](int j, int row) { state[j] = kept[row * 32 + lane]; });
   }
 
   PASS_EXT_DEVICE int64_t row_of(int32_t node) const { return tree.first + node; }
@@ -397,11 +404,11 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kMostWalkWarps) walk_kernel(PASS_EXT
   const int32_t head = static_cast<int32_t>(block / launch.column_blocks % launch.heads);
   const int64_t request = block / launch.column_blocks / launch.heads;
   const RequestTree tree(launch.forest, request);
-  Walk<kRows, whole, decay> walk(launch, tree, head, first_column);
-  const int32_t thread = walk.thread;
+  const int32_t thread = static_cast<int32_t>(thread_rank()), threads = static_cast<int32_t>(block_size().x);
   tree.for_each_cleared_row(launch.forest, request, [&](int64_t row) {
-    if (walk.part != 0 || !walk.has_column) return;
-    const int64_t at = row * launch.heads * launch.dv + walk.result;
+    const int64_t column = first_column + thread;
+    if (thread >= static_cast<int32_t>(columns) || column >= launch.dv) return;
+    const int64_t at = (row * launch.heads + head) * launch.dv + column;
     launch.u[at] = 0.0f;
     store_float(launch.out, at, 0.0f, launch.type);
   });
@@ -416,36 +423,55 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kMostWalkWarps) walk_kernel(PASS_EXT
   const WalkOrder order{plans, reinterpret_cast<uint16_t*>(shared + memory.levels),
                         reinterpret_cast<int16_t*>(shared + memory.parents),
                         reinterpret_cast<uint32_t*>(shared + memory.steps)};
-  walk.begin_state(kept, first_column);
-  walk.take_rates();
-  order.make(launch.forest.parents + tree.first, tree.nodes);
-  const bool keeps_request_state = order.has_several_children(0);
-
-  Ahead<Walk<kRows, whole, decay>::kOwn> ahead;
-  walk.load(ahead, WalkStep{order.steps[0]}.node());
-  sync_block();  // the plans are read
+  const int32_t warps = threads / 32, most_kept = most_kept_states(tree.nodes);
+  int32_t active = warps;
+  while (active > 1 && most_kept * active > memory.warp_states) active /= 2;
+  bool keeps_request_state = false;
 #pragma unroll 1
-  for (int32_t i = thread; i < tree.nodes; i += walk.threads) {
-    const int64_t at = walk.row_of(i) * launch.heads + head;
-    scalars[i] = {decay == Decay::head ? decay_of(launch.decay.log[at]) : 1.0f, launch.beta ? launch.beta[at] : 1.0f};
-  }
-  copy_async_wait<0>();
-  sync_block();
-  walk.take_state(kept);
-  sync_block();  // the tile is read
-  if (keeps_request_state) walk.keep(kept);
+  for (int64_t column = first_column; column < first_column + columns && column < launch.dv;
+       column += active * kWarpColumns) {
+    const bool is_first = column == first_column;
+    Walk<kRows, whole, decay> walk(launch, tree, head, column, active);
+    const auto kept_state = [&](uint32_t index) {
+      return kept + (static_cast<int32_t>(index) * active + walk.warp) * memory.warp_state;
+    };
+    if (!is_first) sync_block();  // kept states of the columns before, and staged nodes, are read
+    walk.begin_state(kept, column, active * kWarpColumns);
+    walk.take_rates();
+    if (is_first) {
+      order.make(launch.forest.parents + tree.first, tree.nodes);
+      keeps_request_state = order.has_several_children(0);
+    }
+    Ahead<Walk<kRows, whole, decay>::kOwn> ahead;
+    walk.load(ahead, WalkStep{order.steps[0]}.node());
+    if (is_first) {
+      sync_block();  // the plans are read
 #pragma unroll 1
-  for (int32_t n = 0; n < tree.nodes; ++n) {
-    const WalkStep step{order.steps[n]};
-    Node& node = staged[n % 2];
-    walk.stage(ahead, node);
-    const float value = walk.has_column ? float_of_bits(ahead.value, launch.type) : 0.0f;
-    const float element_log = decay == Decay::element && walk.has_column ? ahead.element_log : 0.0f;
+      for (int32_t i = thread; i < tree.nodes; i += threads) {
+        const int64_t at = walk.row_of(i) * launch.heads + head;
+        scalars[i] = {decay == Decay::head ? decay_of(launch.decay.log[at]) : 1.0f,
+                      launch.beta ? launch.beta[at] : 1.0f};
+      }
+    }
+    copy_async_wait<0>();
     sync_block();
-    if (n + 1 < tree.nodes) walk.load(ahead, WalkStep{order.steps[n + 1]}.node());
-    if (step.from() != kNoState) walk.restore(kept + step.from() * memory.kept_state);
-    walk.compute(node, scalars[step.node()], value, element_log, walk.row_of(step.node()));
-    if (step.to() != kNoState) walk.keep(kept + step.to() * memory.kept_state);
+    walk.take_state(kept);
+    sync_block();  // the tile is read
+    if (keeps_request_state && walk.walks) walk.keep(kept_state(0));
+#pragma unroll 1
+    for (int32_t n = 0; n < tree.nodes; ++n) {
+      const WalkStep step{order.steps[n]};
+      Node& node = staged[n % 2];
+      walk.stage(ahead, node);
+      const float value = walk.has_column ? float_of_bits(ahead.value, launch.type) : 0.0f;
+      const float element_log = decay == Decay::element && walk.has_column ? ahead.element_log : 0.0f;
+      sync_block();
+      if (n + 1 < tree.nodes) walk.load(ahead, WalkStep{order.steps[n + 1]}.node());
+      if (!walk.walks) continue;
+      if (step.from() != kNoState) walk.restore(kept_state(step.from()));
+      walk.compute(node, scalars[step.node()], value, element_log, walk.row_of(step.node()));
+      if (step.to() != kNoState) walk.keep(kept_state(step.to()));
+    }
   }
 }
 
@@ -459,9 +485,15 @@ inline bool fits_in_shared(RecurrentLaunch& launch, int warps, size_t node_bytes
   launch.tile_column = launch.by_rows ? (launch.dk + 3) / 4 * 4 + 4 : 1;
   launch.column_blocks = (launch.dv + columns - 1) / columns;
   WalkMemory& memory = launch.memory;
-  memory.kept_state = rows * warps * 32;
+  // Room for the usual tree, and for the largest, if only one warp walks.
+  const int64_t requests = requests_of_launch(launch.forest), mean = (launch.forest.rows + requests - 1) / requests;
+  const int64_t usual = requests > 1 && mean + mean / 2 < nodes ? mean + mean / 2 : nodes;
+  const int32_t at_once = most_kept_states(static_cast<int32_t>(usual));
+  const int32_t alone = (most_kept_states(nodes) + warps - 1) / warps;
+  memory.warp_state = rows * 32;
+  memory.warp_states = (at_once > alone ? at_once : alone) * warps;
   const int32_t tile = launch.by_rows ? columns * launch.tile_column : launch.dk * launch.tile_row;
-  const int32_t kept = most_kept_states(nodes) * memory.kept_state;
+  const int32_t kept = memory.warp_states * memory.warp_state;
   int32_t at = static_cast<int32_t>(2 * node_bytes);
   const auto take = [&at](int32_t bytes) {
     const int32_t begin = at;

@@ -441,6 +441,33 @@ def test_bits_are_the_cpus(backend, decay, form):
         assert_same_bits(there.states, layer.states)
 
 
+def test_bits_do_not_depend_on_the_size_of_blocks(backend):
+    """A step of 1,000 rows, of which requests own 12, has other blocks: their shared memory is for a tree of so many."""
+    skip_unless_cuda(backend)
+    layer, tree = (
+        Layer(1000, 1, 1, 128, 40, device=backend.device),
+        (int32([*random_tree(12), *[0] * 988]), int32([0, 12])),
+    )
+    out, update = layer.run(*tree)
+    alone, own = layer.run(tree[0][:12], tree[1], rows=slice(12))
+    assert_same_bits(out[:12], alone)
+    assert_same_bits(update.u[:12], own.u)
+    assert (out[12:] == 0).all() and (update.u[12:] == 0).all()
+
+
+def test_a_tree_that_is_larger_than_the_others_has_its_bits(backend):
+    """Shared memory is for trees of the usual size in the batch."""
+    skip_unless_cuda(backend)
+    for large in (40, 300):
+        sizes = [1] * 15 + [large] + [2] * 15
+        trees, rows = [random_tree(size) for size in sizes], slice(15, 15 + large)
+        layer = Layer(sum(sizes), 1, 1, 100, 40, slots=31, device=backend.device)
+        out, update = layer.run(packed(trees), bounds_of(sizes))
+        alone, own = layer.run(int32(trees[15]), bounds_of([large]), states=layer.states[15:16], rows=rows)
+        assert_same_bits(out[rows], alone)
+        assert_same_bits(update.u[rows], own.u)
+
+
 def test_a_state_is_read_once(backend):
     """Whatever the tree; and out and u are written once."""
     if backend.name != "emulated":
