@@ -22,6 +22,6 @@ void state_commit_on_cuda(const TensorList& states, const TensorList& updates, c
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, library) {
   library.impl("state_commit_", TORCH_BOX(&pass_ext::state_commit_on_cuda));
 }

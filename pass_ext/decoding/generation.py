@@ -157,7 +157,7 @@ def generate(
         seconds = time.perf_counter() - started
         session.keep([len(text) - 1 for text in tokens])
         if is_given and session.wants_states:
-            read_again(session, tokens)
+            read_again(session, tokens, [len(text) for text in prompts.texts])
         way = adapted.way
     new = [text[len(prompt) :] for text, prompt in zip(tokens, prompts.texts, strict=True)]
     for text, prompt in zip(tokens, prompts.texts, strict=True):

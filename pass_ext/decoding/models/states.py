@@ -62,8 +62,10 @@ def _delta_rule(states: StepStates, place: StatePlace, given: Arguments) -> Tens
 
 def _mamba2(states: StepStates, place: StatePlace, given: Arguments) -> Tensor:
     """hidden_states ``[1, N, H, P]``, dt ``[1, N, H]``, A ``[H]``, B, C ``[1, N, groups, n]`` -> ``[1, N, H, P]`` fp32."""
-    dt, limit = _steps(given, "dt_bias", "dt_softplus", 0), given.get("dt_limit")
-    dt = (dt if limit is None else dt.clamp(*limit))[0].float()
+    dt, limit = _steps(given, "dt_bias", "dt_softplus", 0)[0], given.get("dt_limit")
+    if limit is not None and states.is_prompt:  # transformers' cached steps have no limits
+        dt = dt.clamp(*limit)
+    dt = dt.float()
     x, k, q = (given[name][0].float() for name in ("hidden_states", "B", "C"))
     out = states.recurrent(place, q, k, x, dt * given["A"].float(), dt, form="additive")
     skip = given.get("D")
@@ -168,7 +170,7 @@ class _Served:
             for name, dim in rows.items():
                 given[name] = given[name].index_select(dim, numbers % given[name].shape[dim])
             states, parents = list[Tensor](), (numbers - 1).int()
-            step = StepStates(states, [], 1, parents, parents.new_tensor([0, _COMPARED]), is_first=True)
+            step = StepStates(states, [], 1, parents, parents.new_tensor([0, _COMPARED]), is_first=True, is_prompt=True)
             ours = [function.compute(step, self._place, given)]
             if function.returns_state:
                 path = (parents + 1)[None]

@@ -48,6 +48,7 @@ class StepStates:
         states: one of each layer or convolution, ``[B, ...]`` over all requests; a first call appends zeros.
         places: of the states; a session's first call appends them.
         is_first: no call has made the states yet.
+        is_prompt: the rows are of prompts, which some layers treat otherwise than steps.
         requests, parents, cu_nodes: of the call's trees.
 
     Attributes:
@@ -63,7 +64,9 @@ class StepStates:
         cu_nodes: Tensor,
         *,
         is_first: bool,
+        is_prompt: bool,
     ) -> None:
+        self.is_prompt = is_prompt
         self.updates: list[Update] = []
         self._states, self._places, self._requests, self._is_first = states, places, requests, is_first
         self._parents, self._cu_nodes = parents, cu_nodes

@@ -53,12 +53,14 @@ def read_prompts(
     return logits, calls + count
 
 
-def read_again(session: Session, texts: Sequence[Sequence[int]]) -> None:
-    """Reads all but the last token of the texts whose states are of more: a state cannot go back."""
+def read_again(session: Session, texts: Sequence[Sequence[int]], prompts: Sequence[int]) -> None:
+    """Reads all but the last token of the texts whose states are of more: a state cannot go back. prompts: their lengths."""
     requests = session.beyond()
     if requests:
         session.forget(requests)
-        _read(session, [text[:-1] if b in requests else [] for b, text in enumerate(texts)], None)
+        chosen = [text if b in requests else [] for b, text in enumerate(texts)]
+        _read(session, [text[:length] for text, length in zip(chosen, prompts, strict=True)], None)
+        _read(session, [text[length:-1] for text, length in zip(chosen, prompts, strict=True)], None, are_prompts=False)
 
 
 def _with_equal_caches(session: Session, known: Sequence[int]) -> list[list[int]]:
@@ -114,10 +116,13 @@ def _common(text: Sequence[int], other: Sequence[int]) -> int:
     return low
 
 
-def _read(session: Session, missing: Sequence[Sequence[int]], slots: int | None) -> tuple[Tensor, int]:
+def _read(
+    session: Session, missing: Sequence[Sequence[int]], slots: int | None, *, are_prompts: bool = True
+) -> tuple[Tensor, int]:
     """Calls the model on these tokens of each text, and commits them; slots: None if no logits are wanted, and some texts may
     have no tokens."""
     device, most = session.device, MAX_TREE_NODES - (slots or 0)
+    session.reads_prompts = are_prompts
     calls = -(-max(map(len, missing)) // most)
     for left in reversed(range(calls)):
         pieces = [text[max(0, len(text) - (left + 1) * most) : max(0, len(text) - left * most)] for text in missing]
@@ -138,4 +143,5 @@ def _read(session: Session, missing: Sequence[Sequence[int]], slots: int | None)
         counts = torch.tensor([max(len(piece) - 1, 0) for piece in pieces], dtype=torch.int32, device=device)
         with profiled("commit"):
             session.commit(packed, path.repeat(len(pieces), 1), counts)
+    session.reads_prompts = False
     return logits, calls

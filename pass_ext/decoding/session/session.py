@@ -89,6 +89,8 @@ class Session:
         """Steps that may be CUDA graphs, by their rows and parameters."""
         self.wants_states = True
         """States are wanted after a generation too: texts whose last step went beyond their ends are read again for them."""
+        self.reads_prompts = False
+        """The next calls are on rows of prompts."""
         self.is_undisturbed = False
         """No code of the caller's runs between calls: a model that was checked in one is the same in the next ones."""
         self._has_called = False
@@ -121,7 +123,13 @@ class Session:
     def step_states(self, trees: PackedTrees, *, is_first: bool) -> StepStates:
         """The states of a call."""
         return StepStates(
-            self.states, self.state_places, self.requests, trees.parents, trees.cu_nodes, is_first=is_first
+            self.states,
+            self.state_places,
+            self.requests,
+            trees.parents,
+            trees.cu_nodes,
+            is_first=is_first,
+            is_prompt=self.reads_prompts,
         )
 
     def packed(self, trees: Sequence[Tree | None]) -> PackedTrees:

@@ -25,7 +25,7 @@ from pass_ext import MultiCandidate, NGram, PaSS, Plain, Session, Speculative, T
 if Version(transformers.__version__) < Version("5.24"):
     pytest.skip("the functions are those of transformers 5.24", allow_module_level=True)
 
-FAMILIES = ("qwen3_next", "lfm2", "bamba", "falcon_h1", "mamba", "kimi_linear", "zamba")
+FAMILIES = ("qwen3_next", "lfm2", "nemotron_h", "falcon_h1", "mamba", "kimi_linear", "zamba")
 NEW = 12
 
 
@@ -60,17 +60,10 @@ def methods(model):
     }
 
 
-def states_of(model, text):
-    """The states after a text."""
+def states_of(model, ids, new):
+    """The states after plain steps to the end of a text of so many new tokens."""
     session = Session(model)
-    generate(
-        model,
-        text[None],
-        max_new_tokens=1,
-        attention_mask=torch.ones_like(text)[None],
-        eos_token_id=[],
-        session=session,
-    )
+    ours(model, ids, new=new, session=session)
     return session.states
 
 
@@ -99,9 +92,9 @@ def test_one_text_is_transformers_own_by_every_method(model):
     ],
 )
 def test_settings_of_such_layers(family, changes):
-    """transformers' cached steps leave the limits of Mamba-2's step size out, so its text without a cache counts."""
+    """The limits of Mamba-2's step size are for prompts: transformers' cached steps have none."""
     model, ids = tiny_model(family, **changes), prompts(1, 9)[0]
-    expected = written(model, ids, use_cache=False)
+    expected = written(model, ids)
     assert not torch.equal(expected, written(tiny_model(family), ids))
     assert torch.equal(ours(model, ids, MultiCandidate(model, (2, 2))).sequences, expected)
 
@@ -176,14 +169,13 @@ def test_a_request_that_has_ended_keeps_its_state_to_the_bit():
     """Text 0 ends at once, the others go on."""
     model, ids = tiny_model("qwen3_next", linear_num_value_heads=32), prompts(3, 9)[0]
     text = ours(model, ids).sequences
-    end, alone = text[0, :11].tolist(), Session(model)
-    ours(model, ids[:1], new=2, session=alone)
+    end, alone = text[0, :11].tolist(), states_of(model, ids[:1], 2)
     for method in (Plain(), NGram(tokens=3), PaSS(slots_for(model, 3), rows=12)):
         session = Session(model)
         session.wants_states = False  # nothing is read again
         got = ours(model, ids, method, stopping=lambda text, _: text[0].tolist() == end, session=session)
         assert got.lengths == (2, NEW, NEW) and torch.equal(got.sequences[1:], text[1:])
-        assert all(torch.equal(mine[0], its[0]) for mine, its in zip(session.states, alone.states, strict=True))
+        assert all(torch.equal(mine[0], its[0]) for mine, its in zip(session.states, alone, strict=True))
 
 
 def test_a_session_has_the_states_at_each_texts_end(model):
@@ -200,7 +192,7 @@ def test_a_session_has_the_states_at_each_texts_end(model):
     )
     assert got.lengths == (2, 4) and got.stats.model_calls == 2, "both ended inside of one block"
     for b, length in enumerate(got.lengths):
-        alone = states_of(model, text[b, : 9 + length - 1])
+        alone = states_of(model, ids[b : b + 1], length)
         assert all(torch.allclose(mine[b], its[0], atol=1e-4) for mine, its in zip(session.states, alone, strict=True))
 
 
