@@ -86,7 +86,7 @@ def read_text(model: Any, ids: Tensor) -> tuple[Tensor, TextPast]:
         )
     parents = torch.arange(-1, length - 1, dtype=torch.int32, device=device)
     states: list[Tensor] = []
-    step = StepStates(states, [], 1, parents, parents.new_tensor([0, length]), is_first=True)
+    step = StepStates(states, [], 1, parents, parents.new_tensor([0, length]), is_first=True, is_prompt=True)
     with our_call(OurCall(_Attend(step))):
         hidden, cache = text_rows(model, ids)
     return hidden, TextPast(cache, states, step.updates, length)
@@ -97,6 +97,8 @@ def read_text(model: Any, ids: Tensor) -> tuple[Tensor, TextPast]:
 
 class GroupStates:
     """The states of a call whose rows are groups of L slots, each after an anchor: ``[A, ...]`` of each place, in order."""
+
+    is_prompt = False
 
     def __init__(self, states: list[Tensor], slots: int) -> None:
         self._states, self._slots = iter(states), slots
