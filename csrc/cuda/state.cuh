@@ -56,7 +56,7 @@ struct RecurrentPointers {
   const float *u, *log, *rates;
 };
 
-// The state's shape, and a null address or the first state's for every pointer.
+// States of one shape; the pointers of `shape` are not read.
 struct RecurrentCommit {
   StateStep step;
   RecurrentState shape;

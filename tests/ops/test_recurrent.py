@@ -458,12 +458,14 @@ def test_bits_do_not_depend_on_the_size_of_blocks(backend):
 def test_a_tree_that_is_larger_than_the_others_has_its_bits(backend):
     """Shared memory is for trees of the usual size in the batch."""
     skip_unless_cuda(backend)
-    for large in (40, 300):
+    for own_tree in (random_tree(300), [-1, *[0] * 39], random_tree(40)):
+        large = len(own_tree)
         sizes = [1] * 15 + [large] + [2] * 15
         trees, rows = [random_tree(size) for size in sizes], slice(15, 15 + large)
+        trees[15] = own_tree
         layer = Layer(sum(sizes), 1, 1, 100, 40, slots=31, device=backend.device)
         out, update = layer.run(packed(trees), bounds_of(sizes))
-        alone, own = layer.run(int32(trees[15]), bounds_of([large]), states=layer.states[15:16], rows=rows)
+        alone, own = layer.run(int32(own_tree), bounds_of([large]), states=layer.states[15:16], rows=rows)
         assert_same_bits(out[rows], alone)
         assert_same_bits(update.u[rows], own.u)
 
