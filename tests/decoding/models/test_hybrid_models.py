@@ -19,6 +19,7 @@ from support.small_models import prompts, small_model
 
 sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays the one that is tested
 import pass_ext
+from benchmarks.architectures import models
 from benchmarks.architectures.models import tiny_model
 from pass_ext import MultiCandidate, NGram, PaSS, Plain, Session, Speculative, Tree, generate
 
@@ -139,13 +140,22 @@ def test_samples_of_one_prompt(model):
 
 def test_hybrid_targets_and_drafts_in_every_pair():
     ids = prompts(2, 8, padding=(3, 0))
-    models = {name: tiny_model(name) for name in ("qwen3_next", "mamba", "llama")}
-    for target in models.values():
+    family = [tiny_model(name) for name in ("qwen3_next", "mamba", "llama")]
+    for target in family:
         expected = ours(target, ids[0], attention_mask=ids[1]).sequences
-        for draft in models.values():
+        for draft in family:
             got = ours(target, ids[0], Speculative(draft, 3), attention_mask=ids[1])
             assert torch.equal(got.sequences, expected)
             assert (got.stats.tokens_per_call > 3) == (draft is target)
+
+
+def test_layers_that_share_a_module(monkeypatch):
+    """The attention of zamba's hybrid layers is one module, which does not know its layer."""
+    kinds = ["linear_attention", "hybrid"] * 2
+    shape = dict(num_hidden_layers=4, layers_block_type=kinds, attention_hidden_size=128)
+    monkeypatch.setitem(models.CHANGES, "zamba", shape)
+    model, ids = tiny_model("zamba"), prompts(2, 9)[0]
+    assert torch.equal(ours(model, ids, MultiCandidate(model, (2, 2))).sequences, written(model, ids))
 
 
 # ---- states ----
@@ -208,6 +218,17 @@ def test_a_session_is_used_again_and_begins_with_a_past(model):
     for begun in (Session(model, past=past), session):
         begun.past = past
         assert torch.equal(ours(model, ids, session=begun).sequences, expected)
+
+
+def test_equal_prompts_after_different_states():
+    """What prompts have in common is read once only where the states before it are equal too."""
+    model, ids, fronts = tiny_model("mamba"), prompts(1, 70)[0].repeat(2, 1), prompts(2, 6, seed=1)[0]
+    before = states_of(model, fronts, 1)
+    got = ours(model, ids, session=Session(model, past=([], 6, before))).sequences
+    for b in range(2):
+        alone = Session(model, past=([], 6, [state[b : b + 1] for state in before]))
+        assert torch.equal(got[b : b + 1], ours(model, ids[:1], session=alone).sequences)
+    assert not torch.equal(got[0], got[1])
 
 
 def test_a_past_with_the_wrong_states(qwen):
