@@ -33,6 +33,10 @@ _OF_RUN = ("command", "date", "machine", "steps", "data")  # what a card tells o
 
 def train(run: Run) -> Path:
     """The path of the safetensors file, beside which the record, the card and the curve lie."""
+    if keeps_states(run.model.config.get_text_config(decoder=True)):
+        raise SystemExit(
+            f"{type(run.model).__name__} has layers that keep a state: look-ahead slots are trained where all layers attend"
+        )
     options, texts = run.options, run.texts()
     options.step_dtype = options.step_dtype or options.dtype
     model = with_dtype(run.model, getattr(torch, options.step_dtype))
@@ -42,10 +46,6 @@ def train(run: Run) -> Path:
     described = {**dataclasses.asdict(settings), **{name: getattr(options, name) for name in _SHAPE}}
     if options.start:
         described["start"] = f"{options.start}, SHA-256 {_digest(options.start)}"  # another file is another run
-    if keeps_states(model.config.get_text_config(decoder=True)):
-        raise SystemExit(
-            f"{type(model).__name__} has layers that keep a state: look-ahead slots are trained for models whose layers attend"
-        )
     check_head(model, windows.at(0).ids[:1].to(options.device))
     embedding, earlier = _start(run, windows)
     identity = run.identity(texts, **described, anchors=options.anchors, share=options.sample_share)
