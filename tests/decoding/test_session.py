@@ -65,6 +65,20 @@ def test_a_past_that_does_not_fit(llama, past, message):
         generate(llama, IDS, max_new_tokens=2, session=Session(llama, past=past))
 
 
+def test_a_past_of_so_many_tokens_of_each_prompt(llama, whole):
+    session, options = Session(llama), dict(max_new_tokens=12, eos_token_id=[])
+    generate(llama, IDS, session=session, **options)
+    past = [tuple(x[:, :4].clone() for x in pair) for pair in session.caches]
+    for pair in past:
+        for x in pair:
+            x[1, 3] = torch.nan  # prompt 1 has three
+    for method in (None, NGram(tokens=4)):
+        begun = Session(llama, past=(past, [4, 3]))
+        assert torch.equal(generate(llama, IDS, method, session=begun, **options).sequences, whole)
+    with pytest.raises(ValueError, match=r"past must be of 1 token or more, got \[4\]"):
+        generate(llama, IDS, session=Session(llama, past=(past, [4])), **options)
+
+
 def test_a_past_goes_into_the_caches_that_are_there(llama, whole):
     """Recorded calls read the caches where they are."""
     options = dict(max_new_tokens=12, eos_token_id=[])
