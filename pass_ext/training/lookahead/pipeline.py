@@ -33,10 +33,6 @@ _OF_RUN = ("command", "date", "machine", "steps", "data")  # what a card tells o
 
 def train(run: Run) -> Path:
     """The path of the safetensors file, beside which the record, the card and the curve lie."""
-    if keeps_states(run.model.config.get_text_config(decoder=True)):
-        raise SystemExit(
-            f"{type(run.model).__name__} has layers that keep a state: look-ahead slots are trained where all layers attend"
-        )
     options, texts = run.options, run.texts()
     options.step_dtype = options.step_dtype or options.dtype
     model = with_dtype(run.model, getattr(torch, options.step_dtype))

@@ -68,16 +68,6 @@ def test_the_command_trains_evaluates_resumes_and_repeats_itself(tmp_path):
         trained(tmp_path / "parts", console, continuations=20, sample_tokens=9)
 
 
-def test_models_whose_layers_keep_a_state_are_refused(tmp_path):
-    model = tiny_llama()
-    model.config.layer_types = ["linear_attention", *["full_attention"] * (model.config.num_hidden_layers - 1)]
-    run = Run(options_for(tmp_path), "the command", model, Letters(), [], [], None)
-    with pytest.raises(
-        SystemExit, match="LlamaForCausalLM has layers that keep a state: look-ahead slots are trained where"
-    ):
-        pipeline.train(run)
-
-
 def test_the_command_trains_adapters_from_another_run(tmp_path):
     pytest.importorskip("matplotlib")
     console = pytest.importorskip("rich.console").Console(file=(tmp_path / "log").open("w"))
