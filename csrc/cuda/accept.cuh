@@ -39,11 +39,12 @@ struct AcceptSource {
   PASS_EXT_DEVICE ScanSettings scan_settings(int64_t slot) const {
     const SamplingParameters parameters = parameters_of_row(slot);
     ScanSettings settings{parameters.scale, is_sum_needed(parameters, needs_mass(slot)), false, {}};
-    if (slot >= problem.nodes || problem.rule != Rule::coupled) return settings;
+    if (slot >= problem.nodes || problem.rule == Rule::coupled_inverse) return settings;
     const AcceptRequest request = request_of_row(slot);
     const int32_t node = node_of_row(slot, request);
     settings.races = holds(request, node) && !is_greedy_request(request.index);
-    if (settings.races) settings.noise = noise_at(problem, request.index, Purpose::coupled, depth_of(request, node));
+    if (settings.races)
+      settings.noise = noise_at(problem, request.index, expected_race(request, node), depth_of(request, node));
     return settings;
   }
 
@@ -53,6 +54,7 @@ struct AcceptSource {
     if (rows.is_leader()) workspace.distributions[row.slot] = distribution;
     if (distribution.status != 0) return;
     if (workspace.supports != nullptr && row.slot < problem.nodes) rows.keep_support(row.slot);
+    if (problem.rule != Rule::coupled) return;  // the walk draws, once
     // Computed again: keeping the settings would take registers that the scan needs.
     const ScanSettings settings = scan_settings(row.slot);
     if (!settings.races) return;
@@ -100,13 +102,7 @@ struct AcceptSource {
 
   // True if a node's children are judged by the distribution they were drawn from: only then is its draft row read.
   PASS_EXT_DEVICE bool is_judged(const AcceptRequest& request, int32_t node) const {
-    if (is_greedy_request(request.index)) return false;
-    if (problem.is_chain) return node + 1 < request.nodes;
-    bool has_child = false;
-    const int32_t lane = static_cast<int32_t>(lane_index());
-    for (int32_t base = node + 1; base < request.nodes && !has_child; base += 32)
-      has_child = any(base + lane < request.nodes && request.parent(base + lane) == node);
-    return has_child;
+    return !is_greedy_request(request.index) && has_child(request, node);
   }
 
   PASS_EXT_DEVICE int32_t depth_of(const AcceptRequest& request, int32_t node) const {
@@ -168,7 +164,7 @@ inline RowsPlan plan_accept(const AcceptProblem& problem, int multiprocessors) {
   const int64_t rows_of_node = uses_draft ? 2 : 1;
   const int64_t levels = 1 + (problem.max_depth < 3 ? problem.max_depth : 3);  // a guess at the levels a walk visits
   RowsPlan plan = plan_rows(problem.nodes * rows_of_node, problem.requests, levels * rows_of_node, problem.nodes,
-                            problem.target.vocabulary, problem.rule == Rule::coupled, multiprocessors);
+                            problem.target.vocabulary, problem.rule != Rule::coupled_inverse, multiprocessors);
   const SamplingParameterArrays& sampling = problem.target_sampling;
   plan.lists_supports =
       plan.rows > 0 && needs_mass(problem.rule) && (sampling.top_k != nullptr || sampling.top_p != nullptr);

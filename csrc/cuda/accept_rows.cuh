@@ -40,6 +40,24 @@ struct AcceptShared {
   float removed_cuts[kMaxTreeNodes];
 };
 
+// True if a node has a child. All lanes of a warp call it together.
+PASS_EXT_DEVICE bool has_child(const AcceptRequest& request, int32_t node) {
+  if (request.problem.is_chain) return node + 1 < request.nodes;
+  bool has_child = false;
+  const int32_t lane = static_cast<int32_t>(lane_index());
+  for (int32_t base = node + 1; base < request.nodes && !has_child; base += 32)
+    has_child = any(base + lane < request.nodes && request.parent(base + lane) == node);
+  return has_child;
+}
+
+// The race of a walk that ends at a node, as far as the scan can tell: it draws the noise of that one. A node with
+// children is an end if all of them are rejected.
+PASS_EXT_DEVICE Purpose expected_race(const AcceptRequest& request, int32_t node) {
+  const Rule rule = request.problem.rule;
+  if (rule == Rule::coupled) return Purpose::coupled;
+  return route_of(rule) != Route::longest && has_child(request, node) ? Purpose::residual : Purpose::bonus;
+}
+
 PASS_EXT_DEVICE AcceptShared& accept_shared() { return *dynamic_shared<AcceptShared>(); }
 
 // True if walks of this route and scan have jobs of this kind; those of `any` have the jobs of all.
@@ -83,7 +101,7 @@ class JobRows : public BlockRows<scan> {
       }
     if constexpr (has(JobKind::draw))
       if (job.kind == JobKind::draw) {
-        const int32_t id = draw(job.judge, job.weight, request, job.rejected, job.noise);
+        const int32_t id = draw(job.judge, job.weight, request, job.rejected, job.noise, is_drawn(whole, job));
         if (is_leader()) job.id = id;
       }
     if constexpr (has(JobKind::invert))
@@ -119,6 +137,12 @@ class JobRows : public BlockRows<scan> {
   using Base::summary_of_row;
 
   PASS_EXT_DEVICE static constexpr bool has(JobKind kind) { return has_job(route, scan, kind); }
+
+  // True if the scan has drawn the noise of a final race. `whole`: the request as the scan saw it.
+  PASS_EXT_DEVICE bool is_drawn(const AcceptRequest& whole, const Job& job) const {
+    if constexpr (scan == Scan::on_the_way) return false;
+    return this->workspace_.log_firsts != nullptr && job.noise.purpose == expected_race(whole, job.judge.node);
+  }
 
   // Every warp adds up its part of a range of the row; the part that holds the place is the next range, until one warp
   // holds a piece in each lane. It ends because a block with this job has several warps (walk_threads).
@@ -237,7 +261,7 @@ class JobRows : public BlockRows<scan> {
   }
 
   PASS_EXT_DEVICE int32_t draw(const Judge& judge, const Weight& weight, const AcceptRequest& request, bool rejected,
-                               const Noise& noise) {
+                               const Noise& noise, bool is_drawn) {
     if (rejected) collect_removed(judge, request);
     const bool is_plain = weight.kind == Weight::plain;
     const auto best = [&](const auto& score) {
@@ -248,7 +272,7 @@ class JobRows : public BlockRows<scan> {
                              this->workspace_.support_sizes[judge.p_row.slot], noise, score)
               .id;
       const float* const maxima =
-          this->bound_race(judge.p_row, judge.p, &noise, false, is_plain ? 0.0f : -judge.p.log_mass);
+          this->bound_race(judge.p_row, judge.p, &noise, is_drawn, is_plain ? 0.0f : -judge.p.log_mass);
       return this->next_best(judge.p_row, maxima, judge.p, &noise, {kInfinity, -1}, score).id;
     };
     if constexpr (!has(JobKind::residual_sums)) return best(PlainScore{judge.p});

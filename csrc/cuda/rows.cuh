@@ -484,7 +484,8 @@ class BlockRows {
     const float* const maxima = summary_of_row(row, distribution.scale, false).maxima;
     if constexpr (scan == Scan::beforehand)
       if (is_drawn) {
-        bound_drawn_groups(maxima, log_firsts_of(workspace_, row.slot), workspace_.groups, bounds(), distribution);
+        bound_drawn_groups(maxima, log_firsts_of(workspace_, row.slot), workspace_.groups, bounds(), distribution,
+                           offset);
         return maxima;
       }
     bound_groups(maxima, workspace_.groups, bounds(), distribution, noise, offset);
