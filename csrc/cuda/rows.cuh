@@ -536,13 +536,13 @@ class BlockRows {
     for (int32_t i = first_index(); i < listed; i += stride()) {
       const int32_t id = id_of_key(list.keys[i]);
       const float log_e = noise == nullptr ? 0.0f : log_noise(*noise, id);
-      list.found[i] = {key_of(PlainScore{distribution}(id, logit_of_key(list.keys[i]), log_e), id), 1};
+      list.found[i] = key_of(PlainScore{distribution}(id, logit_of_key(list.keys[i]), log_e), id);
     }
     sync_block();
     for (int32_t i = first_index(); i < listed; i += stride()) {
-      const int32_t place = place_of(list, listed, list.found[i]).before;
+      const int32_t place = place_of(list, listed, list.found[i]);
       if (place >= count) continue;
-      const bool races = list.found[i].key >= kLowestKey;  // its score is above -inf
+      const bool races = list.found[i] >= kLowestKey;  // its score is above -inf
       tokens[place] = races ? id_of_key(list.keys[i]) : -1;
       logprobs[place] =
           races ? log_weight(distribution, logit_of_key(list.keys[i])) - distribution.log_mass : -kInfinity;
