@@ -89,7 +89,7 @@ class JobRows : public BlockRows<scan> {
  public:
   using Base::is_leader;
 
-  PASS_EXT_DEVICE explicit JobRows(const RowsWorkspace& workspace) : Base(workspace, block_index().x) {}
+  PASS_EXT_DEVICE explicit JobRows(const RowsWorkspace& workspace, int64_t area) : Base(workspace, area) {}
 
   PASS_EXT_DEVICE_CALL void run(AcceptRequest whole) {
     Job& job = accept_shared().job;
