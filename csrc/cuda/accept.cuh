@@ -143,6 +143,8 @@ PASS_EXT_DEVICE void walk_request(const AcceptProblem& problem, const RowsWorksp
   JobRows<route, scan> jobs(workspace, area);
   WalkRows<route, scan> rows(workspace, jobs, request);
   if (warp_index() == 0) {
+    if constexpr (scan == Scan::beforehand)
+      if (divided) rows.read_ahead();
     AcceptWalk<WalkRows<route, scan>>(rows, request).template run<route>(divided);
     rows.end_jobs();
   } else {
@@ -167,6 +169,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, kStepsPerMultiprocessor)
       const AcceptRequest request = request_of(problem, index);
       JobRows<route, Scan::beforehand> jobs(workspace, 0);
       WalkRows<route, Scan::beforehand> rows(workspace, jobs, request);
+      if (divided) rows.read_ahead();
       AcceptWalk<WalkRows<route, Scan::beforehand>>(rows, request).template run<route>(divided);
     }
   } else {

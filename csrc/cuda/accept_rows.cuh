@@ -35,6 +35,7 @@ struct AcceptShared {
   RowShared row;  // first: row_shared() expects it at the beginning of shared memory
   Job job;
   float cuts[kMaxTreeNodes];
+  uint32_t read_ahead[32 * kScanWarps];  // of each thread that walks
   int32_t removed_count;  // deleted children of the node being judged; their ids and cuts follow
   int32_t removed_ids[kMaxTreeNodes];
   float removed_cuts[kMaxTreeNodes];
@@ -345,6 +346,40 @@ class WalkRows {
       : workspace_(workspace), jobs_(jobs), request_(request) {}
 
   PASS_EXT_DEVICE bool is_leader() const { return lane_index() == 0; }
+
+  // Reads what a walk may read of each node, all nodes side by side: a level then waits for L1 four times, not for L2.
+  // `cu_nodes` divides the rows.
+  PASS_EXT_DEVICE void read_ahead() const {
+    static_assert(scan == Scan::beforehand, "the scan has written it");
+    constexpr int32_t kMostNodes = 64;
+    const AcceptProblem& problem = request_.problem;
+    if (request_.nodes > kMostNodes) return;
+    const bool greedy = problem.target_sampling.temperature == nullptr ||
+                        is_greedy(problem.target_sampling.temperature[request_.index]);
+    uint32_t seen = 0;  // goes to shared memory: loads whose results nobody wants are left out
+    const auto see = [&](int64_t slot) {
+      const Distribution& distribution = workspace_.distributions[slot];
+      seen ^= bits_of(distribution.maximum) ^ static_cast<uint32_t>(distribution.status);  // it may lie in two lines
+      return distribution.status == 0;
+    };
+#pragma unroll 1
+    for (int32_t node = static_cast<int32_t>(lane_index()); node < request_.nodes; node += 32) {
+      const bool is_drawn = see(request_.first + node) && !greedy;
+      if (route == Route::coupled && is_drawn) seen ^= static_cast<uint32_t>(workspace_.winners[request_.first + node]);
+      if (node == 0) continue;
+      const int32_t parent = request_.parent(node);
+      const int64_t token = request_.token(node);
+      seen ^= static_cast<uint32_t>(token);
+      if (route == Route::coupled || greedy || parent < 0 || parent >= node) continue;
+      if (token < 0 || token >= problem.target.vocabulary) continue;
+      const int32_t id = static_cast<int32_t>(token), draft = request_.draft_index(parent);
+      seen ^= bits_of(logit_at(request_.target_row(parent), id));
+      if (!reads_drafts(problem.rule) || draft < 0 || draft >= problem.draft_row_count) continue;
+      see(problem.nodes + request_.first + parent);
+      seen ^= bits_of(logit_at(request_.draft_row(parent, draft), id));
+    }
+    accept_shared().read_ahead[thread_rank()] = seen;
+  }
 
   template <typename Predicate>
   PASS_EXT_DEVICE int32_t first_node(int32_t from, int32_t count, const Predicate& predicate) {
