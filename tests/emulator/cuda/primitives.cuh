@@ -229,6 +229,8 @@ void multiply_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b
 
 struct Stream {};
 
+enum class Overlap { none, if_asked, always };  // launches run one after the other
+
 struct BlockSize {
   unsigned x;
 };
@@ -237,7 +239,7 @@ struct LaunchShape {
   Grid grid;
   BlockSize block;
   size_t dynamic_shared_bytes = 0;
-  bool overlaps = false;  // launches run one after the other
+  Overlap overlap = Overlap::none;
 };
 
 template <typename... Parameters>
