@@ -222,8 +222,8 @@ void launch_walk(const AcceptProblem& problem, const RowsWorkspace& workspace, i
                  Stream stream) {
   constexpr Route on_the_way = route == Route::coupled ? route : Route::any;
   const auto walk = [&](auto kernel, unsigned threads) {
-    launch("accept", kernel, LaunchShape{{blocks}, {threads}, sizeof(AcceptShared)}, stream,
-           problem, workspace, are_bounds_checked);
+    launch("accept", kernel, LaunchShape{{blocks}, {threads}, sizeof(AcceptShared)}, stream, problem, workspace,
+           are_bounds_checked);
   };
   const int32_t vocabulary = problem.target.vocabulary;
   if (workspace.rows > 0)
@@ -239,8 +239,8 @@ inline void launch_accept(const AcceptProblem& problem, const RowsPlan& plan, co
   if (is_checked)
     launch("accept (bounds)", check_bounds_kernel, LaunchShape{{1}, {512}}, stream, problem, workspace.divided);
   if (plan.is_one_launch) {
-    const auto step = route_of(problem.rule) == Route::coupled ? accept_step_kernel<Route::coupled>
-                                                               : accept_step_kernel<Route::down>;
+    const auto step =
+        route_of(problem.rule) == Route::coupled ? accept_step_kernel<Route::coupled> : accept_step_kernel<Route::down>;
     return launch("accept", step, LaunchShape{{plan.scan_blocks, plan.rows}, {32 * kScanWarps}, sizeof(AcceptShared)},
                   stream, AcceptSource{problem}, workspace);
   }

@@ -35,10 +35,10 @@ struct AcceptShared {
   RowShared row;  // first: row_shared() expects it at the beginning of shared memory
   Job job;
   float cuts[kMaxTreeNodes];
-  uint32_t read_ahead[32 * kScanWarps];  // of each thread that walks
   int32_t removed_count;  // deleted children of the node being judged; their ids and cuts follow
   int32_t removed_ids[kMaxTreeNodes];
   float removed_cuts[kMaxTreeNodes];
+  uint32_t read_ahead[32 * kScanWarps];  // of each thread that walks
 };
 
 // True if a node has a child. All lanes of a warp call it together.

@@ -48,8 +48,8 @@ PASS_EXT_DEVICE bool is_sum_needed(const SamplingParameters& parameters, bool ne
   return has_filter(parameters) ? parameters.top_p < 1.0f && parameters.top_k == 0 : needs_mass;
 }
 
-// The largest logit of a lane's piece, then of more lanes; NaN or +inf among them is seen. With `packed` two bfloat16 at
-// a time, which needs half the instructions.
+// The largest logit of a lane's piece, then of more lanes; NaN or +inf among them is seen. With `packed` two bfloat16
+// at a time, which needs half the instructions.
 template <bool packed>
 struct Peak {
   float largest = -kInfinity;

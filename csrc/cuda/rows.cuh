@@ -595,8 +595,8 @@ class BlockRows {
   int next_summary_ = 0;
 };
 
-// A block's part of the scan of rows, one warp for a chunk; the last block to finish the scan of a row then finishes the
-// row. True for that block, and for the first block of a row that is not to be read. `slot` is a row's index in the
+// A block's part of the scan of rows, one warp for a chunk; the last block to finish the scan of a row then finishes
+// the row. True for that block, and for the first block of a row that is not to be read. `slot` is a row's index in the
 // workspace.
 //   source.find(slot, row)                 sets `row`; false if the row is not to be read
 //   source.scan_settings(slot)             ScanSettings

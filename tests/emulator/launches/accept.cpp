@@ -61,8 +61,8 @@ void accept(const Arguments& arguments) {
   pass_ext::gpu::launch_logprobs(accept_problem(given), logprob_arrays(given), {});
 }
 
-const Registration kLaunches[] = {{"accept", accept}, {"accept_workspace", accept_workspace},
-                                   {"accept_launches", accept_launches}};
+const Registration kLaunches[] = {
+    {"accept", accept}, {"accept_workspace", accept_workspace}, {"accept_launches", accept_launches}};
 
 }  // namespace
 }  // namespace emulator
