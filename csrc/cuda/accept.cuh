@@ -142,9 +142,9 @@ PASS_EXT_DEVICE void walk_request(const AcceptProblem& problem, const RowsWorksp
   const AcceptRequest request = request_of(problem, index);
   JobRows<route, scan> jobs(workspace, area);
   WalkRows<route, scan> rows(workspace, jobs, request);
+  if constexpr (scan == Scan::beforehand)  // not by the warp that walks, if there is another
+    if (divided && warp_index() == (walks_alone<route, scan>() ? 0 : 1)) rows.read_ahead();
   if (warp_index() == 0) {
-    if constexpr (scan == Scan::beforehand)
-      if (divided) rows.read_ahead();
     AcceptWalk<WalkRows<route, scan>>(rows, request).template run<route>(divided);
     rows.end_jobs();
   } else {

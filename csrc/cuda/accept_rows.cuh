@@ -73,13 +73,19 @@ PASS_EXT_HOST_DEVICE constexpr bool has_job(Route route, Scan scan, JobKind kind
   return kind == JobKind::overlap_sums && route == Route::kseq;
 }
 
-// Threads of a walk's block: one warp if the walk has no jobs.
+// True if a walk has no jobs: then it needs no warp but its own.
+template <Route route, Scan scan>
+PASS_EXT_HOST_DEVICE constexpr bool walks_alone() {
+  constexpr bool has_none = !has_job(route, scan, JobKind::describe) && !has_job(route, scan, JobKind::draw) &&
+                            !has_job(route, scan, JobKind::invert);
+  static_assert(!has_none || route == Route::coupled, "other walks have jobs beside describe and draw");
+  return has_none;
+}
+
+// Threads of a walk's block.
 template <Route route, Scan scan>
 unsigned walk_threads(int32_t vocabulary) {
-  constexpr bool works_alone = !has_job(route, scan, JobKind::describe) && !has_job(route, scan, JobKind::draw) &&
-                               !has_job(route, scan, JobKind::invert);
-  static_assert(!works_alone || route == Route::coupled, "other walks have jobs beside describe and draw");
-  return works_alone ? 32 : threads_for(vocabulary);
+  return walks_alone<route, scan>() ? 32 : threads_for(vocabulary);
 }
 
 // The jobs. All threads of a block call every method together.
@@ -337,8 +343,9 @@ class JobRows : public BlockRows<scan> {
   }
 };
 
-// The `Rows` of a walk. All lanes of the walking warp call every method together, except run_jobs: that is for the
-// other warps.
+// The `Rows` of a walk. All lanes of the walking warp call every method together, except run_jobs and read_ahead: those
+// are for the other warps too. After a job the walk takes its Judge back from shared memory, which is cheaper than
+// registers that keep it meanwhile.
 template <Route route, Scan scan>
 class WalkRows {
  public:
@@ -423,46 +430,38 @@ class WalkRows {
 
   PASS_EXT_DEVICE float logit(const LogitRow& row, int32_t id) const { return logit_at(row, id); }
 
-  PASS_EXT_DEVICE double entropy(const Judge& judge) {
-    if (is_leader()) accept_shared().job.judge = judge;
-    run_job(JobKind::entropy, request_.nodes);
+  PASS_EXT_DEVICE double entropy(Judge& judge) {
+    run_job_at(judge, JobKind::entropy, request_.nodes);
     return accept_shared().job.sums[0];
   }
 
-  PASS_EXT_DEVICE ResidualSums residual_sums(const Judge& judge, const AcceptRequest& request) {
-    if (is_leader()) accept_shared().job.judge = judge;
-    run_job(JobKind::residual_sums, request.nodes);
+  PASS_EXT_DEVICE ResidualSums residual_sums(Judge& judge, const AcceptRequest& request) {
+    run_job_at(judge, JobKind::residual_sums, request.nodes);
     return {accept_shared().job.sums[0], accept_shared().job.sums[1]};
   }
 
-  PASS_EXT_DEVICE void overlap_sums(const Judge& judge, const float* inverse_rho, double* sums) {
-    if (is_leader()) {
-      accept_shared().job.judge = judge;
+  PASS_EXT_DEVICE void overlap_sums(Judge& judge, const float* inverse_rho, double* sums) {
+    if (is_leader())
       for (int k = 0; k < kOverlaps; ++k) accept_shared().job.inverse_rho[k] = inverse_rho[k];
-    }
-    run_job(JobKind::overlap_sums, request_.nodes);
+    run_job_at(judge, JobKind::overlap_sums, request_.nodes);
     for (int k = 0; k < kOverlaps; ++k) sums[k] = accept_shared().job.sums[k];
   }
 
-  PASS_EXT_DEVICE int32_t draw(const Judge& judge, const Weight& weight, const AcceptRequest& request, bool rejected,
+  PASS_EXT_DEVICE int32_t draw(Judge& judge, const Weight& weight, const AcceptRequest& request, bool rejected,
                                const Noise& noise) {
     if constexpr (scan == Scan::beforehand && route == Route::coupled) return workspace_.winners[judge.p_row.slot];
     if (is_leader()) {
-      accept_shared().job.judge = judge;
       accept_shared().job.weight = weight;
       accept_shared().job.rejected = rejected;
       accept_shared().job.noise = noise;
     }
-    run_job(JobKind::draw, request.nodes);
+    run_job_at(judge, JobKind::draw, request.nodes);
     return accept_shared().job.id;
   }
 
-  PASS_EXT_DEVICE int32_t invert(const Judge& judge, uint64_t uniform) {
-    if (is_leader()) {
-      accept_shared().job.judge = judge;
-      accept_shared().job.uniform = uniform;
-    }
-    run_job(JobKind::invert, request_.nodes);
+  PASS_EXT_DEVICE int32_t invert(Judge& judge, uint64_t uniform) {
+    if (is_leader()) accept_shared().job.uniform = uniform;
+    run_job_at(judge, JobKind::invert, request_.nodes);
     return accept_shared().job.id;
   }
 
@@ -481,6 +480,14 @@ class WalkRows {
   }
 
  private:
+  PASS_EXT_DEVICE void run_job_at(Judge& judge, JobKind kind, int32_t nodes) {
+    Judge& shared = accept_shared().job.judge;
+    sync_warp();  // lanes may still take the last one back
+    if (is_leader()) shared = judge;
+    run_job(kind, nodes);
+    judge = shared;
+  }
+
   // Runs a job, whose arguments are in shared memory, on all warps of the block.
   PASS_EXT_DEVICE_CALL void run_job(JobKind kind, int32_t nodes) {
     if (is_leader()) {
