@@ -201,11 +201,7 @@ float unpack_high(uint32_t pair) {
   return to_float(T{static_cast<uint16_t>(pair >> 16)});
 }
 
-inline uint32_t larger_bfloat16s(uint32_t a, uint32_t b) {
-  const auto larger = [](float x, float y) { return std::isnan(x) || std::isnan(y) ? NAN : std::fmax(x, y); };
-  return pack2<bfloat16>(larger(unpack_low<bfloat16>(a), unpack_low<bfloat16>(b)),
-                         larger(unpack_high<bfloat16>(a), unpack_high<bfloat16>(b)));
-}
+using emulator::larger_bfloat16s;
 
 // ---- matrix fragments ----
 
