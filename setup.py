@@ -87,7 +87,8 @@ def cuda_build(torch: Path, library: Path, nvcc: str, architectures: list[str]) 
 def shared_flags(torch: Path) -> str:
     """The options of both compilers."""
     return (
-        f"-std=c++17 -DTORCH_TARGET_VERSION={TORCH_TARGET} -I{quote(ROOT)}/csrc -isystem {quote(torch)}/include {FLAGS}"
+        f"-std=c++17 -DTORCH_TARGET_VERSION={TORCH_TARGET} -DTORCH_EXTENSION_NAME=pass_ext -I{quote(ROOT)}/csrc"
+        f" -isystem {quote(torch)}/include {FLAGS}"
     )
 
 

@@ -1,9 +1,15 @@
 // The operators of pass_ext, as torch sees them: torch.ops.pass_ext.<name>. The only STABLE_TORCH_LIBRARY block.
+// TORCH_EXTENSION_NAME is the namespace: pass_ext in setup.py, another for each build on the Hugging Face Hub.
 // cpu/*.cpp (in this library) and cuda/*.cu (in _C_cuda.so) implement them; fake kernels and autograd are in
 // pass_ext/ops/*.py. Meanings and shapes: the docstrings there.
 #include <torch/csrc/stable/library.h>
 
-STABLE_TORCH_LIBRARY(pass_ext, library) {
+// The namespace, for pass_ext/_library.
+extern "C" __attribute__((visibility("default"))) const char* pass_ext_namespace() {
+  return C10_STRINGIZE(TORCH_EXTENSION_NAME);
+}
+
+STABLE_TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
   // lookahead
   library.def("lookahead_embed(Tensor ids, Tensor table, Tensor lookahead) -> Tensor");
   library.def("lookahead_embed_backward(Tensor grad, Tensor ids, int rows, bool slots, ScalarType dtype) -> Tensor");

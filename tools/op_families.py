@@ -40,7 +40,7 @@ PARTS = (
     Part("CPU op", ("csrc/cpu/{family}.cpp", "csrc/cpu/{family}_*.cpp"), QUOTED),
     Part("CUDA kernels", ("csrc/cuda/{family}.cuh",), on_gpu=True),
     Part("CUDA op", ("csrc/cuda/{family}.cu",), QUOTED, on_gpu=True),
-    Part("Python wrapper and fake kernel", ("pass_ext/ops/{family}.py",), r'register_fake\("{op}"\)'),
+    Part("Python wrapper and fake kernel", ("pass_ext/ops/{family}.py",), r'fake_kernel\("{op}"\)'),
     Part("export", FACES, '"{forward}"'),
     Part("tests", ("tests/ops/test_{family}.py", "tests/ops/{family}/test_*.py"), r"\b{op}\b"),
     Part("samples", ("tests/support/samples.py",), r"\ndef {op}\("),

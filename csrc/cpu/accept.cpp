@@ -27,7 +27,7 @@ void accept_on_cpu(const char* op, const AcceptProblem& problem, const LogprobAr
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("accept_tree", TORCH_BOX(&pass_ext::accept_tree<pass_ext::accept_on_cpu>));
   library.impl("accept_chain", TORCH_BOX(&pass_ext::accept_chain<pass_ext::accept_on_cpu>));
 }

@@ -81,6 +81,6 @@ struct OnCpu {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("adapter_rows_", TORCH_BOX(&pass_ext::adapter_rows<pass_ext::OnCpu>));
 }

@@ -218,7 +218,7 @@ void merge(const MergeProblem& problem, const Tensor&) {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("attention_tree", TORCH_BOX(&pass_ext::attention_tree<pass_ext::check_and_attend>));
   library.impl("attention_merge", TORCH_BOX(&pass_ext::attention_merge<pass_ext::merge>));
 }

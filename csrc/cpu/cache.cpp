@@ -131,4 +131,6 @@ void cache_commit(const TensorList& caches, const Tensor& prefix_lens, const Ten
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) { library.impl("cache_commit_", TORCH_BOX(&pass_ext::cache_commit)); }
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
+  library.impl("cache_commit_", TORCH_BOX(&pass_ext::cache_commit));
+}

@@ -56,6 +56,6 @@ struct OnCpu {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("convolution_tree", TORCH_BOX(&pass_ext::convolution_tree<pass_ext::OnCpu>));
 }

@@ -50,7 +50,7 @@ struct OnCpu {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("layer_before_attention", TORCH_BOX(&pass_ext::layer_before_attention<pass_ext::OnCpu>));
   library.impl("layer_after_attention", TORCH_BOX(&pass_ext::layer_after_attention<pass_ext::OnCpu>));
 }

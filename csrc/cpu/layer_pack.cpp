@@ -166,4 +166,6 @@ std::shared_ptr<const PackedLayers> packed_layers_of(const char* op, const Tenso
 
 void pass_ext_release_layers(const void* key) { pass_ext::Registry::get().release(key); }
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) { library.impl("layer_pack", TORCH_BOX(&pass_ext::layer_pack)); }
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
+  library.impl("layer_pack", TORCH_BOX(&pass_ext::layer_pack));
+}

@@ -324,4 +324,6 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) { library.impl("layer_stack", TORCH_BOX(&pass_ext::layer_stack)); }
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
+  library.impl("layer_stack", TORCH_BOX(&pass_ext::layer_stack));
+}

@@ -202,6 +202,6 @@ struct OnCpu {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("linear_rows", TORCH_BOX(&pass_ext::linear_rows<pass_ext::OnCpu>));
 }

@@ -323,7 +323,7 @@ void next_tree_on_cpu(const NextTreeProblem& problem, const Tensor&) {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("next_rows_", TORCH_BOX(&pass_ext::next_rows<pass_ext::next_on_cpu>));
   library.impl("next_tree_", TORCH_BOX(&pass_ext::next_tree<pass_ext::next_tree_on_cpu>));
 }

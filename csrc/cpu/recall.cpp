@@ -43,6 +43,6 @@ void recall_on_cpu(const RecallProblem& problem, const Tensor&) {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("recall_scores", TORCH_BOX(&pass_ext::recall_scores<pass_ext::recall_on_cpu>));
 }

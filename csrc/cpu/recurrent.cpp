@@ -129,6 +129,6 @@ struct OnCpu {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("recurrent_tree", TORCH_BOX(&pass_ext::recurrent_tree<pass_ext::OnCpu>));
 }

@@ -211,7 +211,7 @@ void shard_best_on_cpu(const ShardBest& best, const Tensor&) {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("shard_local", TORCH_BOX(&pass_ext::shard_local<pass_ext::shard_local_on_cpu>));
   library.impl("shard_combine", TORCH_BOX(&pass_ext::shard_combine<pass_ext::shard_combine_on_cpu>));
   library.impl("shard_best", TORCH_BOX(&pass_ext::shard_best<pass_ext::shard_best_on_cpu>));

@@ -77,9 +77,9 @@ void prepare(const RecurrentState& state, int64_t head, const RequestPath& path,
                                  static_cast<int64_t>(path.rows.size()), prepared));
   };
   switch (state.key_type) {
-    case KeyType::bfloat16: return call(TypeTag<bfloat16>{});
-    case KeyType::float16: return call(TypeTag<float16>{});
-    case KeyType::float32: return call(TypeTag<float>{});
+    case RowType::bfloat16: return call(TypeTag<bfloat16>{});
+    case RowType::float16: return call(TypeTag<float16>{});
+    case RowType::float32: return call(TypeTag<float>{});
   }
 }
 
@@ -159,6 +159,6 @@ void state_commit_on_cpu(const TensorList& states, const TensorList& updates, co
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("state_commit_", TORCH_BOX(&pass_ext::state_commit_on_cpu));
 }

@@ -85,7 +85,7 @@ struct OnCpu {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("step_rms_norm", TORCH_BOX(&pass_ext::step_rms_norm<pass_ext::OnCpu>));
   library.impl("step_rotary", TORCH_BOX(&pass_ext::step_rotary<pass_ext::OnCpu>));
   library.impl("step_gate", TORCH_BOX(&pass_ext::step_gate<pass_ext::OnCpu>));

@@ -105,7 +105,7 @@ struct MaskOnCpu {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("tree_prepare", TORCH_BOX(&pass_ext::tree_prepare<pass_ext::prepare_on_cpu>));
   library.impl("tree_mask", TORCH_BOX(&pass_ext::tree_mask<pass_ext::MaskOnCpu>));
 }

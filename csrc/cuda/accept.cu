@@ -30,7 +30,7 @@ void accept_on_cuda(const char* op, const AcceptProblem& problem, const LogprobA
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, library) {
   library.impl("accept_tree", TORCH_BOX(&pass_ext::accept_tree<pass_ext::accept_on_cuda>));
   library.impl("accept_chain", TORCH_BOX(&pass_ext::accept_chain<pass_ext::accept_on_cuda>));
 }

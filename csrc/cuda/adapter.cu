@@ -21,6 +21,6 @@ struct OnCuda {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, library) {
   library.impl("adapter_rows_", TORCH_BOX(&pass_ext::adapter_rows<pass_ext::OnCuda>));
 }

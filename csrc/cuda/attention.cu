@@ -77,7 +77,7 @@ void merge_on_cuda(const MergeProblem& problem, const Tensor& out) {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, library) {
   library.impl("attention_tree", TORCH_BOX(&pass_ext::attention_tree<pass_ext::attention_on_cuda>));
   library.impl("attention_merge", TORCH_BOX(&pass_ext::attention_merge<pass_ext::merge_on_cuda>));
 }

@@ -24,6 +24,6 @@ void cache_commit(const TensorList& caches, const Tensor& prefix_lens, const Ten
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, library) {
   library.impl("cache_commit_", TORCH_BOX(&pass_ext::cache_commit));
 }

@@ -24,6 +24,6 @@ void draft_on_cuda(const DraftProblem& problem, const Tensor& logits) {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, library) {
   library.impl("draft_sample", TORCH_BOX(&pass_ext::draft_sample<pass_ext::draft_on_cuda>));
 }

@@ -48,7 +48,7 @@ struct OnCuda {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, library) {
   library.impl("layer_before_attention", TORCH_BOX(&pass_ext::layer_before_attention<pass_ext::OnCuda>));
   library.impl("layer_after_attention", TORCH_BOX(&pass_ext::layer_after_attention<pass_ext::OnCuda>));
 }

@@ -30,6 +30,6 @@ struct OnCuda {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, library) {
   library.impl("linear_rows", TORCH_BOX(&pass_ext::linear_rows<pass_ext::OnCuda>));
 }

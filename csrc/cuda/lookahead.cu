@@ -43,7 +43,7 @@ Tensor lookahead_embed_backward(const Tensor& grad, const Tensor& ids, int64_t r
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, library) {
   library.impl("lookahead_embed", TORCH_BOX(&pass_ext::lookahead_embed));
   library.impl("lookahead_embed_backward", TORCH_BOX(&pass_ext::lookahead_embed_backward));
 }

@@ -25,7 +25,7 @@ void next_tree_on_cuda(const NextTreeProblem& problem, const Tensor& rows) {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, library) {
   library.impl("next_rows_", TORCH_BOX(&pass_ext::next_rows<pass_ext::next_on_cuda>));
   library.impl("next_tree_", TORCH_BOX(&pass_ext::next_tree<pass_ext::next_tree_on_cuda>));
 }

@@ -18,6 +18,6 @@ void recall_on_cuda(const RecallProblem& problem, const Tensor& tokens) {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, library) {
   library.impl("recall_scores", TORCH_BOX(&pass_ext::recall_scores<pass_ext::recall_on_cuda>));
 }

@@ -33,7 +33,7 @@ void shard_best_on_cuda(const ShardBest& best, const Tensor& logits) {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, library) {
   library.impl("shard_local", TORCH_BOX(&pass_ext::shard_local<pass_ext::shard_local_on_cuda>));
   library.impl("shard_combine", TORCH_BOX(&pass_ext::shard_combine<pass_ext::shard_combine_on_cuda>));
   library.impl("shard_best", TORCH_BOX(&pass_ext::shard_best<pass_ext::shard_best_on_cuda>));

@@ -22,7 +22,7 @@ struct OnCuda {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, library) {
   library.impl("step_rms_norm", TORCH_BOX(&pass_ext::step_rms_norm<pass_ext::OnCuda>));
   library.impl("step_rotary", TORCH_BOX(&pass_ext::step_rotary<pass_ext::OnCuda>));
   library.impl("step_gate", TORCH_BOX(&pass_ext::step_gate<pass_ext::OnCuda>));

@@ -27,7 +27,7 @@ struct MaskOnCuda {
 }  // namespace
 }  // namespace pass_ext
 
-STABLE_TORCH_LIBRARY_IMPL(pass_ext, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, library) {
   library.impl("tree_prepare", TORCH_BOX(&pass_ext::tree_prepare<pass_ext::prepare_on_cuda>));
   library.impl("tree_mask", TORCH_BOX(&pass_ext::tree_mask<pass_ext::MaskOnCuda>));
 }

@@ -74,9 +74,9 @@ inline RecurrentState recurrent_state(const std::string& name, size_t index, con
   result.k = address_of<const void>(kOp, names[0], keys);
   result.key_row = keys.stride(0);
   result.key_head = keys.stride(1);
-  result.key_type = k.scalar_type() == ScalarType::BFloat16 ? KeyType::bfloat16
-                    : k.scalar_type() == ScalarType::Half   ? KeyType::float16
-                                                            : KeyType::float32;
+  result.key_type = k.scalar_type() == ScalarType::BFloat16 ? RowType::bfloat16
+                    : k.scalar_type() == ScalarType::Half   ? RowType::float16
+                                                            : RowType::float32;
   result.u = data_of<float>(kOp, names[1], updates);
   result.decay = {data_of<float>(kOp, names[2], logs), nullptr, kind};
   if (rates) result.decay.rates = data_of<float>(kOp, names[3], kept(contiguous_of(kOp, names[3].c_str(), *rates)));

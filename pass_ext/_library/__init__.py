@@ -21,18 +21,14 @@ import torch
 
 from pass_ext._library.elf import damage_of
 
-NAMESPACE = "pass_ext"
 CPU_ONLY = {
-    "convolution_tree": "this op is for the CPU; CUDA kernels of layers that keep a state are not written yet",
     "layer_pack": "it checks weights for layer_stack, which is for the CPU",
     "layer_stack": "this op is for the CPU; on a GPU attention_tree goes between layer_before_attention and _after_attention",
-    "recurrent_tree": "this op is for the CPU; CUDA kernels of layers that keep a state are not written yet",
-    "state_commit_": "this op is for the CPU; CUDA kernels of layers that keep a state are not written yet",
 }
 """Ops without a CUDA kernel, and the reason."""
 _HERE = Path(__file__).parent.parent
 _REBUILD = "pip install --no-build-isolation -e ."
-_log = logging.getLogger(NAMESPACE)
+_log = logging.getLogger("pass_ext")
 _debug = os.environ.get("PASS_EXT_DEBUG", "0") == "1"
 
 
@@ -126,7 +122,7 @@ def kernels_hash(device: str) -> str:
 
 def _build_info() -> dict[str, Any]:
     try:
-        return vars(import_module("pass_ext._build_info"))
+        return vars(import_module(".._build_info", __package__))
     except ImportError:
         return {}
 
@@ -136,6 +132,11 @@ def _has_kernels(device: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::lookahead_embed", device))
 
 
+def _path_of(name: str) -> Path:
+    """A compiled library; on the Hugging Face Hub a build has one for all devices, and that build's name."""
+    return next(_HERE.glob("*.abi3.so"), _HERE / name)
+
+
 def _misfit(path: Path, error: OSError) -> str:
     from pass_ext._library.misfit import misfit
 
@@ -143,7 +144,7 @@ def _misfit(path: Path, error: OSError) -> str:
 
 
 def _load_cpu() -> ctypes.CDLL:
-    path = _HERE / "_C.so"
+    path = _path_of("_C.so")
     if not path.exists() and sys.platform != "linux":
         raise ImportError(f"pass_ext is for Linux, and this is {platform.system()}")
     if not path.exists():
@@ -155,9 +156,9 @@ def _load_cpu() -> ctypes.CDLL:
         native = ctypes.CDLL(str(path))
     except OSError as error:
         raise ImportError(_misfit(path, error)) from None
-    if not hasattr(native, "pass_ext_cpu_isa") or not _has_kernels("CPU"):
+    if not hasattr(native, "pass_ext_namespace"):
         raise ImportError(f"{path} is another library: it has no pass_ext kernels. Build it again: {_REBUILD}")
-    native.pass_ext_cpu_isa.restype = ctypes.c_char_p
+    native.pass_ext_namespace.restype = native.pass_ext_cpu_isa.restype = ctypes.c_char_p
     native.pass_ext_limit_cpu_isa.argtypes = [ctypes.c_char_p]
     native.pass_ext_release_layers.argtypes, native.pass_ext_release_layers.restype = [ctypes.c_void_p], None
     limit = os.environ.get("PASS_EXT_CPU_ISA", "")
@@ -169,6 +170,8 @@ def _load_cpu() -> ctypes.CDLL:
 def _load_cuda() -> str:
     """Loads the CUDA library; returns '', or the reason why it was not loaded."""
     path = _HERE / "_C_cuda.so"
+    if not path.exists() and _has_kernels("CUDA"):  # one library for all devices
+        return ""
     if not path.exists():
         return (
             "this build of pass_ext has no CUDA kernels. Install the CUDA toolkit (nvcc), and rebuild in a checkout of "
@@ -204,6 +207,9 @@ def _refuse_cuda_tensors(reason: str) -> torch.library.Library:
 
 
 _native = _load_cpu()
+NAMESPACE: str = _native.pass_ext_namespace().decode()
+"""``pass_ext``; on the Hugging Face Hub each build has its own, so that several may be loaded beside each other."""
+ops = getattr(torch.ops, NAMESPACE)
 _cuda_reason = _load_cuda()
-_cuda_native = None if _cuda_reason else ctypes.CDLL(str(_HERE / "_C_cuda.so"))
+_cuda_native = None if _cuda_reason else ctypes.CDLL(str(_path_of("_C_cuda.so")))
 _refusals = _refuse_cuda_tensors(_cuda_reason)  # a global: torch removes the kernels when the Library is freed

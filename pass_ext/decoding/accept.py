@@ -46,6 +46,7 @@ class JudgedRows:
     shards: LogitShards | None = None
     """The ranks that hold the columns of ``logits``."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments: ``allowed``, a grammar's masks; those of log probabilities."""
 
 
 class AcceptFunction(ABC):

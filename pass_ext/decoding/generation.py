@@ -2,7 +2,8 @@
 
 The device makes the rows of a step if the host decides nothing between two steps: no logits processors, grammars, log
 probabilities or tensor parallelism, draft tokens from look-ahead slots alone or none, and the rule "coupled" (or greedy texts,
-on which all rules of the ops agree). Streamers and stopping criteria are called later, with the same tokens in order.
+on which all rules of the ops agree). On the CPU a batch with fixed rows stays with the host. Streamers and stopping criteria
+are called later, with the same tokens in order.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pass_ext.decoding.requests.guides import GrammarArgument, guides_of
 from pass_ext.decoding.requests.processors import Processor, processors_of
 from pass_ext.decoding.requests.prompts import prompts_of, special_tokens, warn_of_length
 from pass_ext.decoding.sampling import SamplingParams
+from pass_ext.decoding.session.reading import read_again
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.stats import GenerationStats
 from pass_ext.ops.accept import TokenLogprobs
@@ -129,7 +131,7 @@ def generate(
     listener = Listener(streamer, stopping)
     # Inference tensors would break a session that is used again outside the caller's inference mode.
     with torch.inference_mode(False), torch.no_grad(), adapted.attached(), ExitStack() as stack:
-        session = Session(adapted) if session is None else session
+        is_given, session = session is not None, Session(adapted) if session is None else session
         tokens = [list(text) for text in prompts.texts]
         context = DraftContext(adapted, tokens, sampling, accept.name, bool(session.cuda_graphs), guides)
         drafting = Drafting(method, context)
@@ -154,6 +156,8 @@ def generate(
         listener.end()
         seconds = time.perf_counter() - started
         session.keep([len(text) - 1 for text in tokens])
+        if is_given and session.wants_states:
+            read_again(session, tokens, [len(text) for text in prompts.texts])
         way = adapted.way
     new = [text[len(prompt) :] for text, prompt in zip(tokens, prompts.texts, strict=True)]
     for text, prompt in zip(tokens, prompts.texts, strict=True):

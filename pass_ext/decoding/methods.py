@@ -22,7 +22,7 @@ from pass_ext.modules.decision import DraftLevel
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.tree import Tree
 
-MAX_PLANNED_ROWS = 256  # rows of one request in one step, also for rows="auto"
+MAX_PLANNED_ROWS = 256  # rows of one request in one step, as a number; "auto" takes fewer
 MAX_DRAFT_LEVELS = 32  # calls of a draft model per step
 
 
@@ -75,7 +75,7 @@ class PaSS:
         lookahead: the trained embeddings, a ``LookaheadEmbedding``; or the name or path that its ``from_pretrained`` loads.
         passes: 1: one call verifies this step's candidates and computes the next ones. 2: as published, one call for the
             candidates, then one that verifies them.
-        rows: the most rows of one call per request. From 5 on, each step takes the candidates and slots that suit the place.
+        rows: the most rows of one call per request. From 5 to 64, each step takes the candidates and slots that suit the place.
             "auto": the fastest number for this model on this machine, on the CPU at each place; its calls are measured once and
             the times kept on disk. Drafting pauses while it does not pay.
         tree: instead of planning: a tree of candidates, in which child k of a node is the candidate of rank k. Look-ahead

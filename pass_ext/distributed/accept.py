@@ -25,7 +25,7 @@ from pass_ext.ops.common.rules import ACCEPT_RULES
 _GATHERED_RULES = ("kseq", "typical", "coupled_inverse", "adaptive_rejection", "joint")
 
 
-@typed("pass_ext.distributed.")
+@typed("pass_ext.distributed.", page="distributed")
 def accept_tree(
     target_logits: Tensor,
     tokens: Tensor,
@@ -105,7 +105,7 @@ def accept_tree(
     return run(steps, columns.group)
 
 
-@typed("pass_ext.distributed.")
+@typed("pass_ext.distributed.", page="distributed")
 def accept_chain(
     target_logits: Tensor,
     draft_tokens: Tensor,

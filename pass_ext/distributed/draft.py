@@ -26,7 +26,7 @@ from pass_ext.ops.common.arguments import (
 Drafts = tuple[Tensor, Tensor]
 
 
-@typed("pass_ext.distributed.")
+@typed("pass_ext.distributed.", page="distributed")
 def draft_sample(
     logits: Tensor,
     k: int,

@@ -21,15 +21,15 @@ from pass_ext.ops.common.arguments import (
     target_and_draft,
     typed,
 )
-from pass_ext.ops.common.kernels import call, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel
 from pass_ext.ops.common.rules import ACCEPT_RULES, RULES
 
 STATUS = {1: "NaN or +inf among the logits", 2: "no token is allowed", 4: "the tree is malformed"}
 """The bits of ``AcceptResult.status``."""
 
 _RULE_NAMES = tuple(RULES)
-_tree_op = torch.ops.pass_ext.accept_tree.default
-_chain_op = torch.ops.pass_ext.accept_chain.default
+_tree_op = _library.ops.accept_tree.default
+_chain_op = _library.ops.accept_chain.default
 
 
 MAX_TOP_LOGPROBS = 64
@@ -71,7 +71,7 @@ class AcceptResult(_AcceptTensors):
     """With ``return_logprobs=True``: the log probabilities of ``emitted``. Not an item of the tuple."""
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/accept")
 def accept_tree(
     target_logits: Tensor,
     tokens: Tensor,
@@ -109,11 +109,13 @@ def accept_tree(
         tokens: ``[N]`` int64, the token of node i; a root's token is ignored. A token outside [0, V), such as -1, is never
             accepted.
         parents: ``[N]`` int32, each node's parent as an index in its request, -1 for the root, which is node 0;
-            ``parents[i] < i``. At most 1,024 nodes per request. Of siblings with equal tokens the first is followed.
+            ``parents[i] < i``. At most 1,024 nodes per request. Of siblings with equal tokens the first is followed
+            ("typical" and "joint": the one with the longer path; "kseq" tries both)
         cu_nodes: ``[B + 1]`` int32: request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request.
         max_depth: the depth of the deepest tree. It sets the width of the result; deeper nodes are ignored.
-        rule: one of ``pass_ext.RULES``; docs/ops/accept.md helps to choose. All rules but "coupled", "coupled_inverse" and
-            "typical" need ``draft_logits``, the distributions that the children were drawn from.
+        rule: one of ``pass_ext.RULES``; docs/ops/accept.md helps to choose. "kseq" and
+            "rejection_with_replacement" need ``draft_logits``, the distributions that the children were drawn from; without
+            them the other rules take every draft as a fixed proposal.
         draft_logits: ``[R, V]``, any of the dtypes above: the logits that the drafts were sampled from, unchanged.
         draft_rows: ``[N]`` int32, the row of ``draft_logits`` that node i's children were drawn from; -1: its children are
             fixed proposals (n-grams, top-k candidates). None: ``draft_logits`` has one row per node.
@@ -143,6 +145,15 @@ def accept_tree(
     Integer arguments may have any integer dtype. The CPU refuses numbers that do not fit the dtype named here. On CUDA they
     are clamped to its lowest or highest number, which is out of range too, and positions beyond the last wrap around to
     -2^63. The op has no derivative and refuses forward-mode ones.
+
+    Example:
+
+        >>> logits = torch.zeros(3, 5).scatter(1, torch.tensor([[3], [4], [0]]), 9.0)  # the target wants 3 first
+        >>> tokens, parents, cu_nodes = torch.tensor([0, 2, 3]), torch.tensor([-1, 0, 0]), torch.tensor([0, 3])
+        >>> logits[2] = torch.tensor([0.0, 9.0, 0.0, 0.0, 0.0])  # after token 3 it wants 1
+        >>> result = pass_ext.accept_tree(logits, tokens, parents, cu_nodes, 1)
+        >>> result.emitted, result.path, result.num_accepted
+        (tensor([[3, 1]]), tensor([[0, 2]], dtype=torch.int32), tensor([1], dtype=torch.int32))
     """
     op, batch = "accept_tree", (cu_nodes.shape[0] - 1, target_logits.device)
     return _call(
@@ -156,7 +167,7 @@ def accept_tree(
     )  # fmt: skip
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/accept")
 def accept_chain(
     target_logits: Tensor,
     draft_tokens: Tensor,
@@ -192,6 +203,12 @@ def accept_chain(
         allowed, draft_allowed: ``[B, K + 1, ceil(V / 32)]`` and ``[B, K, ceil(V / 32)]`` int32 words.
 
     The other arguments and the result are those of ``accept_tree``; ``path`` counts 0, 1, 2, …
+
+    Example:
+
+        >>> logits = torch.zeros(1, 3, 5).scatter(2, torch.tensor([[[3], [4], [0]]]), 9.0)  # the target wants 3, then 4, then 0
+        >>> pass_ext.accept_chain(logits, torch.tensor([[3, 2]])).emitted  # 3 is accepted, 2 is not
+        tensor([[ 3,  4, -1]])
     """
     op, batch = "accept_chain", (target_logits.shape[0], target_logits.device)
     return _call(
@@ -287,11 +304,11 @@ def _fake(
     )
 
 
-@register_fake("accept_tree")
+@fake_kernel("accept_tree")
 def _tree_shape(target_logits, tokens, parents, cu_nodes, max_depth, *rest):  # type: ignore[no-untyped-def]
     return _fake(cu_nodes.shape[0] - 1, max_depth + 1, target_logits, rest[-1])
 
 
-@register_fake("accept_chain")
+@fake_kernel("accept_chain")
 def _chain_shape(target_logits, draft_tokens, *rest):  # type: ignore[no-untyped-def]
     return _fake(target_logits.shape[0], target_logits.shape[1], target_logits, rest[-1])

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from pass_ext import _library
 from pass_ext.ops.common.arguments import integers, typed
-from pass_ext.ops.common.kernels import call, nothing, refuse_gradients, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel, nothing, refuse_gradients
 
 MAX_RANK = 128  # kMaxAdapterRank of csrc/core/adapter.h
 
-_op = torch.ops.pass_ext.adapter_rows_.default
+_op = _library.ops.adapter_rows_.default
 _ID_DTYPES = (torch.int64, torch.int32)
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/adapter")
 def adapter_rows_(out: Tensor, x: Tensor, ids: Tensor, down: Tensor, up: Tensor, scale: float = 1.0) -> Tensor:
     """Adds to the output ``out [..., out]`` of a linear layer, in place, the low-rank product of its input ``x [..., in]`` for
     the rows of look-ahead slots: ``out[n] += scale * (x[n] @ down[k].T) @ up[k]`` where ``ids[n] < 0``.
@@ -42,6 +42,13 @@ def adapter_rows_(out: Tensor, x: Tensor, ids: Tensor, down: Tensor, up: Tensor,
     The CPU refuses slots below -K (if K is not 1) before anything is written. On CUDA ids are not checked, to avoid a
     synchronisation: such a row stays as it is. ``pass_ext.set_debug(True)`` or ``PASS_EXT_DEBUG=1`` checks them there too.
     No gradients, reverse or forward: the op raises if an input requires one. ``pass_ext.layers.adapter_rows`` has them.
+
+    Example:
+
+        >>> out, x, ids = torch.zeros(2, 2), torch.ones(2, 2), torch.tensor([7, -1])  # a token, then slot 0
+        >>> pass_ext.layers.adapter_rows_(out, x, ids, torch.ones(1, 1, 2), torch.tensor([[[3.0, 4.0]]]))
+        tensor([[0., 0.],
+                [6., 8.]])
     """
     refuse_gradients("adapter_rows_", out, x, down, up, instead="pass_ext.layers.adapter_rows")
     if ids.dtype not in _ID_DTYPES:
@@ -62,14 +69,21 @@ def check_adapter_ids(ids: Tensor, adapters: int, op: str = "adapter_rows_") -> 
         )
 
 
-register_fake("adapter_rows_")(nothing)
+fake_kernel("adapter_rows_")(nothing)
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/adapter")
 def adapter_rows(out: Tensor, x: Tensor, ids: Tensor, down: Tensor, up: Tensor, scale: float = 1.0) -> Tensor:
     """``adapter_rows_`` as a new tensor, for training: composite PyTorch, differentiable in out, x, down and up.
 
     The products are computed in down's dtype, which may be wider than out's (master weights), and rounded to out's.
+
+    Example:
+
+        >>> up = torch.tensor([[[3.0, 4.0]]], requires_grad=True)
+        >>> out = pass_ext.layers.adapter_rows(torch.zeros(1, 2), torch.ones(1, 2), torch.tensor([-1]), torch.ones(1, 1, 2), up)
+        >>> torch.autograd.grad(out.sum(), up)
+        (tensor([[[2., 2.]]]),)
     """
     rows, flat = x.flatten(0, -2), out.flatten(0, -2)
     for k in range(len(down)):

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from pass_ext import _library
 from pass_ext.ops.common.arguments import integers, typed
-from pass_ext.ops.common.kernels import call, refuse_gradients, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel, refuse_gradients
 from pass_ext.ops.tree import check_bounds
 
 HEAD_DIMS = (64, 80, 96, 128, 256)  # kHeadDims of csrc/core/attention.h
 
-_op = torch.ops.pass_ext.attention_tree.default
-_merge_op = torch.ops.pass_ext.attention_merge.default
+_op = _library.ops.attention_tree.default
+_merge_op = _library.ops.attention_merge.default
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/attention")
 def attention_tree(
     q: Tensor,
     k_cache: Tensor,
@@ -73,6 +73,16 @@ def attention_tree(
     synchronisation: they are clamped, and a page outside the pool reads as zeros; ``pass_ext.set_debug(True)`` checks them
     there too. Lengths, bounds, pages and depths may have any integer dtype; numbers outside int32 are out of range. No
     gradients, reverse or forward: the op raises if an input requires one.
+
+    Example:
+
+        >>> q, k = torch.ones(2, 1, 64), torch.ones(1, 4, 1, 64)
+        >>> v = k * torch.arange(4.0)[:, None, None]
+        >>> trees = pass_ext.pack_trees([pass_ext.Tree.chain(1)])
+        >>> step = torch.tensor([2]), trees.cu_nodes, trees.visible, 2  # keys 0 and 1 are the prefix, 2 and 3 the nodes'
+        >>> out, lse = pass_ext.attention_tree(q, k, v, *step)
+        >>> out[:, 0, 0]  # the mean of what each node sees
+        tensor([1.0000, 1.5000])
     """
     refuse_gradients("attention_tree", q, k_cache, v_cache, k_new, v_new)
     prefix_lens = integers("attention_tree", "prefix_lens", prefix_lens)
@@ -137,7 +147,7 @@ def check_fits(
                 )
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/attention")
 def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Merges two attention results of the same rows over disjoint keys: ``out [..., D]`` and ``lse [...]`` of each.
 
@@ -149,17 +159,24 @@ def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
         ``(out [..., D], lse [...])``, the result of one attention over all the keys.
 
     D is below 2^31. No gradients, reverse or forward: the op raises if an input requires one.
+
+    Example:
+
+        >>> one, other = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+        >>> out, lse = pass_ext.attention_merge(one, torch.zeros(1), other, torch.zeros(1))
+        >>> out, lse
+        (tensor([[0.5000, 0.5000]]), tensor([0.6931]))
     """
     refuse_gradients("attention_merge", out_a, lse_a, out_b, lse_b)
     out, lse = call(_merge_op, out_a, lse_a, out_b, lse_b)
     return out, lse
 
 
-@register_fake("attention_tree")
+@fake_kernel("attention_tree")
 def _attention_shape(q: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@register_fake("attention_merge")
+@fake_kernel("attention_merge")
 def _merge_shape(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from pass_ext import _library
 from pass_ext.ops.common.arguments import integers, typed
-from pass_ext.ops.common.kernels import call, nothing, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel, nothing
 
-_op = torch.ops.pass_ext.cache_commit_.default
+_op = _library.ops.cache_commit_.default
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/attention")
 def cache_commit_(
     caches: Sequence[Tensor] | Tensor,
     prefix_lens: Tensor,
@@ -54,6 +54,14 @@ def cache_commit_(
     checked, to avoid a synchronisation: rows out of range are not moved; ``pass_ext.set_debug(True)`` checks them there too.
     Integer arguments may have any integer dtype; numbers outside int32 are out of range. No gradients, reverse or forward:
     the op raises if a tensor requires one.
+
+    Example:
+
+        >>> cache = torch.tensor([7.0, 1.0, 2.0, 3.0]).view(1, 4, 1, 1)  # one token, then a root and two candidates
+        >>> path, accepted = torch.tensor([[0, 2]]), torch.tensor([1])  # as accept_tree returns them
+        >>> pass_ext.cache_commit_([cache], torch.tensor([1]), torch.tensor([0, 3]), path, accepted)
+        >>> cache.flatten()
+        tensor([7., 1., 3., 3.])
     """
     caches = [caches] if isinstance(caches, Tensor) else list(caches)
     new = [new] if isinstance(new, Tensor) else new
@@ -132,4 +140,4 @@ def check_fits(
                                      f"at {b}")  # fmt: skip
 
 
-register_fake("cache_commit_")(nothing)
+fake_kernel("cache_commit_")(nothing)

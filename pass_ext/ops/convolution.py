@@ -1,19 +1,20 @@
 """``convolution_tree``: short causal convolutions over the trees of a step, as in front of recurrent layers and in LFM.
 
 The window of a node runs along its path and into the request's state: csrc/core/convolution.h. Kernels:
-csrc/cpu/convolution.cpp.
+csrc/cpu/convolution.cpp, csrc/cuda/convolution.cu.
 """
 
-import torch
 from torch import Tensor
 
+from pass_ext._library import ops
 from pass_ext.ops.common.arguments import index_of, integers, typed
-from pass_ext.ops.common.kernels import call, refuse_gradients, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel, refuse_gradients
+from pass_ext.ops.recurrent import check_step
 
-_op = torch.ops.pass_ext.convolution_tree.default
+_op = ops.convolution_tree.default
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/recurrent")
 def convolution_tree(
     x: Tensor,
     weight: Tensor,
@@ -41,8 +42,14 @@ def convolution_tree(
         ``[N, C]`` in x's dtype. ``state_commit_`` takes x itself as the update.
 
     Computes in float32 and rounds once. A node has the bits that steps of one token along its path give. No gradients, reverse
-    or forward: the op raises if an input requires one. The CPU refuses values that are out of range, before anything is
-    written.
+    or forward: the op raises if an input requires one. Values that are out of range: as in ``recurrent_tree``.
+
+    Example:
+
+        >>> x, weight, state = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[10.0, 1.0]]), torch.zeros(1, 1, 1)
+        >>> parents, cu_nodes = torch.tensor([-1, 0, 0]), torch.tensor([0, 3])  # a root and its two children
+        >>> pass_ext.layers.convolution_tree(x, weight, None, state, parents, cu_nodes).flatten()  # 1, 10 * 1 + 2, 10 * 1 + 3
+        tensor([ 1., 12., 13.])
     """
     refuse_gradients("convolution_tree", x, weight, bias, states)
     if activation is not None:
@@ -50,11 +57,12 @@ def convolution_tree(
     parents = integers("convolution_tree", "parents", parents)
     cu_nodes = integers("convolution_tree", "cu_nodes", cu_nodes)
     state_index = integers("convolution_tree", "state_index", state_index)
+    check_step("convolution_tree", cu_nodes, x.shape[0], state_index, [states], parents)
     out: Tensor = call(_op, x, weight, bias, states, state_index, parents, cu_nodes, activation is not None)
     return out
 
 
-@register_fake("convolution_tree")
+@fake_kernel("convolution_tree")
 def _shape(
     x: Tensor,
     weight: Tensor,

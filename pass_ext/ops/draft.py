@@ -7,6 +7,7 @@ csrc/cpu/rows.cpp and csrc/cuda/rows.cuh.
 import torch
 from torch import Tensor
 
+from pass_ext._library import ops
 from pass_ext.ops.common.arguments import (
     Parameter,
     check_positions,
@@ -17,14 +18,14 @@ from pass_ext.ops.common.arguments import (
     seeds_for,
     typed,
 )
-from pass_ext.ops.common.kernels import call, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel
 
 MODES = ("coupled", "without", "with", "top")
 
-_op = torch.ops.pass_ext.draft_sample.default
+_op = ops.draft_sample.default
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/accept")
 def draft_sample(
     logits: Tensor,
     k: int,
@@ -65,6 +66,13 @@ def draft_sample(
 
     Integer arguments may have any integer dtype. The CPU refuses numbers that do not fit the dtype named here; on CUDA they
     are clamped to its lowest or highest number. The op has no derivative and refuses forward-mode ones.
+
+    Example:
+
+        >>> logits = torch.tensor([[0.0, 5.0, 1.0, 2.0]])
+        >>> tokens, logprobs = pass_ext.draft_sample(logits, 2, mode="top")
+        >>> tokens, logprobs.exp().round(decimals=2)
+        (tensor([[1, 3]]), tensor([[0.9300, 0.0500]]))
     """
     rows, device = logits.shape[0], logits.device
     draws_nothing = mode == "top" or (mode == "coupled" and temperature is None)
@@ -90,7 +98,7 @@ def draws(mode: str, temperature: Parameter) -> bool:
     return mode != "top" and not is_greedy(temperature)
 
 
-@register_fake("draft_sample")
+@fake_kernel("draft_sample")
 def _shape(logits: Tensor, k: int, *rest: object) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], k)
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)

@@ -21,13 +21,13 @@ from pass_ext import _library
 from pass_ext._library import release_layers
 from pass_ext.ops.adapter import check_adapter_ids
 from pass_ext.ops.common.arguments import index_of, integers, typed
-from pass_ext.ops.common.kernels import call, refuse_gradients, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel, refuse_gradients
 from pass_ext.ops.step import ACTIVATIONS, NORM_FORMS
 
-_before_op = torch.ops.pass_ext.layer_before_attention.default
-_after_op = torch.ops.pass_ext.layer_after_attention.default
-_pack_op = torch.ops.pass_ext.layer_pack.default
-_stack_op = torch.ops.pass_ext.layer_stack.default
+_before_op = _library.ops.layer_before_attention.default
+_after_op = _library.ops.layer_after_attention.default
+_pack_op = _library.ops.layer_pack.default
+_stack_op = _library.ops.layer_stack.default
 
 
 class LayerWeights(NamedTuple):
@@ -68,7 +68,7 @@ ADAPTED = ADAPTED_BEFORE + ADAPTED_AFTER
 """The linear layers that may have adapters, in the order of the ops' lists: csrc/host/layer_adapters.h, AdapterLinear."""
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/layer")
 def layer_before_attention(
     x: Tensor,
     q_weight: Tensor,
@@ -115,10 +115,19 @@ def layer_before_attention(
     two where heads are normed, four where whole rows of queries and keys are, and one more where a block has no room for
     its normed rows; adapters add none. Slots below -K are refused, or on CUDA have no adapter, as in ``adapter_rows_``. No
     gradients, reverse or forward: the op raises if an input requires one.
+
+    Example:
+
+        >>> x, weight = torch.ones(3, 8), torch.eye(8)
+        >>> q, k, v = pass_ext.layers.layer_before_attention(x, weight, weight[:4], weight[:4], head_dim=4)
+        >>> list(q.shape), list(k.shape), list(v.shape)
+        ([3, 2, 4], [3, 1, 4], [3, 1, 4])
     """
     op = "layer_before_attention"
     ids, added, adapted = _adapted(op, ids, adapters, ADAPTED_BEFORE)
-    refuse_gradients(op, x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, input_norm, q_norm, k_norm, *added)
+    refuse_gradients(
+        op, x, q_weight, k_weight, v_weight, q_bias, k_bias, v_bias, input_norm, q_norm, k_norm, cos, sin, *added
+    )
     q, k, v = call(
         _before_op, x, input_norm, q_weight, q_bias, k_weight, k_bias, v_weight, v_bias, q_norm, k_norm, cos, sin, head_dim,
         eps, index_of(op, "form", form, NORM_FORMS), ids, added, adapted, adapter_scale,
@@ -126,7 +135,7 @@ def layer_before_attention(
     return q, k, v
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/layer")
 def layer_after_attention(
     attended: Tensor,
     residual: Tensor,
@@ -174,6 +183,13 @@ def layer_after_attention(
     A row has the same bits whatever the other rows are; rows of tokens have those of a call without adapters. On a GPU it is
     three launches, two more for each norm after a product, and one more where a block has no room for its normed rows;
     adapters add none. No gradients, reverse or forward: the op raises if an input requires one.
+
+    Example:
+
+        >>> attended, residual, eye = torch.ones(1, 4), torch.ones(1, 4), torch.eye(4)
+        >>> down = torch.zeros(4, 4)
+        >>> pass_ext.layers.layer_after_attention(attended, residual, eye, eye, eye, down)  # 1 + 1, and an MLP of zeros
+        tensor([[2., 2., 2., 2.]])
     """
     op = "layer_after_attention"
     ids, added, adapted = _adapted(op, ids, adapters, ADAPTED_AFTER)
@@ -229,7 +245,7 @@ class PackedLayers:
         )
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/layer")
 def layer_pack(layers: Sequence[LayerWeights], *, head_dim: int) -> PackedLayers:
     """Checks decoder layers' weights once for many calls of ``layer_stack``, which then takes the result in their place.
 
@@ -241,6 +257,13 @@ def layer_pack(layers: Sequence[LayerWeights], *, head_dim: int) -> PackedLayers
         The packed layers. They keep the tensors as long as they live, and read them in each call.
 
     For the CPU only. No gradients, reverse or forward: the op raises if a weight requires one.
+
+    Example:
+
+        >>> eye = torch.eye(4)
+        >>> weights = pass_ext.layers.LayerWeights(eye, eye, eye, eye, eye, eye, eye)
+        >>> len(pass_ext.layers.layer_pack([weights] * 2, head_dim=4))
+        2
     """
     op = "layer_pack"
     weights, parts = _listed(op, layers)
@@ -257,10 +280,11 @@ def _listed(op: str, layers: Sequence[LayerWeights]) -> tuple[list[Tensor], int]
     if len(present) > 1:
         raise ValueError(f"pass_ext::{op}: layers must all have the same optional parts, got layers that differ")
     parts = sum(1 << i for i, is_there in enumerate(present.pop() if present else ()) if is_there)
-    return [tensor for layer in layers for name in _ORDER if (tensor := getattr(layer, name)) is not None], parts
+    listed = [getattr(layer, name) for layer in layers for name in _ORDER]
+    return [tensor for tensor in listed if tensor is not None], parts
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/layer")
 def layer_stack(
     x: Tensor,
     layers: Sequence[LayerWeights] | PackedLayers,
@@ -324,6 +348,16 @@ def layer_stack(
 
     A row has the same bits whatever the other requests are. For the CPU only. No gradients, reverse or forward: the op raises
     if an input requires one.
+
+    Example:
+
+        >>> eye, rows = torch.eye(64), torch.ones(2, 64)
+        >>> weights = pass_ext.layers.LayerWeights(eye, eye, eye, eye, eye, eye, torch.zeros(64, 64))
+        >>> trees, caches = pass_ext.pack_trees([pass_ext.Tree.chain(1)]), torch.zeros(2, 1, 8, 1, 64)
+        >>> step = torch.tensor([0]), trees.cu_nodes, trees.visible, 2
+        >>> out, new = pass_ext.layers.layer_stack(rows, [weights], caches, *step, head_dim=64)
+        >>> out[:, 0], list(new.shape)  # 1 + 1, and the keys and values of both rows
+        (tensor([2., 2.]), [2, 2, 1, 64])
     """
     op = "layer_stack"
     prefix_lens, cu_nodes = integers(op, "prefix_lens", prefix_lens), integers(op, "cu_nodes", cu_nodes)
@@ -339,7 +373,7 @@ def layer_stack(
         listed, parts = _listed(op, layers)
         weights = listed
     adapted, added = adapter_list(op, adapters)
-    refuse_gradients(op, x, deep, final_norm, head, *listed, *flat, *added)
+    refuse_gradients(op, x, cos, sin, deep, final_norm, head, *listed, *flat, *added)
     count = len(layers)
     out, new = call(
         _stack_op, x, weights, parts, flat, prefix_lens, cu_nodes, visible, max_nodes, depths, cos, sin, positions,
@@ -363,7 +397,7 @@ def adapter_list(
     return sum(1 << ADAPTED.index(name) for name in there), [side for name in there for side in adapters[name]]
 
 
-@register_fake("layer_before_attention")
+@fake_kernel("layer_before_attention")
 def _before_shape(
     x: Tensor, input_norm: Tensor | None, q_weight: Tensor, q_bias: Tensor | None, k_weight: Tensor, k_bias: Tensor | None,
     v_weight: Tensor, v_bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor | None,
@@ -374,7 +408,7 @@ def _before_shape(
     return q, k, v
 
 
-@register_fake("layer_after_attention")
+@fake_kernel("layer_after_attention")
 def _after_shape(
     attended: Tensor, residual: Tensor, o_weight: Tensor, o_bias: Tensor | None, attention_norm: Tensor | None,
     mlp_norm: Tensor | None, gate_weight: Tensor, gate_bias: Tensor | None, up_weight: Tensor, up_bias: Tensor | None,
@@ -384,13 +418,13 @@ def _after_shape(
     return residual.new_empty(residual.shape)
 
 
-@register_fake("layer_pack")
+@fake_kernel("layer_pack")
 def _key_shape(weights: list[Tensor], parts: int, head_dim: int) -> Tensor:
     each = max(1, parts.bit_count())
     return weights[0].new_empty((len(weights) // each, len(_ORDER)), dtype=torch.int64)
 
 
-@register_fake("layer_stack")
+@fake_kernel("layer_stack")
 def _stack_shape(
     x: Tensor, weights: list[Tensor], parts: int, caches: list[Tensor], prefix_lens: Tensor, cu_nodes: Tensor,
     visible: Tensor, max_nodes: int, depths: Tensor | None, cos: Tensor | None, sin: Tensor | None,

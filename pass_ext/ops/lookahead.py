@@ -12,14 +12,14 @@ from torch.autograd import forward_ad
 
 from pass_ext import _library
 from pass_ext.ops.common.arguments import integers, typed
-from pass_ext.ops.common.kernels import register_fake
+from pass_ext.ops.common.kernels import fake_kernel
 
-_op = torch.ops.pass_ext.lookahead_embed.default
-_backward_op = torch.ops.pass_ext.lookahead_embed_backward.default
+_op = _library.ops.lookahead_embed.default
+_backward_op = _library.ops.lookahead_embed_backward.default
 _ID_DTYPES = (torch.int64, torch.int32)
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/lookahead")
 def lookahead_embed(ids: Tensor, table: Tensor, lookahead: Tensor) -> Tensor:
     """Input embeddings ``[..., d]`` of ids that mix tokens, from ``table [V, d]``, and look-ahead slots, from
     ``lookahead [L, d]``.
@@ -37,6 +37,13 @@ def lookahead_embed(ids: Tensor, table: Tensor, lookahead: Tensor) -> Tensor:
     The CPU refuses ids outside ``[-L, V)`` before anything is written. On CUDA ids are not checked, to avoid a
     synchronisation: such a row is all zeros. ``pass_ext.set_debug(True)`` or ``PASS_EXT_DEBUG=1`` checks them there too, with
     one synchronisation per call.
+
+    Example:
+
+        >>> table, slots = torch.arange(6.0).view(3, 2), torch.tensor([[10.0, 11.0]])
+        >>> pass_ext.lookahead_embed(torch.tensor([2, -1]), table, slots)  # token 2, then slot 0
+        tensor([[ 4.,  5.],
+                [10., 11.]])
     """
     if ids.dtype not in _ID_DTYPES:
         ids = integers("lookahead_embed", "ids", ids, torch.int64)
@@ -77,12 +84,12 @@ def check_ids(ids: Tensor, vocabulary: int, slots: int) -> None:
         )
 
 
-@register_fake("lookahead_embed")
+@fake_kernel("lookahead_embed")
 def _embed_shape(ids: Tensor, table: Tensor, lookahead: Tensor) -> Tensor:
     return table.new_empty((*ids.shape, table.shape[1]))
 
 
-@register_fake("lookahead_embed_backward")
+@fake_kernel("lookahead_embed_backward")
 def _embed_backward_shape(grad: Tensor, ids: Tensor, rows: int, slots: bool, dtype: torch.dtype) -> Tensor:
     return grad.new_empty((rows, grad.shape[-1]), dtype=dtype)
 
@@ -110,7 +117,7 @@ def _gradient(grad: Tensor, ids: Tensor, rows: int, dtype: torch.dtype, *, slots
         return _backward_op(grad, ids, rows, slots, dtype)
 
 
-torch.library.register_autograd("pass_ext::lookahead_embed", _backward, setup_context=_save)
+torch.library.register_autograd(f"{_library.NAMESPACE}::lookahead_embed", _backward, setup_context=_save)
 
 
 def _save_for_second(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -128,7 +135,9 @@ def _second(ctx, grad_of_gradient):  # type: ignore[no-untyped-def]
     return torch.where(inside, rows, 0).to(ctx.dtype), None, None, None, None
 
 
-torch.library.register_autograd("pass_ext::lookahead_embed_backward", _second, setup_context=_save_for_second)
+torch.library.register_autograd(
+    f"{_library.NAMESPACE}::lookahead_embed_backward", _second, setup_context=_save_for_second
+)
 
 
 class _Recorded(torch.autograd.Function):

@@ -7,18 +7,19 @@ The formulas: csrc/core/next.h, csrc/core/next_tree.h. Kernels: csrc/cpu/next.cp
 import torch
 from torch import Tensor
 
+from pass_ext._library import ops
 from pass_ext.ops.common.arguments import Parameter, integers, parameter_tensor, sampling_tensors, typed
-from pass_ext.ops.common.kernels import call, nothing, refuse_gradients, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel, nothing, refuse_gradients
 
 REPORT_NUMBERS = 3  # kReportNumbers of csrc/core/next.h
 TREE_REPORT_NUMBERS = 5  # kTreeReportNumbers of csrc/core/next_tree.h, and the limits of next_tree_
 MAX_CHOSEN_ROWS, MAX_CHOSEN_SLOTS, MAX_TREE_OFFERS = 64, 8, 128
 
-_op = torch.ops.pass_ext.next_rows_.default
-_tree_op = torch.ops.pass_ext.next_tree_.default
+_op = ops.next_rows_.default
+_tree_op = ops.next_tree_.default
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/next")
 def next_rows_(
     rows: Tensor,
     lengths: Tensor,
@@ -81,6 +82,20 @@ def next_rows_(
     nothing, and tokens for which a text has no room are left out. A token outside the vocabulary of left is no candidate.
     Integers that are only read may have any integer dtype. No gradients, reverse or forward: the op raises if a tensor
     requires one.
+
+    Example:
+
+        >>> rows = torch.tensor([[[5, -1]], [[5, -1]], [[3, 4]]])  # a root, token 5 at position 3, and a look-ahead slot
+        >>> lengths, prefix = torch.tensor([4]), torch.tensor([3], dtype=torch.int32)
+        >>> report = torch.empty(1, 4, dtype=torch.int64)
+        >>> none = torch.tensor([0])
+        >>> step = dict(emitted=torch.tensor([[8]]), path=torch.tensor([[0]]), num_accepted=none, status=none)
+        >>> limits, parents = torch.tensor([9]), torch.tensor([-1, 0])
+        >>> pass_ext.next_rows_(rows, lengths, prefix, report, limits=limits, parents=parents, nodes=1, **step)
+        >>> rows.flatten(1), lengths
+        (tensor([[ 8, -1],
+                [ 8, -1],
+                [ 4,  5]]), tensor([5]))
     """
     op = "next_rows_"
     refuse_gradients(op, scores, left, right)
@@ -95,7 +110,7 @@ def next_rows_(
     )  # fmt: skip
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/next")
 def next_tree_(
     rows: Tensor,
     parents: Tensor,
@@ -159,6 +174,20 @@ def next_tree_(
     checked, to avoid a synchronisation: malformed parents are the root, what does not exist offers nothing, and tokens for
     which a text has no room are left out. A token outside the vocabulary of left is no candidate. Integers that are only read
     may have any integer dtype. No gradients, reverse or forward: the op raises if a tensor requires one.
+
+    Example:
+
+        >>> rows = torch.tensor([[[5, -1, 0]], [[5, -1, -1]], [[3, 4, 0]]])  # a root, slot 0, a row that is not in use
+        >>> parents = torch.tensor([[-1, 0, 0]], dtype=torch.int32)
+        >>> lengths, prefix = torch.tensor([4]), torch.tensor([3], dtype=torch.int32)
+        >>> report = torch.empty(1, 6, dtype=torch.int64)
+        >>> none = torch.tensor([0])
+        >>> step = dict(emitted=torch.tensor([[8]]), path=torch.tensor([[0]]), num_accepted=none, status=none)
+        >>> offered = dict(offered=torch.tensor([[[6]]]), scores=torch.tensor([[[-0.1]]]), first=1)  # slot 0 offers token 6
+        >>> fixed = dict(limits=torch.tensor([9]), rates=torch.tensor([0.5]))
+        >>> pass_ext.next_tree_(rows, parents, lengths, prefix, report, **fixed, **step, **offered)
+        >>> rows[0], parents  # the new root, then token 6 as its candidate, then slot 0
+        (tensor([[ 8,  6, -1]]), tensor([[-1,  0,  1]], dtype=torch.int32))
     """
     op = "next_tree_"
     refuse_gradients(op, rates, price, scores, left, right)
@@ -173,5 +202,5 @@ def next_tree_(
     )  # fmt: skip
 
 
-register_fake("next_rows_")(nothing)
-register_fake("next_tree_")(nothing)
+fake_kernel("next_rows_")(nothing)
+fake_kernel("next_tree_")(nothing)

@@ -7,16 +7,17 @@ csrc/cpu/recall-inl.h, csrc/cuda/recall.cuh.
 import torch
 from torch import Tensor
 
+from pass_ext._library import ops
 from pass_ext.ops.common.arguments import integers, typed
-from pass_ext.ops.common.kernels import call, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel
 
 RECALL_TOKENS = 3  # kRecallTokens of csrc/core/recall.h
 MAX_RECALL_ROW = 1024  # kMostRecallRow there
 
-_op = torch.ops.pass_ext.recall_scores.default
+_op = ops.recall_scores.default
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/recall")
 def recall_scores(tokens: Tensor, contexts: Tensor, requests: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
     """What the scores of candidate tokens ``[N, K]`` rise by because of the text in front of them, ``[N, K]`` float32, for any
     scores that are logarithms of probabilities.
@@ -35,6 +36,13 @@ def recall_scores(tokens: Tensor, contexts: Tensor, requests: Tensor, text: Tens
     The CPU refuses requests and lengths that are out of range. On CUDA values are not checked, to avoid a synchronisation: a
     request that does not exist recalls nothing, and lengths are cut to T. Integers may have any integer dtype. One launch on
     CUDA, which can be part of a graph. The op has no derivative and refuses forward-mode ones.
+
+    Example:
+
+        >>> text = torch.tensor([[1, 2, 3, 1, 2]])  # 3 came after "1 2"
+        >>> contexts = torch.tensor([[3, 1, 2]])
+        >>> pass_ext.drafting.recall_scores(torch.tensor([[3, 4]]), contexts, torch.tensor([0]), text, torch.tensor([5])) > 0
+        tensor([[ True, False]])
     """
     scores: Tensor = call(
         _op,
@@ -47,6 +55,6 @@ def recall_scores(tokens: Tensor, contexts: Tensor, requests: Tensor, text: Tens
     return scores
 
 
-@register_fake("recall_scores")
+@fake_kernel("recall_scores")
 def _shape(tokens: Tensor, contexts: Tensor, requests: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
     return tokens.new_empty(tokens.shape, dtype=torch.float32)

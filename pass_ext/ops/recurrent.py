@@ -1,20 +1,25 @@
 """``recurrent_tree``: layers that keep a state (gated delta rule, Mamba, linear attention) over the trees of a step.
 
 Every node continues its parent's state with the arithmetic of a step of one token: csrc/core/recurrent.h, recurrent-inl.h.
-Kernels: csrc/cpu/recurrent.cpp.
+Kernels: csrc/cpu/recurrent.cpp, csrc/cuda/recurrent.cu.
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pass_ext._library import debug_enabled, ops
 from pass_ext.ops.common.arguments import index_of, integers, typed
-from pass_ext.ops.common.kernels import call, refuse_gradients, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel, refuse_gradients
+from pass_ext.ops.tree import check_bounds, check_parents
 
 FORMS = ("delta", "additive")  # RecurrentForm of csrc/core/recurrent.h
+MAX_NODES = 1024  # kMaxTreeNodes of csrc/core/tree.h
 
-_op = torch.ops.pass_ext.recurrent_tree.default
+_op = ops.recurrent_tree.default
 
 
 class RecurrentUpdate(NamedTuple):
@@ -30,7 +35,7 @@ class RecurrentUpdate(NamedTuple):
     """As given."""
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/recurrent")
 def recurrent_tree(
     q: Tensor,
     k: Tensor,
@@ -77,19 +82,53 @@ def recurrent_tree(
     tree. Each state is read once. No gradients, reverse or forward: the op raises if an input requires one
     (``pass_ext.reference.recurrent.recurrent_tree_algebra`` has them).
 
-    The CPU refuses parents, bounds and slots that are out of range, before anything is written.
+    The CPU refuses parents, bounds and slots that are out of range, before anything is written. On CUDA values are not checked,
+    to avoid a synchronisation: a node with such a parent becomes a root; nodes beyond the 1,024th of a request, requests whose
+    state does not exist and, with bounds that do not rise, all rows give 0. ``pass_ext.set_debug(True)`` checks them there too.
     Integer arguments may have any integer dtype; numbers outside int32 are out of range.
+
+    Example:
+
+        >>> ones, state = torch.ones(2, 1, 1), torch.zeros(1, 1, 1, 1)  # a root and a child, additive, with a decay of one half
+        >>> halves, chain = torch.full((2, 1), 0.5).log(), (torch.tensor([-1, 0]), torch.tensor([0, 2]))
+        >>> out, update = pass_ext.layers.recurrent_tree(ones, ones, ones, halves, None, state, *chain, form="additive")
+        >>> out.flatten()  # 1, then 1 / 2 + 1
+        tensor([1.0000, 1.5000])
     """
     refuse_gradients("recurrent_tree", q, k, v, log_decay, beta, states, decay_rates)
     parents = integers("recurrent_tree", "parents", parents)
     cu_nodes = integers("recurrent_tree", "cu_nodes", cu_nodes)
     state_index = integers("recurrent_tree", "state_index", state_index)
     kind = index_of("recurrent_tree", "form", form, FORMS)
+    check_step("recurrent_tree", cu_nodes, v.shape[0], state_index, [states], parents)
     out, u = call(_op, q, k, v, log_decay, decay_rates, beta, states, state_index, parents, cu_nodes, kind, scale)
     return out, RecurrentUpdate(k, u, log_decay, decay_rates)
 
 
-@register_fake("recurrent_tree")
+def check_step(
+    op: str,
+    cu_nodes: Tensor,
+    rows: int,
+    state_index: Tensor | None,
+    states: Sequence[Tensor],
+    parents: Tensor | None = None,
+) -> None:
+    """Raises IndexError in debug mode for bounds, parents and rows of ``states`` that the CPU op refuses. Synchronises."""
+    if torch.compiler.is_compiling() or not debug_enabled():
+        return
+    check_bounds(op, cu_nodes, rows, MAX_NODES)
+    if parents is not None:
+        check_parents(op, parents, cu_nodes)
+    slots = min((len(state) for state in states), default=0)
+    for b, (first, last) in enumerate(pairwise(cu_nodes.tolist())):
+        if state_index is not None and first < last and not 0 <= int(state_index[b]) < slots:
+            raise IndexError(
+                f"pass_ext::{op}: state_index must be in [0, {slots}) (the slots of the states), got {int(state_index[b])} at "
+                f"{b}"
+            )
+
+
+@fake_kernel("recurrent_tree")
 def _shapes(
     q: Tensor,
     k: Tensor,

@@ -8,9 +8,10 @@ rounds and formulas: csrc/core/shard.h. Kernels: csrc/cpu/shard.cpp.
 import torch
 from torch import Tensor
 
+from pass_ext._library import ops
 from pass_ext.ops.accept import AcceptResult
 from pass_ext.ops.common.arguments import check_positions, index_of, integers, typed
-from pass_ext.ops.common.kernels import call, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel
 from pass_ext.ops.common.rules import RULES
 from pass_ext.ops.draft import MODES, draws
 
@@ -27,9 +28,9 @@ _SLOT_WORDS, _NODE_WORDS = 11, 11
 BEST_WORDS = 3
 """Words of a token that ``shard_best`` answers."""
 
-_local_op = torch.ops.pass_ext.shard_local.default
-_combine_op = torch.ops.pass_ext.shard_combine.default
-_best_op = torch.ops.pass_ext.shard_best.default
+_local_op = ops.shard_local.default
+_combine_op = ops.shard_combine.default
+_best_op = ops.shard_best.default
 
 
 def is_summed(round: str) -> bool:
@@ -37,7 +38,7 @@ def is_summed(round: str) -> bool:
     return round in _SUMMED
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="distributed")
 def shard_local(
     target_logits: Tensor,
     tokens: Tensor,
@@ -81,7 +82,7 @@ def shard_local(
     return answers
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="distributed")
 def shard_combine(
     target_logits: Tensor,
     tokens: Tensor,
@@ -137,7 +138,7 @@ def shard_combine(
     return state, AcceptResult(*result)
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="distributed")
 def shard_best(
     logits: Tensor,
     state: Tensor,
@@ -193,7 +194,7 @@ def answer_shape(
     return (rows, slices if round in ("top_p", "masses") else 3), torch.int32
 
 
-@register_fake("shard_local")
+@fake_kernel("shard_local")
 def _local_shape(target_logits, tokens, parents, cu_nodes, rule, draft_logits, *rest):  # type: ignore[no-untyped-def]
     *_, slices, round, _ = rest
     shape, dtype = answer_shape(
@@ -203,7 +204,7 @@ def _local_shape(target_logits, tokens, parents, cu_nodes, rule, draft_logits, *
     return target_logits.new_empty(shape, dtype=dtype)
 
 
-@register_fake("shard_combine")
+@fake_kernel("shard_combine")
 def _combine_shape(target_logits, tokens, parents, cu_nodes, max_depth, *rest):  # type: ignore[no-untyped-def]
     requests = cu_nodes.shape[0] - 1
     return (
@@ -215,6 +216,6 @@ def _combine_shape(target_logits, tokens, parents, cu_nodes, max_depth, *rest): 
     )
 
 
-@register_fake("shard_best")
+@fake_kernel("shard_best")
 def _best_shape(logits: Tensor, state: Tensor, k: int, *rest: object) -> Tensor:
     return logits.new_empty((logits.shape[0], k, BEST_WORDS), dtype=torch.int32)

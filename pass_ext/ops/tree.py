@@ -11,13 +11,13 @@ from torch import Tensor
 
 from pass_ext import _library
 from pass_ext.ops.common.arguments import integers, typed
-from pass_ext.ops.common.kernels import call, register_fake
+from pass_ext.ops.common.kernels import call, fake_kernel
 
-_prepare_op = torch.ops.pass_ext.tree_prepare.default
-_mask_op = torch.ops.pass_ext.tree_mask.default
+_prepare_op = _library.ops.tree_prepare.default
+_mask_op = _library.ops.tree_mask.default
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/attention")
 def tree_prepare(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[Tensor, Tensor]:
     """Computes for each node of B packed trees the nodes that it sees, itself and its ancestors, as bits
     ``[N, ceil(max_nodes / 64)]``, and its depth ``[N]``.
@@ -38,17 +38,24 @@ def tree_prepare(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[Ten
     checked, to avoid a synchronisation: a node with such a parent becomes a root; nodes from max_nodes on get no bits and
     depth 0; with bounds that do not rise from 0 to at most N, so do all rows. ``pass_ext.set_debug(True)`` checks all three
     there too. Parents and bounds may have any integer dtype; numbers outside int32 are out of range.
+
+    Example:
+
+        >>> parents, cu_nodes = torch.tensor([-1, 0, 0, 1]), torch.tensor([0, 4])  # two children, the first with one of its own
+        >>> visible, depths = pass_ext.tree_prepare(parents, cu_nodes, 4)
+        >>> [f"{bits:04b}" for bits in visible[:, 0].tolist()], depths.tolist()
+        (['0001', '0011', '0101', '1011'], [0, 1, 1, 2])
     """
     parents = integers("tree_prepare", "parents", parents)
     cu_nodes = integers("tree_prepare", "cu_nodes", cu_nodes)
     if _library.debug_enabled() and not torch.compiler.is_compiling():
         check_bounds("tree_prepare", cu_nodes, parents.shape[0], max_nodes)
-        check_parents(parents, cu_nodes)
+        check_parents("tree_prepare", parents, cu_nodes)
     visible, depths = call(_prepare_op, parents, cu_nodes, max_nodes)
     return visible, depths
 
 
-@typed("pass_ext::")
+@typed("pass_ext::", page="ops/attention")
 def tree_mask(
     visible: Tensor, cu_nodes: Tensor, max_nodes: int, prefix_lens: Tensor, kv_len: int, dtype: torch.dtype
 ) -> Tensor:
@@ -72,6 +79,14 @@ def tree_mask(
     The CPU refuses lengths and bounds that are out of range. On CUDA values are not checked, to avoid a synchronisation:
     they are clamped; ``pass_ext.set_debug(True)`` checks them there too. Both may have any integer dtype; numbers outside
     int32 are out of range.
+
+    Example:
+
+        >>> visible = torch.tensor([[0b1], [0b11]])
+        >>> prefix = torch.tensor([1])  # one key in front of two nodes
+        >>> pass_ext.tree_mask(visible, torch.tensor([0, 2]), 2, prefix, 3, torch.float32) == 0
+        tensor([[[[ True,  True, False],
+                  [ True,  True,  True]]]])
     """
     cu_nodes = integers("tree_mask", "cu_nodes", cu_nodes)
     prefix_lens = integers("tree_mask", "prefix_lens", prefix_lens)
@@ -91,14 +106,14 @@ def check_bounds(op: str, cu_nodes: Tensor, rows: int, max_nodes: int) -> None:
                              f"{first} and {last} at {b}")  # fmt: skip
 
 
-def check_parents(parents: Tensor, cu_nodes: Tensor) -> None:
+def check_parents(op: str, parents: Tensor, cu_nodes: Tensor) -> None:
     """Raises IndexError for the first parent that is neither -1 nor an earlier node of its request. Synchronises with the
     device."""
     all_parents = parents.tolist()
     for b, (first, last) in enumerate(pairwise(cu_nodes.tolist())):
         for node, parent in enumerate(all_parents[first:last]):
             if not -1 <= parent < node:
-                raise IndexError(f"pass_ext::tree_prepare: parents must be -1 or an earlier node of the same request, got "
+                raise IndexError(f"pass_ext::{op}: parents must be -1 or an earlier node of the same request, got "
                                  f"{parent} at flat index {first + node}, node {node} of request {b}")  # fmt: skip
 
 
@@ -111,7 +126,7 @@ def check_columns(cu_nodes: Tensor, prefix_lens: Tensor, kv_len: int) -> None:
                              f"kv_len {kv_len} and {last - first} nodes")  # fmt: skip
 
 
-@register_fake("tree_prepare")
+@fake_kernel("tree_prepare")
 def _prepare_shape(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[Tensor, Tensor]:
     return (
         parents.new_empty((parents.shape[0], (max_nodes + 63) // 64), dtype=torch.int64),
@@ -119,7 +134,7 @@ def _prepare_shape(parents: Tensor, cu_nodes: Tensor, max_nodes: int) -> tuple[T
     )
 
 
-@register_fake("tree_mask")
+@fake_kernel("tree_mask")
 def _mask_shape(
     visible: Tensor, cu_nodes: Tensor, max_nodes: int, prefix_lens: Tensor, kv_len: int, dtype: torch.dtype
 ) -> Tensor:

@@ -323,6 +323,12 @@ def pack_trees(trees: Sequence[Tree | Sequence[int] | None], device: torch.devic
     Args:
         trees: for each request a Tree or its parents; None or an empty sequence is a padded request.
         device: the device of the tensors; None is the CPU.
+
+    Example:
+
+        >>> trees = pass_ext.pack_trees([pass_ext.Tree.from_branching((2,)), pass_ext.Tree.chain(1)])
+        >>> trees.parents, trees.cu_nodes
+        (tensor([-1,  0,  0, -1,  0], dtype=torch.int32), tensor([0, 3, 5], dtype=torch.int32))
     """
     try:
         device = torch.device("cpu" if device is None else device)

@@ -70,6 +70,8 @@ struct Engine {
   PathRecorder paths;
   Exp2Error exp2_error = Exp2Error::none;
   bool is_inside_operation = false;  // whose accesses are no loads of their own
+  bool looks_again = false;          // at an access that was counted
+  std::map<std::string, Traffic> traffic;
 
   // the launch
   const char* name = "";
@@ -357,6 +359,7 @@ void begin_session(uint64_t seed) {
   e.in_session = true;
   e.random.seed(seed);
   e.accesses = 0;
+  e.looks_again = false;
 }
 
 void add_buffer(const std::string& name, void* address, size_t bytes, Content content) {
@@ -374,12 +377,14 @@ void set_exp2_error(Exp2Error error) { engine().exp2_error = error; }
 
 uint64_t count_launches() { return engine().launches; }
 uint64_t count_accesses() { return engine().accesses; }
+std::map<std::string, Traffic> count_bytes() { return engine().traffic; }
 
 void record_paths(PathSettings settings) { engine().paths.start(std::move(settings)); }
 
 std::vector<LaunchPath> taken_paths() { return engine().paths.stop(); }
 
 void end_session() {
+  engine().traffic = engine().memory->traffic();
   engine().memory->forget_all();
   engine().in_session = false;
 }
@@ -603,6 +608,7 @@ void check_access(const void* address, size_t bytes, Access kind, bool aligned) 
     if (kind == Access::read && is_constant_data(address)) return;
     fail(error);
   }
+  if (!e.looks_again) e.memory->count(address, bytes, kind);
   if (e.paths.is_on && !e.is_inside_operation) record_access(address, bytes, kind);
   if (kind != Access::atomic) return;
   if (++e.current->atomics_in_a_row > kMostAtomicsInARow)
@@ -656,9 +662,9 @@ void copy_async_wait(int pending) {
     }
     arrival = std::max(arrival, copy.arrival);
     if (copy.valid) {  // it may read its source at any time until now
-      e.is_inside_operation = true;
+      e.is_inside_operation = e.looks_again = true;
       check_access(copy.from, copy.bytes, Access::read, true);
-      e.is_inside_operation = false;
+      e.is_inside_operation = e.looks_again = false;
       if (memcmp(copy.before, copy.from, copy.bytes) != 0)
         fail("asynchronous copy: its source was written before copy_async_wait");
     }

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -37,6 +38,12 @@ void record_paths(PathSettings settings);
 std::vector<LaunchPath> taken_paths();
 uint64_t count_launches();  // since the library was loaded
 uint64_t count_accesses();  // of kernels to buffers and shared memory in this session, each whatever its size
+
+// Bytes that kernels loaded from a buffer and stored there; a byte counts each time.
+struct Traffic {
+  uint64_t loaded = 0, stored = 0;
+};
+std::map<std::string, Traffic> count_bytes();  // of the last session that ended, by the buffer's name
 
 // How far 2^x is off on this machine: not at all; or by 2 units in the last place, the most that the PTX ISA allows
 // ex2.approx.f32 ("2 ulp from correctly rounded result across the full range of inputs"), all in one direction or up

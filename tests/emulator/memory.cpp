@@ -199,6 +199,20 @@ std::string Memory::access(const void* address, size_t bytes, Access kind, const
   return "";
 }
 
+void Memory::count(const void* address, size_t bytes, Access kind) {
+  Region* const region = find(address);
+  if (!region) return;
+  if (kind != Access::write) region->traffic.loaded += bytes;
+  if (kind != Access::read) region->traffic.stored += bytes;
+}
+
+std::map<std::string, Traffic> Memory::traffic() const {
+  std::map<std::string, Traffic> found;
+  for (const auto& region : regions_)
+    if (!region->is_shared && region->name != kParameters) found[region->name] = region->traffic;
+  return found;
+}
+
 std::string Memory::begin_async_write(void* address, size_t bytes, const Observer& me) {
   const Region* target = find(address);
   if (target && !target->is_shared)

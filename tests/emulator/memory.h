@@ -70,6 +70,8 @@ class Memory {
   Place place_of(const void* address);
   // Checks and records one access; returns "" or what is wrong with it.
   std::string access(const void* address, size_t bytes, Access kind, const Observer& observer);
+  void count(const void* address, size_t bytes, Access kind);  // an access that was right
+  std::map<std::string, Traffic> traffic() const;              // of each buffer, by its name
   std::string begin_async_write(void* address, size_t bytes, const Observer& observer);
   void finish_async_write(void* address, size_t bytes, const Observer& observer);
   std::string check_streaming(const void* address, size_t bytes);
@@ -86,6 +88,7 @@ class Memory {
     bool is_shared;
     Byte* bytes;                 // null where read-only
     std::vector<uint8_t> flags;  // per byte, of kWritten and kInFlight; empty where initialised
+    Traffic traffic = {};
   };
   struct Acquisition {
     unsigned thread;

@@ -100,6 +100,11 @@ PYBIND11_MODULE(_emulator, module) {
              });
   module.def("count_launches", &emulator::count_launches);
   module.def("count_accesses", &emulator::count_accesses);
+  module.def("count_bytes", [] {
+    std::map<std::string, std::pair<uint64_t, uint64_t>> bytes;  // loaded, stored
+    for (const auto& [name, traffic] : emulator::count_bytes()) bytes[name] = {traffic.loaded, traffic.stored};
+    return bytes;
+  });
   module.def("record_copies", &emulator::record_copies);
   module.def("taken_copies", [] {
     std::vector<std::tuple<uint32_t, uint32_t, uintptr_t>> copies;

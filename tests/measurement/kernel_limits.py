@@ -68,6 +68,11 @@ LIMITS = (
     Limit("shard_bins_kernel", "sm_80 sm_90", "stack", 8, "two spilled registers after the sweep"),
     Limit("shard_masses_kernel", "sm_100", "stack", 8, "the same"),
     Limit("heads_kernel<*16, true>", "sm_100", "stack", 8, "two spilled registers, once a head"),
+    Limit("linear_kernel*2, false, true>", "sm_90", "stack", 8, "two spilled registers of 16 rows"),
+    Limit("walk_kernel<32, false, element>", "sm_90", "stack", 8, "one spilled register before the walk"),
+    Limit("walk_kernel<64, true, element>", "sm_100", "stack", 24, "spilled registers beside 64 rows and their rates"),
+    Limit("walk_kernel<4, false, channel>", "sm_100", "stack", 8, "one spilled register before the walk"),
+    Limit("replay_kernel<false, 4, channel>", "sm_80", "stack", 8, "one spilled register"),
     Limit("*", ALL, "stack", 0, "local memory is device memory: one access costs as much as a miss"),
 
     # Registers: 65,536 of a multiprocessor over the threads that should be resident at once.
@@ -93,6 +98,11 @@ LIMITS = (
     Limit("shard_races_kernel", ALL, "registers", 80, "three blocks of 256 threads"),
     Limit("shard_best_kernel", ALL, "registers", 80, "three blocks of 256 threads"),
     Limit("shard_combine_kernel", ALL, "registers", 96, "five blocks of 128 threads: a walk, by one of them"),
+    Limit("walk_kernel<64*", ALL, "registers", 255, "two blocks of 128 threads, each lane with 64 rows of a state"),
+    Limit("walk_kernel<32*element>", ALL, "registers", 168, "three blocks of 128 threads: 32 rows and their rates"),
+    Limit("walk_kernel<32*", ALL, "registers", 128, "four blocks of 128 threads: 32 rows"),
+    Limit("replay_kernel*4, element>", ALL, "registers", 128, "four blocks of 128 threads: eight rows and their rates"),
+    Limit("replay_kernel*", ALL, "registers", 96, "five blocks of 128 threads: 80 KB of loads in flight"),
     Limit("*", ALL, "registers", 64, "1,024 threads, half of a multiprocessor's"),
 
     # Code: an instruction that no cache holds is fetched from device memory. Limits leave a tenth of room: compilers differ.
@@ -114,6 +124,9 @@ LIMITS = (
     Limit("shard_residuals_kernel", ALL, "code", 58_500, "p, q and the deleted children, for eight tokens at once"),
     Limit("linear_kernel*true>", ALL, "code", 60_000, "15,000 of them for adapters of slots, which calls without them skip"),
     Limit("linear_kernel*", ALL, "code", 67_000, "the same, and unaligned rows are read number by number"),
+    Limit("walk_kernel<64*element>", ALL, "code", 98_500, "an exponential for each of 64 rows"),
+    Limit("walk_kernel<64*", ALL, "code", 59_500, "both forms, and keeping and restoring states, for 64 rows"),
+    Limit("walk_kernel<32*element>", ALL, "code", 51_000, "an exponential for each of 32 rows"),
     Limit("*", ALL, "code", 44_000, "mask_kernel's, the largest of the others"),
 
     # Instructions.

@@ -522,42 +522,6 @@ def test_sampled_texts_are_those_of_plain(model, quick_times):
     assert theirs((1, 2, 3), SAMPLED, 7, 12).tokens == theirs((1, 2, 3), SAMPLED, 7, 12).tokens
 
 
-def test_a_session_kept_from_text_to_text_changes_nothing(model, quick_times):
-    import pass_ext
-    from benchmarks.decoding.contenders import GREEDY, SAMPLED, method_contender
-
-    for method in (pass_ext.Plain(), pass_ext.PaSS(pass_ext.LookaheadEmbedding(2, 32, vocabulary=64))):
-        fresh, session = (method_contender("", model, method, keep=keep) for keep in (False, True))
-        for ids, setting in (((1, 2, 3), GREEDY), (tuple(range(40)), SAMPLED), ((1, 2, 3), GREEDY)):
-            assert session(ids, setting, 5, 12).tokens == fresh(ids, setting, 5, 12).tokens
-
-
-def test_transformers_with_its_static_cache_writes_the_same(model):
-    from benchmarks.decoding.contenders import GREEDY, transformers_contender
-
-    static, dynamic = (transformers_contender("", model, static=static) for static in (True, False))
-    for ids in ((1, 2, 3), tuple(range(40))):
-        first, second = (contender(ids, GREEDY, 0, 12) for contender in (static, dynamic))
-        assert first.tokens == second.tokens and first.calls == second.calls == len(first.tokens)
-
-
-def test_the_first_layers_share_weights_and_nothing_else(model):
-    from benchmarks.decoding.contenders import counted_calls
-    from pass_ext.decoding.models.early_exit import first_layers
-
-    part = first_layers(model, 1)
-    assert part.config.num_hidden_layers == 1 and model.config.num_hidden_layers == 2
-    assert len(part.model.layers) == 1 and len(model.model.layers) == 2
-    weights = dict(model.named_parameters())
-    assert all(weight is weights[name] for name, weight in part.named_parameters())
-    assert part.lm_head.weight is model.lm_head.weight
-    ids = torch.arange(5)[None]
-    with counted_calls(model, True) as calls, torch.no_grad():
-        short, long = part(ids).logits, model(ids).logits
-    assert calls == [1], "the part's calls are not the model's"
-    assert not torch.equal(short, long)
-
-
 SCRIPT = """
 import json, os, pathlib, sys
 job = json.loads(pathlib.Path(sys.argv[1]).read_text())

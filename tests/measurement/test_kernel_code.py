@@ -1,4 +1,4 @@
-"""The kernels' machine code: the built library is within kernel_limits.py, planted regressions are not, and instructions are
+"""The kernels' machine code: the built library is within kernel_limits.py, planted faults are not, and instructions are
 read correctly.
 
 Disassembly needs NVIDIA's cuobjdump and nvdisasm, of pass_ext[dev] or a CUDA toolkit; no GPU.
@@ -6,7 +6,6 @@ Disassembly needs NVIDIA's cuobjdump and nvdisasm, of pass_ext[dev] or a CUDA to
 
 import importlib
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +24,6 @@ from benchmarks.kernel_code.instructions import class_of, count_classes
 
 LIBRARY = Path(pass_ext.__file__).parent / "_C_cuda.so"
 DEBUG = importlib.import_module("pass_ext._build_info").debug
-STAND_INS = ROOT / "tests" / "measurement" / "stand_in_kernels.cuh"
 
 no_tools = pytest.mark.skipif(
     bool(disassembler.missing_tools()),
@@ -82,50 +80,12 @@ def test_a_line_about_no_kernel_is_a_breach_if_its_architecture_was_built():
     assert kernel_limits.breaches([kernel()], {}, limits) == ["gone*, sm_90: the line for stack is about no kernel"]
 
 
-STAND_IN_LIMITS = (
-    Limit("stand_in_*", "sm_90", "stack", 0, "registers hold it all"),
-    Limit("stand_in_scan*", "sm_90", "local accesses", 0, "no array in local memory"),
-    Limit("stand_in_scan*", "sm_90", LOADS, 8, "of twelve loads"),
-)
-
-
 def compile_kernels(source, folder, include):
     """The kernels of a source file, compiled for sm_90."""
     options = ["-std=c++17", "-O3", "-DNDEBUG", "-fmad=false", f"-I{include}", "-arch=sm_90", "-cubin", "-x", "cu"]
     subprocess.run(["nvcc", *options, source, "-o", folder / "kernels.cubin"], check=True)
     (folder / "extracted").mkdir()
     return disassembler.list_kernels(folder / "kernels.cubin", folder / "extracted")
-
-
-def judge_stand_ins(folder, old, new, count=-1):
-    """Breaches of the stand-in kernels, compiled with ``old`` replaced by ``new`` in their file."""
-    text = STAND_INS.read_text()
-    assert old in text
-    (folder / "kernels.cuh").write_text(text.replace(old, new, count))
-    kernels = compile_kernels(folder / "kernels.cuh", folder, ROOT / "csrc")
-    assert {k.name.partition("<")[0] for k in kernels} == {"stand_in_scan_kernel", "stand_in_walk_kernel"}
-    code = disassembler.disassemble(kernel_limits.needs_code(kernels, STAND_IN_LIMITS))
-    return kernel_limits.breaches(kernels, code, STAND_IN_LIMITS)
-
-
-@no_tools
-@no_nvcc
-def test_a_missing_unroll_is_a_breach(tmp_path):
-    """The scan alone breaches its limits; the walk still has its unroll."""
-    sentences = judge_stand_ins(tmp_path, "#pragma unroll\n", "", count=2)
-    assert {line.partition(",")[0] for line in sentences} == {"stand_in_scan_kernel"}, sentences
-    for number in ("stack ", "local accesses ", "loads in flight "):
-        assert any(f"stand_in_scan_kernel, sm_90: {number}" in line for line in sentences), sentences
-
-
-@no_tools
-@no_nvcc
-def test_launch_bounds_without_their_second_number_are_a_breach(tmp_path):
-    """The walk alone breaches its limit: the compiler gives up registers for a second block, and spills."""
-    sentences = judge_stand_ins(tmp_path, "(512, 1)", "(512)")
-    assert sentences and all(
-        re.match(r"stand_in_walk_kernel<\d+>, sm_90: stack \d+, allowed at most 0", line) for line in sentences
-    ), sentences
 
 
 ATTENTION = "attention_kernel<pass_ext::gpu::AttentionShape<pass_ext::float16, 64, 4>>"

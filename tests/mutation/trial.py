@@ -62,9 +62,10 @@ class Trial:
         newest = max(path.stat().st_mtime for path in (self.tree / "csrc").glob("*/*"))
         if faulty or not out.exists() or out.stat().st_mtime < newest:
             command = (
-                "g++ -std=c++17 -DTORCH_TARGET_VERSION=0x020a000000000000 -Icsrc -O1 -DNDEBUG -fPIC -fvisibility=hidden"
+                "g++ -std=c++17 -DTORCH_TARGET_VERSION=0x020a000000000000 -DTORCH_EXTENSION_NAME=pass_ext -Icsrc -O1"
             )
-            command += f" -ffp-contract=off -w -isystem {self._torch}/include -c csrc/{source} -o {out}"
+            command += " -DNDEBUG -fPIC -fvisibility=hidden -ffp-contract=off -w"
+            command += f" -isystem {self._torch}/include -c csrc/{source} -o {out}"
             subprocess.run(command.split(), cwd=self.tree, capture_output=True, check=True)
         return out
 

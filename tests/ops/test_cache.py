@@ -528,23 +528,7 @@ def test_bad_input_is_refused_in_words(backend, change, message):
         pass_ext.cache_commit_(**arguments)
 
 
-# ---- autograd, torch.compile ----
-
-
-def test_tensors_that_require_a_gradient_are_refused(backend):
-    step = [tensor.to(backend.device) for tensor in make_step([3], paths=[[0, 2]])]
-    step[0][:] = 0
-    cache = torch.zeros(1, 9, 2, 4, device=backend.device)
-    fresh = torch.ones(3, 2, 4, device=backend.device)
-    with pytest.raises(RuntimeError, match="cache_commit_: it overwrites caches and no gradient is implemented"):
-        pass_ext.cache_commit_([cache, cache.clone().requires_grad_()], *step)
-    with pytest.raises(RuntimeError, match="cache_commit_: it overwrites caches and no gradient is implemented"):
-        pass_ext.cache_commit_([cache], *step, new=[fresh.requires_grad_()])
-    with torch.no_grad():
-        pass_ext.cache_commit_([cache], *step, new=[fresh.requires_grad_()])
-    assert cache.sum() == 16 and not cache.requires_grad
-    with torch.inference_mode():
-        pass_ext.cache_commit_([cache.clone()], *step, new=[fresh])
+# ---- autograd ----
 
 
 def test_a_backward_that_saved_the_cache_notices(backend):
@@ -555,30 +539,6 @@ def test_a_backward_that_saved_the_cache_notices(backend):
     pass_ext.cache_commit_([cache], *step)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-@pytest.mark.parametrize("from_new", [False, True], ids=["in place", "from new"])
-def test_compiles_whole(backend, from_new):
-    if backend.name not in ("cuda", BEST_CPU):
-        pytest.skip("what is compiled does not depend on which CPU kernel runs after the op")
-
-    def step_function(caches, fresh, *step):
-        caches[0].add_(1)
-        pass_ext.cache_commit_([caches[0].transpose(1, 2), caches[1]], *step, new=fresh)
-        return caches[1].sum(2) * 2
-
-    compiled = torch.compile(step_function, fullgraph=True, backend="aot_eager")
-    for sizes in ([5, 0, 3], [4, 4, 1]):
-        step = make_step(sizes)
-        slots = 24
-        caches = [torch.randn(3, 2, slots, 4, generator=random), torch.randn(3, slots, 2, 4, generator=random)]
-        fresh = [torch.randn(sum(sizes), 2, 4, generator=random) for _ in caches] if from_new else None
-        step = [tensor.to(backend.device) for tensor in step]
-        fresh = None if fresh is None else moved(fresh, backend.device)
-        ours, theirs = moved(caches, backend.device), moved(caches, backend.device)
-        assert_same_bits(compiled(ours, fresh, *step), step_function(theirs, fresh, *step))
-        for got, expected in zip(ours, theirs, strict=True):
-            assert_same_bits(got, expected)
 
 
 # ---- what only a GPU can show ----
@@ -597,23 +557,6 @@ def test_tensors_on_two_devices_are_refused(cuda):
         pass_ext.cache_commit_([caches[0], caches[1].cpu()], *step)
     with pytest.raises(RuntimeError, match=r"path must be on the device of caches\[0\]"):
         pass_ext.cache_commit_(caches, *step[:2], step[2].cpu(), step[3])
-
-
-@pytest.mark.parametrize("from_new", [False, True], ids=["in place", "from new"])
-def test_runs_on_the_current_stream(cuda, from_new):
-    caches, step, new = gpu_case(cuda, from_new)
-    expected = [cache.clone() for cache in caches]
-    reference.cache_commit_(expected, *step, new=new)
-    late, stream = [torch.zeros_like(cache) for cache in caches], torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)  # work on another stream would move zeros, and be overwritten
-        for cache, source in zip(late, caches, strict=True):
-            cache.copy_(source)
-        pass_ext.cache_commit_(late, *step, new=new)
-    stream.synchronize()
-    for got, reference_cache in zip(late, expected, strict=True):
-        assert_same_bits(got, reference_cache)
 
 
 @pytest.mark.parametrize("from_new", [False, True], ids=["in place", "from new"])

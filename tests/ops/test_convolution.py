@@ -2,10 +2,21 @@
 
 import math
 
+import emulator
 import pytest
 import torch
 from support.pairwise import pairwise
-from support.recurrent_cases import bounds_of, commit, int32, packed, path_to, random_tree
+from support.recurrent_cases import (
+    bounds_of,
+    commit,
+    int32,
+    moved,
+    packed,
+    path_to,
+    random_tree,
+    skip_unless_refused,
+)
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pass_ext import reference
 from pass_ext.layers import convolution_tree, state_commit_
@@ -16,17 +27,15 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 CHANNELS = (1, 16, 37, 200)
 
 
-@pytest.fixture(autouse=True)
-def the_ops_devices(backend):
-    if not backend.name.startswith("cpu"):
-        pytest.skip("convolution_tree is for the CPU")
-
-
-def make_case(rows, channels, taps, dtype=torch.float32, *, slots=1, seed=0):
+def make_case(rows, channels, taps, dtype=torch.float32, *, slots=1, seed=0, device="cpu"):
     """x, weight, bias, states."""
     generator = torch.Generator().manual_seed(seed)
     shapes = (rows, channels), (channels, taps), (channels,), (slots, channels, taps - 1)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return [torch.randn(shape, generator=generator).to(dtype).to(device) for shape in shapes]
+
+
+def tree_on(backend, *tensors):
+    return [tensor.to(backend.device) for tensor in tensors]
 
 
 def doubled(tensors):
@@ -38,8 +47,8 @@ def doubled(tensors):
 @pytest.mark.parametrize("taps", [2, 3, 4, 8])
 def test_values_are_as_close_to_exact_as_pytorchs(backend, dtype, channels, taps):
     sizes = [9, 0, 1, 240]
-    x, weight, bias, states = make_case(sum(sizes), channels, taps, dtype, slots=4)
-    tree = packed(map(random_tree, sizes)), bounds_of(sizes)
+    x, weight, bias, states = make_case(sum(sizes), channels, taps, dtype, slots=4, device=backend.device)
+    tree = tree_on(backend, packed(map(random_tree, sizes)), bounds_of(sizes))
     for own_bias in (bias, None):
         for activation in (None, "silu"):
             inputs = [x, weight, own_bias, states]
@@ -51,8 +60,8 @@ def test_values_are_as_close_to_exact_as_pytorchs(backend, dtype, channels, taps
 
 
 def test_a_chain_is_torchs_convolution(backend):
-    x, weight, bias, states = make_case(11, 20, 4)
-    out = convolution_tree(x, weight, bias, states, int32(range(-1, 10)), bounds_of([11]))
+    x, weight, bias, states = make_case(11, 20, 4, device=backend.device)
+    out = convolution_tree(x, weight, bias, states, *tree_on(backend, int32(range(-1, 10)), bounds_of([11])))
     whole = torch.cat([states[0], x.T], 1)[None]
     exact = torch.nn.functional.conv1d(whole.double(), weight.double()[:, None], bias.double(), groups=20)[0].T
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
@@ -64,17 +73,18 @@ def test_a_chain_is_torchs_convolution(backend):
 def test_a_path_has_the_bits_of_steps_of_one_token(backend, dtype, taps):
     sizes = [13, 0, 24]
     trees = [random_tree(size, seed=3) for size in sizes]
-    x, weight, bias, states = make_case(37, 21, taps, dtype, slots=3)
-    cu_nodes = bounds_of(sizes)
-    out = convolution_tree(x, weight, bias, states, packed(trees), cu_nodes, activation="silu")
+    x, weight, bias, states = make_case(37, 21, taps, dtype, slots=3, device=backend.device)
+    parents, cu_nodes = tree_on(backend, packed(trees), bounds_of(sizes))
+    root, bounds, first, none = tree_on(backend, int32([-1]), bounds_of([1]), int32([[0]]), int32([0]))
+    out = convolution_tree(x, weight, bias, states, parents, cu_nodes, activation="silu")
     for b in (0, 2):
         path = path_to(trees[b], sizes[b] - 1)
         state = states[b : b + 1].clone()
         for node in path:
             row = slice(int(cu_nodes[b]) + node, int(cu_nodes[b]) + node + 1)
-            alone = convolution_tree(x[row], weight, bias, state, int32([-1]), bounds_of([1]), activation="silu")
+            alone = convolution_tree(x[row], weight, bias, state, root, bounds, activation="silu")
             assert_same_bits(alone, out[row])
-            state_commit_([state], [x[row]], bounds_of([1]), int32([[0]]), int32([0]))
+            state_commit_([state], [x[row]], bounds, first, none)
         committed = states.clone()
         commit([committed], [x], cu_nodes, [path if r == b else [] for r in range(3)])
         assert_same_bits(committed[b], state[0])
@@ -84,10 +94,10 @@ def test_a_path_has_the_bits_of_steps_of_one_token(backend, dtype, taps):
 def test_rejected_branches_and_memory_that_nobody_owns_leave_no_trace(backend, poison):
     parents = random_tree(20, seed=5)
     path = path_to(parents, 19)
-    x, weight, bias, states = make_case(26, 33, 4, slots=4)
+    x, weight, bias, states = make_case(26, 33, 4, slots=4, device=backend.device)
     rows = [3 + node for node in path]
-    tree = int32([7, -9, 99, *parents, 5, 5, -7]), int32([3, 3, 23, 23])
-    index = int32([3, 2, 99])
+    tree = tree_on(backend, int32([7, -9, 99, *parents, 5, 5, -7]), int32([3, 3, 23, 23]))
+    index = int32([3, 2, 99], backend.device)
     clean = convolution_tree(x, weight, bias, states, *tree, state_index=index)
     x[[row for row in range(26) if row not in rows]] = poison
     states[[0, 1, 3]] = poison
@@ -97,26 +107,27 @@ def test_rejected_branches_and_memory_that_nobody_owns_leave_no_trace(backend, p
 
 
 def test_states_and_rows_may_be_strided(backend):
-    x, weight, bias, states = make_case(9, 24, 4, torch.bfloat16, slots=2)
-    tree = int32([*random_tree(4), *random_tree(5)]), bounds_of([4, 5])
+    x, weight, bias, states = make_case(9, 24, 4, torch.bfloat16, slots=2, device=backend.device)
+    tree = tree_on(backend, int32([*random_tree(4), *random_tree(5)]), bounds_of([4, 5]))
     expected = convolution_tree(x, weight, bias, states, *tree)
-    wide = torch.full((9, 50), math.nan).bfloat16()
+    wide = torch.full((9, 50), math.nan, device=backend.device).bfloat16()
     wide[:, 3:27] = x
-    kept = torch.full((2, 24, 4), math.nan).bfloat16()
+    kept = torch.full((2, 24, 4), math.nan, device=backend.device).bfloat16()
     kept[..., 1:] = states
     turned = states.transpose(1, 2).contiguous().transpose(1, 2)
-    pool = torch.full((5, 24, 3), math.nan).bfloat16()
+    pool = torch.full((5, 24, 3), math.nan, device=backend.device).bfloat16()
     pool[[4, 1]] = states
     assert_same_bits(convolution_tree(wide[:, 3:27], weight, bias, kept[..., 1:], *tree), expected)
     joined = torch.stack([weight, weight], -1)[..., 0]
     assert_same_bits(convolution_tree(x, joined, bias, turned, *tree), expected)
-    assert_same_bits(convolution_tree(x, weight, bias, pool, *tree, state_index=torch.tensor([4, 1])), expected)
+    index = torch.tensor([4, 1], device=backend.device)
+    assert_same_bits(convolution_tree(x, weight, bias, pool, *tree, state_index=index), expected)
 
 
 @pytest.mark.parametrize(("rows", "channels"), [(0, 8), (3, 0)])
 def test_nothing_to_do(backend, rows, channels):
-    case = make_case(rows, channels, 4)
-    out = convolution_tree(*case, int32(random_tree(rows)), bounds_of([rows]))
+    case = make_case(rows, channels, 4, device=backend.device)
+    out = convolution_tree(*case, *tree_on(backend, int32(random_tree(rows)), bounds_of([rows])))
     assert out.shape == (rows, channels)
 
 
@@ -143,6 +154,8 @@ REFUSALS = [
     ({"states": states[:1]}, r"states must have 2 \(the requests of cu_nodes; no state_index was given\)"),
     ({"parents": int32([-1])}, r"parents must have 5 \(the packed nodes\)"),
     ({"activation": "gelu"}, r"activation must be one of silu, got 'gelu'"),
+]
+VALUES = [
     ({"parents": int32([-1, 0, 2, -1, 0])}, r"parents must be -1 or an earlier node .*got 2 at flat index 2"),
     ({"cu_nodes": int32([0, 3, 6])}, r"cu_nodes must rise from 0 to at most 5"),
     ({"state_index": int32([0, 2])}, r"state_index must be in \[0, 2\) .*got 2 at 1"),
@@ -151,10 +164,62 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("change", "message"), REFUSALS, ids=[m[:40] for _, m in REFUSALS])
 def test_bad_input_is_refused_in_words(backend, change, message):
+    skip_unless_refused(backend)
     with pytest.raises((RuntimeError, ValueError), match="pass_ext::convolution_tree: .*" + message):
-        convolution_tree(**GOOD | change)
+        convolution_tree(**moved(GOOD | change, backend.device))
+
+
+@pytest.mark.parametrize(("change", "message"), VALUES, ids=[m[:40] for _, m in VALUES])
+def test_values_out_of_range_are_refused(backend, change, message):
+    skip_unless_refused(backend, by_value=True)
+    with pytest.raises((RuntimeError, ValueError), match="pass_ext::convolution_tree: .*" + message):
+        convolution_tree(**moved(GOOD | change, backend.device))
 
 
 def test_gradients_are_refused(backend):
     with pytest.raises(RuntimeError, match="convolution_tree: no gradient is implemented"):
-        convolution_tree(**GOOD | {"weight": weight.clone().requires_grad_()})
+        convolution_tree(
+            **moved(GOOD, backend.device) | {"weight": weight.to(backend.device, copy=True).requires_grad_()}
+        )
+
+
+# ---- CUDA ----
+
+
+def test_bits_are_the_cpus_and_a_state_is_read_once(backend):
+    if backend.name.startswith("cpu"):
+        pytest.skip("about the CUDA kernels")
+    sizes = [30, 0, 9]
+    for channels, taps, dtype in ((200, 4, torch.bfloat16), (37, 2, torch.float32), (64, 8, torch.float16)):
+        case, tree = make_case(39, channels, taps, dtype, slots=3), (packed(map(random_tree, sizes)), bounds_of(sizes))
+        with _disable_current_modes():
+            expected = convolution_tree(*case, *tree, activation="silu")
+        out = convolution_tree(*moved((*case, *tree), backend.device), activation="silu")
+        assert_same_bits(out, expected)
+        if backend.name == "emulated":
+            counted, size = emulator.load().count_bytes(), dtype.itemsize
+            assert counted["states"] == (2 * channels * (taps - 1) * size, 0)
+            assert counted["weight"] == (2 * channels * taps * size, 0)
+            assert counted["out"] == (0, 39 * channels * size)
+
+
+def test_malformed_trees_leave_other_requests_as_they_are(backend):
+    if backend.name.startswith("cpu"):
+        pytest.skip("the CPU refuses")
+    sizes = [4, 6, 5]
+    trees = [random_tree(size) for size in sizes]
+    case = make_case(15, 20, 4, slots=3, device=backend.device)
+    tree = tree_on(backend, packed(trees), bounds_of(sizes))
+    clean, others = convolution_tree(*case, *tree), [*range(4), *range(10, 15)]
+    for bad in (-(2**31), -9, 2, 5, 2**31 - 1):
+        given = [*trees[0], *(bad if i == 2 else parent for i, parent in enumerate(trees[1])), *trees[2]]
+        meant = [*given[:6], -1, *given[7:]]
+        out = convolution_tree(*case, int32(given, backend.device), tree[1])
+        assert_same_bits(out, convolution_tree(*case, int32(meant, backend.device), tree[1]))
+        assert_same_bits(out[others], clean[others])
+        index = int32([0, bad if bad != 2 else 3, 2], backend.device)
+        out = convolution_tree(*case, *tree, state_index=index)
+        assert (out[4:10] == 0).all()
+        assert_same_bits(out[others], clean[others])
+    for bounds in ([0, 9, 4, 15], [-1, 4, 8, 15], [0, 4, 10, 16]):
+        assert (convolution_tree(*case, tree[0], int32(bounds, backend.device)) == 0).all()

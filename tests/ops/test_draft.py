@@ -284,21 +284,6 @@ def test_positions_nodes_seeds_and_purposes_tell_draws_apart(backend):
     assert torch.equal(draw(backend, logits, 3, nodes=5, **coupled)[0], draw(backend, logits, 3, **coupled)[0])
 
 
-def test_draws_with_replacement_differ(backend):
-    tokens, _ = draw(
-        backend, torch.zeros(1, 50_000 if backend.name == BEST_CPU else 5000), 40, mode="with", seeds=3, positions=0
-    )
-    assert tokens.unique().numel() > 35
-
-
-def test_one_number_serves_all_rows(backend):
-    logits, _, _ = random_rows(4, 60, 7)
-    first = draw(backend, logits, 3, temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seeds=4, positions=2)
-    columns = dict(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seeds=4, positions=2)
-    many = draw(backend, logits, 3, **{name: torch.full((4,), value) for name, value in columns.items()})
-    assert torch.equal(first[0], many[0]) and torch.equal(first[1], many[1])
-
-
 def test_fresh_seeds_come_from_the_generator(backend):
     logits = torch.zeros(4, 999, device=backend.device)
     generator = torch.Generator(backend.device)
@@ -311,16 +296,6 @@ def test_no_rows(backend):
     for mode in MODES:
         tokens, logprobs = draw(backend, torch.zeros(0, 50), 3, mode=mode)
         assert tokens.shape == logprobs.shape == (0, 3)
-
-
-def test_compiles_whole(backend):
-    if backend.name not in ("cuda", BEST_CPU):
-        pytest.skip("what is compiled does not depend on which CPU kernel runs after the op")
-    function = lambda logits, seeds: pass_ext.draft_sample(logits, 3, seeds=seeds, positions=0, top_k=5)[0] + 1  # noqa: E731
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    for rows in (3, 5):
-        arguments = torch.randn(rows, 40, device=backend.device), torch.arange(rows, device=backend.device)
-        assert torch.equal(compiled(*arguments), function(*arguments))
 
 
 # ---- refusals ----
@@ -361,17 +336,3 @@ def test_an_unknown_mode_is_refused_by_name():
 
 
 # ---- what only a GPU can show ----
-
-
-def test_replays_in_a_cuda_graph(cuda):
-    logits, _, _ = random_rows(8, 3000, 8)
-    logits, seeds = logits.to(cuda.device), torch.arange(8, device=cuda.device)
-    arguments = dict(temperature=0.8, top_p=0.9, positions=3)
-    pass_ext.draft_sample(logits, 4, seeds=seeds, positions=0, **arguments)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tokens, _ = pass_ext.draft_sample(logits, 4, seeds=seeds, positions=0, **arguments)
-    for seed in range(3):
-        seeds.fill_(seed)
-        graph.replay()
-        assert torch.equal(tokens, pass_ext.draft_sample(logits, 4, seeds=seeds, positions=0, **arguments)[0])

@@ -204,26 +204,6 @@ def test_bad_input_is_refused_in_words(arguments, message):
         pass_ext.layers.linear_rows(*arguments)
 
 
-@pytest.mark.parametrize("which", range(3))
-def test_tensors_that_require_a_gradient_are_refused(which):
-    case = make_case(2, 8, 3, torch.float32)
-    case[which].requires_grad_()
-    with pytest.raises(RuntimeError, match="linear_rows: no gradient is implemented"):
-        pass_ext.layers.linear_rows(*case)
-    with torch.no_grad():
-        assert not pass_ext.layers.linear_rows(*case).requires_grad
-    with torch.inference_mode():
-        pass_ext.layers.linear_rows(*case)
-
-
-def test_compiles_whole():
-    x, weight, bias = make_case(5, 24, 6)
-    compiled = torch.compile(
-        lambda x: pass_ext.layers.linear_rows(x * 2, weight, bias) + 1, fullgraph=True, backend="aot_eager"
-    )
-    assert_same_bits(compiled(x), pass_ext.layers.linear_rows(x * 2, weight, bias) + 1)
-
-
 # ---- a model's layers ----
 
 

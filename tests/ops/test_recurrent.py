@@ -2,14 +2,27 @@
 
 import math
 
+import emulator
 import pytest
 import torch
 from support.pairwise import pairwise
-from support.recurrent_cases import DECAYS, Layer, bounds_of, commit, int32, packed, path_to, random_tree
+from support.recurrent_cases import (
+    DECAYS,
+    Layer,
+    bounds_of,
+    commit,
+    int32,
+    moved,
+    packed,
+    path_to,
+    random_tree,
+    skip_unless_refused,
+)
+from torch.utils._python_dispatch import _disable_current_modes
 
 import pass_ext
 from pass_ext import reference
-from pass_ext.layers import recurrent_tree
+from pass_ext.layers import convolution_tree, recurrent_tree, state_commit_
 from pass_ext.ops.recurrent import FORMS
 from pass_ext.testing import assert_error_within, assert_same_bits, cpu_backends
 
@@ -18,12 +31,6 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = (  # key heads, heads, dk, dv
     (2, 4, 16, 32), (1, 1, 128, 128), (3, 3, 17, 16), (1, 5, 33, 47), (4, 4, 1, 100), (1, 2, 256, 7), (2, 2, 6, 256),
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def the_ops_devices(backend):
-    if not backend.name.startswith("cpu"):
-        pytest.skip("recurrent_tree is for the CPU")
 
 
 # ---- values ----
@@ -337,7 +344,8 @@ REFUSALS = [
     ({"parents": int32([-1, 0, 0])}, r"parents must have 5 \(the packed nodes\)"),
     ({"cu_nodes": int32([])}, r"cu_nodes must have shape \[B \+ 1\]"),
     ({"form": "gated"}, r"form must be one of delta, additive, got 'gated'"),
-    # values
+]  # fmt: skip
+VALUES = [
     ({"parents": int32([-1, 1, 0, -1, 0])}, r"parents must be -1 or an earlier node .*got 1 at flat index 1, node 1 of"),
     ({"parents": int32([-1, 0, 0, -2, 0])}, r"parents must be .*got -2 at flat index 3, node 0 of request 1"),
     ({"cu_nodes": int32([0, 3, 6])}, r"cu_nodes must rise from 0 to at most 5 .*got 3 and 6 at 1"),
@@ -350,15 +358,29 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("change", "message"), REFUSALS, ids=[m[:40] for _, m in REFUSALS])
 def test_bad_input_is_refused_in_words(backend, change, message):
-    arguments = {
-        name: value.to(backend.device) if isinstance(value, torch.Tensor) else value
-        for name, value in (GOOD | change).items()
-    }
+    skip_unless_refused(backend)
     with pytest.raises((RuntimeError, ValueError), match="pass_ext::recurrent_tree: .*" + message):
-        recurrent_tree(**arguments)
+        recurrent_tree(**moved(GOOD | change, backend.device))
+
+
+@pytest.mark.parametrize(("change", "message"), VALUES, ids=[m[:40] for _, m in VALUES])
+def test_values_out_of_range_are_refused(backend, change, message):
+    skip_unless_refused(backend, by_value=True)
+    with pytest.raises(RuntimeError, match="pass_ext::recurrent_tree: .*" + message):
+        recurrent_tree(**GOOD | change)
+
+
+def test_debug_mode_checks_values_on_every_device(backend, debug_mode):
+    for change, message in VALUES:
+        with pytest.raises(
+            IndexError, match="pass_ext::recurrent_tree: " + message.replace("rise from 0 to", "rise to")
+        ):
+            recurrent_tree(**moved(GOOD | change, backend.device))
+    recurrent_tree(**moved(GOOD, backend.device))
 
 
 def test_a_request_of_too_many_nodes_is_refused(backend):
+    skip_unless_refused(backend, by_value=True)
     layer = Layer(1025, 1, 1, 1, 1, device=backend.device)
     with pytest.raises(RuntimeError, match=r"cu_nodes must give a request at most 1024 nodes, got 1025 for request 0"):
         layer.run(int32(range(-1, 1024)), bounds_of([1025]))
@@ -388,3 +410,165 @@ def test_compiles_whole(backend):
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert_same_bits(compiled(*layer.inputs(), ours, *tree), step(*layer.inputs(), theirs, *tree))
     assert_same_bits(ours, theirs)
+
+
+# ---- CUDA: bits, bytes, malformed trees ----
+
+
+def skip_unless_cuda(backend):
+    if backend.name.startswith("cpu"):
+        pytest.skip("about the CUDA kernels; the CPU refuses such values")
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("form", FORMS)
+def test_bits_are_the_cpus(backend, decay, form):
+    skip_unless_cuda(backend)
+    sizes = [30, 0, 7]
+    tree = packed(map(random_tree, sizes)), bounds_of(sizes)
+    for shape in ((1, 2, 128, 40), (2, 2, 16, 24), (1, 1, 100, 9)):
+        layer = Layer(37, *shape, decay=decay, form=form, slots=3, dtype=torch.bfloat16)
+        with _disable_current_modes():
+            out, update = layer.run(*tree)
+        there = Layer(37, *shape, decay=decay, form=form, slots=3, dtype=torch.bfloat16, device=backend.device)
+        got, own = there.run(*tree)
+        assert_same_bits(got, out)
+        assert_same_bits(own.u, update.u)
+        path = [path_to(random_tree(30), 29), [], [0, 1]]
+        with _disable_current_modes():
+            commit([layer.states], [update], tree[1], path)
+        commit([there.states], [own], tree[1], path)
+        assert_same_bits(there.states, layer.states)
+
+
+def test_bits_do_not_depend_on_the_size_of_blocks(backend):
+    """A step of 1,000 rows, of which requests own 12, has other blocks: their shared memory is for a tree of so many."""
+    skip_unless_cuda(backend)
+    layer, tree = (
+        Layer(1000, 1, 1, 128, 40, device=backend.device),
+        (int32([*random_tree(12), *[0] * 988]), int32([0, 12])),
+    )
+    out, update = layer.run(*tree)
+    alone, own = layer.run(tree[0][:12], tree[1], rows=slice(12))
+    assert_same_bits(out[:12], alone)
+    assert_same_bits(update.u[:12], own.u)
+    assert (out[12:] == 0).all() and (update.u[12:] == 0).all()
+
+
+def test_a_tree_that_is_larger_than_the_others_has_its_bits(backend):
+    """Shared memory is for trees of the usual size in the batch."""
+    skip_unless_cuda(backend)
+    for large in (40, 300):
+        sizes = [1] * 15 + [large] + [2] * 15
+        trees, rows = [random_tree(size) for size in sizes], slice(15, 15 + large)
+        layer = Layer(sum(sizes), 1, 1, 100, 40, slots=31, device=backend.device)
+        out, update = layer.run(packed(trees), bounds_of(sizes))
+        alone, own = layer.run(int32(trees[15]), bounds_of([large]), states=layer.states[15:16], rows=rows)
+        assert_same_bits(out[rows], alone)
+        assert_same_bits(update.u[rows], own.u)
+
+
+def test_a_state_is_read_once(backend):
+    """Whatever the tree; and out and u are written once."""
+    if backend.name != "emulated":
+        pytest.skip("only the emulator counts bytes")
+    for heads, dk, dv in ((2, 128, 64), (1, 33, 7), (1, 256, 16)):
+        for parents in (random_tree(30), list(range(-1, 29)), [-1] * 30):
+            layer = Layer(30, 1, heads, dk, dv, dtype=torch.bfloat16, slots=2)
+            pool = torch.cat([layer.states] * 2)
+            layer.run(int32(parents), bounds_of([30]), states=pool, state_index=int32([2]))
+            counted = emulator.load().count_bytes()
+            assert counted["states"] == (4 * heads * dk * dv, 0)
+            assert counted["out"] == (0, 2 * 30 * heads * dv) and counted["u"] == (0, 4 * 30 * heads * dv)
+
+
+WORST = (-(2**31), -7, -2, 3, 11, 40, 2**31 - 1)
+
+
+def test_a_parent_that_is_no_earlier_node_makes_a_root(backend):
+    skip_unless_cuda(backend)
+    sizes = [11, 6, 9]
+    trees = [random_tree(size) for size in sizes]
+    layer = Layer(26, 1, 2, 20, 24, decay="channel", slots=3, device=backend.device)
+    clean, clean_update = layer.run(packed(trees), bounds_of(sizes))
+    for bad in WORST:
+        given = [*trees[0], *(bad if i % 2 == 0 else parent for i, parent in enumerate(trees[1])), *trees[2]]
+        meant = [parent if -1 <= parent < i else -1 for i, parent in enumerate(given[11:17])]
+        out, update = layer.run(int32(given), bounds_of(sizes))
+        expected, expected_update = layer.run(int32([*trees[0], *meant, *trees[2]]), bounds_of(sizes))
+        assert_same_bits(out, expected)
+        assert_same_bits(update.u, expected_update.u)
+        others = [*range(11), *range(17, 26)]
+        assert_same_bits(out[others], clean[others])
+        assert_same_bits(update.u[others], clean_update.u[others])
+
+
+def test_a_state_that_does_not_exist_gives_0(backend):
+    skip_unless_cuda(backend)
+    sizes = [4, 5, 6]
+    layer = Layer(15, 1, 2, 20, 24, slots=3, device=backend.device)
+    tree = packed(map(random_tree, sizes)), bounds_of(sizes)
+    clean, _ = layer.run(*tree)
+    for bad in (-(2**31), -1, 3, 2**31 - 1):
+        out, update = layer.run(*tree, state_index=int32([0, bad, 2], backend.device))
+        assert (out[4:9] == 0).all() and (update.u[4:9] == 0).all()
+        assert_same_bits(out[[*range(4), *range(9, 15)]], clean[[*range(4), *range(9, 15)]])
+        states = layer.states.clone()
+        commit([states], [update], tree[1], [[0], [0, 1], []], state_index=int32([0, bad, 2], backend.device))
+        assert_same_bits(states[1:], layer.states[1:])
+
+
+@pytest.mark.parametrize(
+    "bounds", [[0, 9, 4, 12], [-3, 4, 8, 12], [0, 4, 8, 13], [2**31 - 1] * 4, [12, 8, 4, 0]], ids=str
+)
+def test_bounds_that_do_not_divide_the_rows_give_0(backend, bounds):
+    skip_unless_cuda(backend)
+    layer = Layer(12, 1, 2, 20, 24, slots=3, device=backend.device)
+    out, update = layer.run(int32([-1, 0, 1, 2] * 3), int32(bounds))
+    assert (out == 0).all() and (update.u == 0).all()
+    commit([layer.states], [update], int32(bounds), [[0, 1, 2, 3]] * 3)  # in bounds, whatever it leaves
+
+
+def test_nodes_beyond_1024_give_0(backend):
+    skip_unless_cuda(backend)
+    layer = Layer(1103, 1, 1, 2, 3, device=backend.device, slots=2)
+    parents = random_tree(1100)
+    out, _ = layer.run(int32([*parents, -1, 0, 1]), bounds_of([1100, 3]))
+    cut, _ = layer.run(int32([*parents[:1024], -1, 0, 1]), bounds_of([1024, 3]), rows=[*range(1024), 1100, 1101, 1102])
+    assert_same_bits(out[[*range(1024), 1100, 1101, 1102]], cut)
+    assert (out[1024:1100] == 0).all()
+
+
+def test_replays_in_a_cuda_graph(cuda):
+    """Other trees, bounds and slots than those of the capture; a layer's three ops."""
+    layer = Layer(24, 1, 2, 128, 64, dtype=torch.bfloat16, slots=5, device=cuda.device)
+    x, weight = torch.randn(24, 40, device=cuda.device), torch.randn(40, 4, device=cuda.device)
+    window = torch.randn(5, 40, 3, device=cuda.device)
+    parents, cu_nodes = int32([-1] * 24, cuda.device), int32([0, 8, 16, 24], cuda.device)
+    index, path = int32([0, 1, 2], cuda.device), int32([[0] * 6] * 3, cuda.device)
+    accepted = int32([0, 0, 0], cuda.device)
+
+    def step(states, windows):
+        mixed = convolution_tree(x, weight, None, windows, parents, cu_nodes, activation="silu", state_index=index)
+        out, update = layer.run(parents, cu_nodes, states=states, state_index=index)
+        state_commit_([states, windows], [update, x], cu_nodes, path, accepted, state_index=index)
+        return mixed, out
+
+    static = layer.states.clone(), window.clone()
+    step(*(state.clone() for state in static))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(*static)
+    for sizes, slots in (([9, 0, 15], [4, -1, 0]), ([0, 0, 0], [0, 1, 2]), ([1, 20, 2], [3, 2, 1])):
+        trees = [random_tree(size) for size in sizes]
+        parents.fill_(-1)[: sum(sizes)] = packed(trees).to(cuda.device)
+        for mine, values in ((cu_nodes, bounds_of(sizes)), (index, int32(slots))):
+            mine.copy_(values)
+        paths = [path_to(tree, size - 1)[:6] for tree, size in zip(trees, sizes, strict=True)]
+        path.copy_(int32([[*nodes, *[-1] * (6 - len(nodes))] for nodes in paths]))
+        accepted.copy_(int32([max(0, len(nodes) - 1) for nodes in paths]))
+        ours = [state.clone() for state in static]
+        expected = step(*ours)
+        graph.replay()
+        for got, want in zip((*results, *static), (*expected, *ours), strict=True):
+            assert_same_bits(got, want)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.each import each
-from support.steps import depths_of, random_tree, to
+from support.steps import random_tree, to
 
 import pass_ext
 from pass_ext import reference
@@ -123,12 +123,6 @@ def test_batches_without_any_node(backend, bounds):
     assert visible.tolist() == [[0, 0]] * 4 and depths.tolist() == [0] * 4
 
 
-def test_no_rows_at_all(backend):
-    visible, depths = pass_ext.tree_prepare(integers([], backend), integers([0, 0, 0], backend), 100)
-    assert visible.shape == (0, 2) and visible.dtype == torch.int64
-    assert depths.shape == (0,) and depths.dtype == torch.int32
-
-
 def test_many_requests(backend):
     """More than one task on the CPU, and more rows after the last bound than one block clears on a GPU."""
     random = torch.Generator().manual_seed(1)
@@ -156,13 +150,6 @@ def test_any_batch(backend, sizes, seed, behind, spare):
     random = torch.Generator().manual_seed(seed)
     trees = [forest(n, random) if n else [] for n in sizes]
     assert_prepares(*pack(trees, backend.device, rows_behind=behind), max([1, *sizes]) + spare)
-
-
-def test_depths_are_those_of_the_tree(backend):
-    random = torch.Generator().manual_seed(8)
-    tree = random_tree(300, random)
-    _, depths = pass_ext.tree_prepare(*pack([tree], backend.device), 300)
-    assert depths.tolist() == depths_of(tree)
 
 
 # ---- malformed input of tree_prepare ----
@@ -367,22 +354,6 @@ def test_requests_larger_than_max_nodes_are_cut_in_the_mask(backend):
     )
 
 
-def test_from_parents_to_mask(backend):
-    random = torch.Generator().manual_seed(6)
-    trees = [forest(n, random) if n else [] for n in (26, 0, 70, 9)]
-    parents, cu_nodes = pack(trees, backend.device, rows_behind=3)
-    visible, _ = pass_ext.tree_prepare(parents, cu_nodes, 70)
-    mask = pass_ext.tree_mask(visible, cu_nodes, 70, integers([11, 0, 30, 2], backend), 100, torch.bfloat16)
-    for b, (tree, prefix) in enumerate(zip(trees, (11, 0, 30, 2), strict=True)):
-        for node, parent in enumerate(tree):
-            path, ancestor = {node}, parent
-            while ancestor >= 0:
-                path.add(ancestor)
-                ancestor = tree[ancestor]
-            seen = (mask[b, 0, node] == 0).nonzero().flatten().tolist()
-            assert seen == [*range(prefix), *(prefix + j for j in sorted(path))]
-
-
 def test_masks_are_the_same_bits_with_any_thread_count(with_threads):
     random = torch.Generator().manual_seed(1)
     bits, cu_nodes = random_bits(200, 100, random, "cpu"), torch.arange(0, 201, 100).int()
@@ -397,26 +368,6 @@ def test_masks_are_the_same_bits_with_any_thread_count(with_threads):
     for other in results[1:]:
         for one, another in zip(results[0], other, strict=True):
             assert_same_bits(one, another)
-
-
-# ---- torch.compile ----
-
-
-def test_compiles_whole(backend):
-    if backend.name not in ("cuda", BEST_CPU):
-        pytest.skip("what is compiled does not depend on which CPU kernel runs after the op")
-
-    def step(parents, cu_nodes, prefix_lens):
-        visible, depths = pass_ext.tree_prepare(parents, cu_nodes, 6)
-        return pass_ext.tree_mask(visible, cu_nodes, 6, prefix_lens, 30, torch.bfloat16) * 2, depths + 1
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
-    random = torch.Generator().manual_seed(0)
-    for sizes in ((3, 6), (1, 0, 5)):
-        parents, cu_nodes = pack([random_tree(n, random) if n else [] for n in sizes], backend.device)
-        prefixes = integers(list(range(len(sizes))), backend)
-        for got, expected in zip(compiled(parents, cu_nodes, prefixes), step(parents, cu_nodes, prefixes), strict=True):
-            assert_same_bits(got, expected)
 
 
 # ---- refusals ----
@@ -475,25 +426,6 @@ def test_tensors_on_two_devices_are_refused(cuda):
     visible, _ = pass_ext.tree_prepare(parents, cu_nodes, 2)
     with pytest.raises(RuntimeError, match="prefix_lens must be on the device of visible"):
         pass_ext.tree_mask(visible, cu_nodes, 2, torch.zeros(1).int(), 9, torch.bfloat16)
-
-
-def test_runs_on_the_current_stream(cuda):
-    random = torch.Generator().manual_seed(0)
-    parents, cu_nodes = pack([random_tree(256, random)] * 4, cuda.device)
-    prefixes = torch.full((4,), 500, dtype=torch.int32, device=cuda.device)
-    expected = reference.tree_prepare(parents, cu_nodes, 256)
-    mask = reference.tree_mask(expected[0], cu_nodes, 256, prefixes, 1000, torch.bfloat16)
-    late, stream = torch.full_like(parents, -1), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)  # work on another stream would read roots only
-        late.copy_(parents)
-        got = pass_ext.tree_prepare(late, cu_nodes, 256)
-        got_mask = pass_ext.tree_mask(got[0], cu_nodes, 256, prefixes, 1000, torch.bfloat16)
-    stream.synchronize()
-    assert_same_bits(got[0], expected[0])
-    assert_same_bits(got[1], expected[1])
-    assert_same_bits(got_mask, mask)
 
 
 def test_replays_in_a_cuda_graph(cuda):

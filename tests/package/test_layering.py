@@ -29,6 +29,7 @@ CPP_INCLUDES = {
             "cuda/linear",  # a layer is made of its products
             "cuda/step.cuh",
             "cuda/recall_counts.cuh",
+            "cuda/recurrent_rows.cuh",
             "cuda/next_",
         ),
     ),
@@ -78,7 +79,8 @@ MAY_IMPORT = {
         "integrations",
     ),  # pass_ext/__init__.py
     "demo": ("checkpoint", "decoding", "pass_ext"),
-    "__main__": ("_library", "checkpoint", "training", "pass_ext", "demo"),
+    "bench": ("pass_ext",),
+    "__main__": ("_library", "checkpoint", "training", "pass_ext", "demo", "bench"),
 }
 # The same for pass_ext/decoding/, where a room may import all rooms of lines above its own.
 DECODING_FLOORS = (
@@ -96,7 +98,7 @@ DECODING_FLOORS = (
 BENCHMARKS_FLOORS = (
     ("harness",),
     ("ops", "decoding", "architectures", "kernel_code"),
-    ("pages", "kernel_time", "serving", "grammar", "samples"),
+    ("pages", "kernel_time", "serving", "grammar", "samples", "accepted"),
     ("gpu", "contenders", "versions"),
 )
 

@@ -160,15 +160,3 @@ def test_a_changed_picture_is_found(pictures, tmp_path, monkeypatch):
     assert len(pictures.check(tmp_path)) == 1
     (tmp_path / pictures.path_of("tree")).unlink()
     assert len(pictures.check(tmp_path)) == 2
-
-
-def test_a_picture_drawn_otherwise_is_found(pictures, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "docs/ops").mkdir(parents=True)
-    for name in pictures.PICTURES:
-        pictures.draw(name, tmp_path / pictures.path_of(name))
-    assert pictures.check(tmp_path) == []
-    from pass_ext.tree import picture
-
-    monkeypatch.setattr(picture, "NODE", "#2f6fb4")
-    assert len(pictures.check(tmp_path)) == len(pictures.PICTURES)

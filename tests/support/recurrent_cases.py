@@ -2,8 +2,10 @@
 
 import random as plain_random
 
+import pytest
 import torch
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from pass_ext.layers import recurrent_tree, state_commit_
 
@@ -36,6 +38,19 @@ def path_to(parents, node):
 
 def bounds_of(sizes):
     return int32([0, *sizes]).cumsum(0).int()
+
+
+def moved(arguments, device):
+    """The arguments with every tensor, also those in lists and updates, on a device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), arguments)
+
+
+def skip_unless_refused(backend, by_value=False):
+    """Skips where nothing refuses: the emulator has no argument checks, and a GPU reads no values."""
+    if backend.name == "emulated":
+        pytest.skip("the emulator runs the kernels, not the argument checks in front of them")
+    if by_value and not backend.name.startswith("cpu"):
+        pytest.skip("a check of values would wait for the GPU")
 
 
 class Layer:

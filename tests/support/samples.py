@@ -14,6 +14,11 @@ def sample(function):
     return function
 
 
+def numbers(device, dtype=torch.float32):
+    """Makes random tensors, of this type or another."""
+    return lambda *shape, dtype=dtype: torch.randn(shape, device=device).to(dtype)
+
+
 @sample
 def lookahead_embed(device):
     ids = torch.tensor([[3, -1, 0], [-2, 4, 4]], device=device)
@@ -205,9 +210,8 @@ def recall_scores(device):
 def adapter_rows_(device):
     ids = torch.tensor([3, -2, 0, -1, -2, 7], device=device)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        out, x, *both = (
-            torch.randn(*shape, device=device).to(dtype) for shape in ((6, 40), (6, 24), (2, 5, 24), (2, 5, 40))
-        )
+        random = numbers(device, dtype)
+        out, x, *both = random(6, 40), random(6, 24), random(2, 5, 24), random(2, 5, 40)
         yield out, x, ids, *both, 0.5
         yield out.view(2, 3, 40), x.view(2, 3, 24), ids, *(half[:1] for half in both), 1.0
     yield out[:0], x[:0], ids[:0], *both, 1.0
@@ -216,7 +220,8 @@ def adapter_rows_(device):
 @sample
 def linear_rows(device):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        x, weight, bias = (torch.randn(*shape, device=device).to(dtype) for shape in ((2, 3, 40), (7, 40), (7,)))
+        random = numbers(device, dtype)
+        x, weight, bias = random(2, 3, 40), random(7, 40), random(7)
         yield x, weight, None
         yield x.transpose(0, 1), weight, bias
     yield x[:0], weight, bias
@@ -225,9 +230,8 @@ def linear_rows(device):
 @sample
 def step_rms_norm(device):
     for form, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
-        x, residual, weight = (
-            torch.randn(*shape, device=device).to(dtype) for shape in ((3, 4, 40), (3, 4, 40), (40,))
-        )
+        random = numbers(device, dtype)
+        x, residual, weight = random(3, 4, 40), random(3, 4, 40), random(40)
         yield x, weight, None, 1e-6, form
         yield x.transpose(0, 1), weight, residual.transpose(0, 1), 1e-5, form
     yield x[:0], weight, residual[:0], 0.0, form
@@ -235,16 +239,13 @@ def step_rms_norm(device):
 
 @sample
 def step_rotary(device):
-    for dtype, factor_dtype in (
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.half, torch.float32),
-    ):
+    kinds = (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.half, torch.float32)
+    for dtype, factor_dtype in kinds:
         joined = torch.randn(5, 6, 24, device=device).to(dtype)
         for rotated in (24, 10):
             yield joined[:, :3], joined[:, 3:5], *torch.randn(2, 5, rotated, device=device).to(factor_dtype)
-    empty = (torch.randn(*shape, device=device) for shape in ((0, 3, 24), (0, 2, 24), (0, 24), (0, 24)))
-    yield tuple(empty)
+    random = numbers(device)
+    yield random(0, 3, 24), random(0, 2, 24), random(0, 24), random(0, 24)
 
 
 @sample
@@ -264,10 +265,7 @@ NO_ADAPTERS = (None, [], 0, 1.0)
 @sample
 def layer_before_attention(device):
     for form, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
-
-        def random(*shape, dtype=dtype):
-            return torch.randn(shape, device=device).to(dtype)
-
+        random = numbers(device, dtype)
         x, q, k, v = (random(rows, 12) for rows in (5, 16, 8, 8))
         yield x, None, q, None, k, None, v, None, None, None, None, None, 8, 1e-6, form, *NO_ADAPTERS
         norms, biases = (random(12), random(8), random(8)), (random(16), random(8), random(8))
@@ -285,10 +283,7 @@ def layer_before_attention(device):
 @sample
 def layer_after_attention(device):
     for form, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
-
-        def random(*shape, dtype=dtype):
-            return torch.randn(shape, device=device).to(dtype)
-
+        random = numbers(device, dtype)
         attended, residual = random(5, 16), random(5, 12)
         o, gate, up, down = (random(*shape) / 4 for shape in ((12, 16), (20, 12), (20, 12), (12, 20)))
         plain = (attended, residual, o, None, None, None, gate, None, up, None, down, None, None, 1e-6, form, 0, 0.5)
@@ -328,13 +323,8 @@ def layer_stack(device):
         sizes = (128, 64, 64)
         weights, caches = [], []
         for _ in range(2):
-            weights += [
-                random(12),
-                *(random(n, 12) for n in sizes),
-                random(12, 128),
-                *(random(20, 12) for _ in range(2)),
-            ]
-            weights += [random(12, 20)]
+            weights += [random(12), *(random(n, 12) for n in sizes), random(12, 128)]
+            weights += [random(20, 12), random(20, 12), random(12, 20)]
             caches += [random(2, 8, 1, 64), random(2, 8, 1, 64)]
         parts = sum(1 << i for i in (0, 1, 3, 5, 9, 13, 15, 17))
         shared = (prefixes, bounds, visible, 3)
@@ -373,10 +363,7 @@ def forest(device):
 @sample
 def recurrent_tree(device):
     index = torch.tensor([3, 0, 1], dtype=torch.int32, device=device)
-
-    def random(*shape, dtype=torch.float32):
-        return torch.randn(shape, device=device).to(dtype)
-
+    random = numbers(device)
     for form, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
         form, qkv = form % 2, [random(5, heads, width, dtype=dtype) for heads, width in ((2, 8), (2, 8), (4, 20))]
         beta, states = random(5, 4).sigmoid(), random(3, 4, 20, 8).transpose(2, 3)
@@ -392,9 +379,8 @@ def recurrent_tree(device):
 def convolution_tree(device):
     index = torch.tensor([3, 0, 1], dtype=torch.int32, device=device)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        x, weight, bias, states = (
-            torch.randn(shape, device=device).to(dtype) for shape in ((5, 20), (20, 4), (20,), (4, 20, 3))
-        )
+        random = numbers(device, dtype)
+        x, weight, bias, states = random(5, 20), random(20, 4), random(20), random(4, 20, 3)
         yield x, weight, bias, states[:3], None, *forest(device), True
         yield x, weight, None, states, index, *forest(device), False
     nothing = [torch.zeros(size, dtype=torch.int32, device=device) for size in (0, 4)]
@@ -406,17 +392,10 @@ def state_commit_(device):
     integers = dict(dtype=torch.int32, device=device)
     cu_nodes = forest(device)[1]
     path, accepted = torch.tensor([[0, 2], [-1, -1], [0, -1]], **integers), torch.tensor([1, 0, 0], **integers)
-
-    def random(*shape):
-        return torch.randn(shape, device=device)
-
+    random = numbers(device)
     k, u, x = random(5, 2, 8), random(5, 4, 20), random(5, 6)
-    head, channel, element, rates = (
-        -random(5, 4).abs(),
-        -random(5, 4, 8).abs(),
-        -random(5, 4, 20).abs(),
-        random(4, 8, 20).abs(),
-    )
+    head, channel, element = -random(5, 4).abs(), -random(5, 4, 8).abs(), -random(5, 4, 20).abs()
+    rates = random(4, 8, 20).abs()
     updates = [k, u, head, x, k.bfloat16(), u, channel, k.half(), u, element, rates]
 
     def states(slots):

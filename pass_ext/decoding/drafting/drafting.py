@@ -126,7 +126,7 @@ def guided(
         levels: how deep candidates may be.
         most_forced: the most tokens of all chains.
         drawn: some candidates were drawn from a distribution that the rule divides by.
-        leaves_only: no chain after a root that has children: a node's children are all drawn, or the rule takes chains.
+        leaves_only: no chain after a root that has children, because the rule judges drawn children alone, or chains alone.
     """
     tree, tokens = candidates.tree, [-1, *candidates.tokens]
     rows = list(candidates.draft_rows or ()) if drawn else []

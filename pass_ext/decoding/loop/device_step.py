@@ -103,7 +103,7 @@ class DeviceStep(Step):
     def unread(self) -> int:
         return len(self._reports)
 
-    def begin(self, texts: Texts, known: int) -> int:
+    def begin(self, texts: Texts, known: Sequence[int]) -> int:
         self._texts, session = texts, self._session
         self._rows.zero_()
         self._row_tokens.fill_(-1)

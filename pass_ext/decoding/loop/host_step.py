@@ -65,13 +65,18 @@ class HostStep(Step):
     def unread(self) -> int:
         return 0 if self._is_read else 1
 
-    def begin(self, texts: Texts, known: int) -> int:
+    def begin(self, texts: Texts, known: Sequence[int]) -> int:
         self._texts = texts
         steps = [self._drafting.first(text) for text in texts.tokens]
         logits, calls = read_prompts(self._session, texts.tokens, known, self._drafting.prompt_slots)
         logits = self._usable(logits)
         if self._function.target_adds:
             self._accept(steps, logits)
+        elif self._session.states:
+            raise ValueError(
+                f"rule {self._context.rule!r} reads each prompt's last token again, which the layers of "
+                f"{self._session.model.name} that keep a state cannot: use another rule"
+            )
         else:  # The first step reads each prompt's last token again, as the root of its tree.
             self._session.prefix_lens.sub_(1)
             self._done = _Done(steps, logits, logits, None)

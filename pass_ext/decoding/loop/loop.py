@@ -32,8 +32,8 @@ class Step(ABC):
         """Steps that were run and not read, the prompts' included."""
 
     @abstractmethod
-    def begin(self, texts: Texts, known: int) -> int:
-        """Reads the prompts, whose first ``known`` tokens the session holds, and accepts the target's first tokens -> the
+    def begin(self, texts: Texts, known: Sequence[int]) -> int:
+        """Reads the prompts, whose first ``known[b]`` tokens the session holds, and accepts the target's first tokens -> the
         number of calls."""
 
     @abstractmethod
@@ -72,8 +72,8 @@ class Loop:
         self._begun: float | None = None
         self._drafts = True
 
-    def run(self, known: int) -> None:
-        """Reads the prompts, whose first ``known`` tokens the session holds, and runs steps until every text has ended."""
+    def run(self, known: Sequence[int]) -> None:
+        """Reads the prompts, whose first ``known[b]`` tokens the session holds, and runs steps until every text has ended."""
         step, texts = self._step, self._texts
         if self._pace is not None:
             step.price_by(self._pace, len(texts))

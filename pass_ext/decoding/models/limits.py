@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.models import states
 from pass_ext.decoding.models.parts import configs_of, unwrapped
 from pass_ext.decoding.models.shadow import OurCall, our_call
 
-_FULL = {"full_attention", "sliding_attention", "attention"}
+_KEEP_NOTHING = {"mlp", "moe"}
 
 
 def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
@@ -19,7 +20,9 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
     text = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder model; decoder-only models are supported")
-    if "position_ids" not in inspect.signature(type(unwrapped(model)).forward).parameters:
+    kinds = set(states.kinds_of(text))
+    attends = states.attending_layers(text) != {}
+    if attends and not takes_positions(model):
         raise ValueError(
             f"{name}: {type(model).__name__}.forward takes no position_ids, so rows of a tree cannot be given "
             "their places in the text"
@@ -30,18 +33,26 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
             f"{name} {lost}: pass_ext gives the model packed rows of its own making, which would leave it out; use "
             "the model's own generate, or an adapter that changes layers only, as LoRA"
         )
-    strange = sorted(set(getattr(text, "layer_types", None) or ()) - _FULL)
+    strange = sorted(kinds - states.ATTENDING - states.KINDS - _KEEP_NOTHING)
     if strange:
         raise ValueError(
             f"{name} has layers of the kind {', '.join(strange)}: what they keep of a text cannot be cut to the "
-            "accepted tokens, so only models whose layers all attend are supported"
+            "accepted tokens, so only models whose layers attend, or keep a state that pass_ext knows, are supported"
         )
+    reason = states.unserved(unwrapped(model)) if states.keeps_states(text) else None
+    if reason is not None:
+        raise ValueError(f"{name} {reason}")
     if getattr(text, "hidden_size_per_layer_input", 0):
         raise ValueError(f"{name} looks tokens up again in every layer, so look-ahead rows cannot be given to it")
     if getattr(text, "attn_temperature_tuning", False):
         raise ValueError(f"{name} scales attention by the number of the row (attn_temperature_tuning), not by position")
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"the model's dtype must be float32, float16 or bfloat16, got {dtype}")
+
+
+def takes_positions(model: Any) -> bool:
+    """True if the model's forward takes position_ids."""
+    return "position_ids" in inspect.signature(type(unwrapped(model)).forward).parameters
 
 
 def _lost_adapter(model: Any) -> str | None:
@@ -160,15 +171,33 @@ class _Keys(Exception):
         self.keys = keys
 
 
+class _FirstLayer:
+    """Ends a call where its first layer mixes rows."""
+
+    layers = 0
+
+    @property
+    def states(self) -> _FirstLayer:
+        return self
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        raise _Keys(k)
+
+    def convolution(self, place: Any, x: Tensor, *options: Any) -> Tensor:
+        raise _Keys(x)
+
+    def recurrent(self, place: Any, q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Tensor:
+        raise _Keys(k)
+
+
 def _first_keys(model: Any, **inputs: Tensor) -> Tensor:
     (rows,) = inputs.values()
     seen = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        raise _Keys(k)
-
     try:
-        with our_call(OurCall(attend, seen=seen)):  # all at one position, so that equal tokens have equal keys
+        with our_call(
+            OurCall(_FirstLayer(), seen=seen, numbers={})
+        ):  # all at one position, so that equal tokens have equal keys
             model(**inputs, attention_mask=seen, position_ids=torch.zeros_like(seen).long(), use_cache=False)
     except _Keys as found:
         return found.keys

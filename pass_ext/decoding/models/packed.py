@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.module_ops import is_plain
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
+from pass_ext.decoding.models.step_states import StepStates
 from pass_ext.decoding.models.vocabulary import LogitShards
 from pass_ext.ops.lookahead import lookahead_embed
 
@@ -58,6 +59,10 @@ class StepAttend(Attend, Protocol):
     """The caller's code may have run since the session's last call."""
     options: list[dict[str, Any]]
     """Scale, softcap and window of each layer that has attended by itself."""
+    layers: int
+    """How many have attended."""
+    states: StepStates
+    """The states of the layers that keep one."""
 
     @property
     def slot_rows(self) -> int:
@@ -143,6 +148,10 @@ class Adapted:
     shares_layers: int = 0
     layers: int | None = None
     """The number of layers that attend; None: unknown."""
+    numbers: Mapping[int, int] | None = None
+    """The number of each layer that attends among those that do; None: all layers attend."""
+    keeps_states: bool = False
+    """Some layers keep a state."""
     most_positions: int = sys.maxsize
     """The longest text that the model is made for."""
     rope_limit: int | None = None

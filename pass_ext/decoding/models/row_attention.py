@@ -178,7 +178,10 @@ def _row_attention(
             f"pass_ext attention: {call.model}, layer {module.layer_idx}: {reason}, so pass_ext cannot decode this model"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return call.attend(module.layer_idx, q, k, v, scale=scaling, softcap=softcap or 0.0, window=window)[None], None
+    layer: Any = module.layer_idx
+    if call.numbers is not None:  # one module may be several layers' and knows none of them
+        layer = call.numbers.get(layer, call.attend.layers)
+    return call.attend(layer, q, k, v, scale=scaling, softcap=softcap or 0.0, window=window)[None], None
 
 
 def _window(

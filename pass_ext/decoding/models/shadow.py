@@ -8,7 +8,7 @@ used; other changes are from the next generation on.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -40,6 +40,8 @@ class OurCall(NamedTuple):
     1 for several packed texts, and mask them from each other."""
     slots: CallSlots | None = None
     """What is added to rows of look-ahead slots."""
+    numbers: Mapping[int, int] | None = None
+    """Of the layers that attend, where others keep a state; None: each layer's own."""
     slot_rows: int = 0
     """How many of many rows are look-ahead slots', if the host knows it."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models import limits
+from pass_ext.decoding.models import limits, states
 from pass_ext.decoding.models.module_ops import are_few, computes_by_ops, is_plain, is_untouched, most_few_rows
 from pass_ext.decoding.models.own_forward import OwnForward, is_hooked
 from pass_ext.decoding.models.packed import Adapted, KeptHidden, StepAttend
@@ -47,7 +47,10 @@ class TransformersModel(Adapted):
         self.table = module.weight if self.has_table else _shape_of_table(module, self.name)
         limits.check_model(model, self.name, self.table.dtype)
         text = model.config.get_text_config(decoder=True)
-        self.layers = getattr(text, "num_hidden_layers", None)
+        self.numbers = states.attending_layers(text)
+        self.layers = getattr(text, "num_hidden_layers", None) if self.numbers is None else len(self.numbers)
+        self.keeps_states = states.keeps_states(text)
+        self._takes_positions = limits.takes_positions(model)
         self.most_positions = getattr(text, "max_position_embeddings", None) or self.most_positions
         self.rope_limit = limits.rope_limit(text)
         self.known_positions = limits.known_positions(model, self.most_positions)
@@ -94,7 +97,9 @@ class TransformersModel(Adapted):
     def _begin(self) -> None:
         if self._replaced is None:
             self._replaced = self._find_replaced()
-        if self.model is not unwrapped(self.model):
+        if self.keeps_states:
+            self._way = Way(None, f"its layers keep states, by {' and '.join(states.functions_of(self.model))}")
+        elif self.model is not unwrapped(self.model):
             self._way = Way(None, f"it is wrapped by {type(self.model).__name__}")
         elif self.logit_shards is not None:
             self._way = Way(None, "its logits are divided among ranks")
@@ -119,8 +124,11 @@ class TransformersModel(Adapted):
         if self._shadow is None:
             shadow = shadow_of(self.model)
             inner = unwrapped(shadow)
-            attend_by_rows(inner)
+            if self.layers != 0:
+                attend_by_rows(inner)
             computes_by_ops(inner, are_few_of_our_call)
+            if self.keeps_states:
+                states.serve_states(inner)
             head = inner.get_output_embeddings()
             if isinstance(head, nn.Module):
                 head.forward = partial(self._kept_before, head.forward)
@@ -175,6 +183,8 @@ class TransformersModel(Adapted):
             if self._ran or (isinstance(error, (ValueError, NotImplementedError)) and self.name in str(error)):
                 raise
             raise self._refusal(error) from error
+        if self.keeps_states and not self._ran:
+            self._check_states(attend.states.layers)
         self._ran = True
         if self._way is None and not is_being_recorded(rows) and (len(rows) > 1 or not attend.is_first):
             self._compare(rows, positions, attend)
@@ -216,16 +226,27 @@ class TransformersModel(Adapted):
             add_adapters(unwrapped(shadow), added)
             self._adapted |= added
         seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
-        with our_call(OurCall(attend, self.name, self._kept, seen, slots, slot_rows)):
+        places = {"position_ids": positions[None]} if self._takes_positions else {}
+        with our_call(OurCall(attend, self.name, self._kept, seen, slots, self.numbers, slot_rows)):
             logits: Tensor = shadow(
                 inputs_embeds=rows[None],
                 attention_mask=seen,
-                position_ids=positions[None],
+                **places,
                 use_cache=False,
                 logits_to_keep=0 if wanted is None else wanted,
                 return_dict=True,
             ).logits[0]
         return logits
+
+    def _check_states(self, read: set[int]) -> None:
+        """Refuses a model some of whose layers have kept no state in its first call."""
+        kinds = states.kinds_of(self.model.config.get_text_config(decoder=True))
+        silent = [layer for layer, kind in enumerate(kinds) if kind in states.KINDS and layer not in read]
+        if silent:
+            raise ValueError(
+                f"{self.name}: layers {silent} keep a state, but called none of {', '.join(states.FUNCTIONS)}, so pass_ext "
+                "cannot decode this model"
+            )
 
     def _tail(self, hidden: Tensor) -> Tensor:
         """Norm and head of the shadow."""

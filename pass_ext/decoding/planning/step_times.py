@@ -129,8 +129,8 @@ class StepClock:
 
 @lru_cache(maxsize=64)
 def step_clock(table: StepTimes, tokens: int) -> StepClock:
-    """The clock of texts of about so many tokens, a power of two: attention takes longer after a long text. The same object
-    until it was not used for long, so a generation begins with the steps of the one before."""
+    """The clock of texts of about so many tokens, a power of two: attention takes longer after a long text. The last
+    64 clocks are kept, so a generation begins with the steps of the one before."""
     return StepClock(table)
 
 
@@ -186,7 +186,7 @@ class _Calls:
 
     def run(self, rows: int) -> None:
         session = self._session
-        if not session.caches:
+        if session.is_new:
             path = torch.arange(_PREFIX, dtype=torch.int32, device=session.device)[None]
             trees = pack_trees([Tree.chain(_PREFIX - 1)], session.device)
             session.call(trees, self._ids(_PREFIX), torch.zeros(1, dtype=torch.int64, device=session.device))

@@ -29,7 +29,9 @@ class Beginning(NamedTuple):
     length: int
 
 
-def read_prompts(session: Session, texts: Sequence[Sequence[int]], known: int, slots: int) -> tuple[Tensor, int]:
+def read_prompts(
+    session: Session, texts: Sequence[Sequence[int]], known: Sequence[int], slots: int
+) -> tuple[Tensor, int]:
     """Calls the model on the texts, each with so many look-ahead slots after its last token, and commits their rows.
 
     known: how many tokens of each text the session holds already.
@@ -38,25 +40,43 @@ def read_prompts(session: Session, texts: Sequence[Sequence[int]], known: int, s
         Logits of the last tokens and the slots after them, text by text; and the number of calls.
     """
     least = SHARED_ROWS["cpu" if session.device.type == "cpu" else "cuda"]
-    groups, held, calls = _with_equal_caches(session, known), [known] * len(texts), 0
+    groups, held, calls = _with_equal_caches(session, known), list(known), 0
     while shared := [found for group in groups for found in shared_beginnings(texts, held, group, least)]:
         ends = {requests[0]: length for requests, length in shared}
         _, count = _read(session, [text[held[b] : ends.get(b, 0)] for b, text in enumerate(texts)], None)
         calls += count
         for requests, length in shared:
-            session.copy_text(requests[0], requests[1:], known, length)
+            session.copy_text(requests[0], requests[1:], known[requests[0]], length)
             for b in requests:
                 held[b] = length
     logits, count = _read(session, [text[length:] for text, length in zip(texts, held, strict=True)], slots)
     return logits, calls + count
 
 
-def _with_equal_caches(session: Session, known: int) -> list[list[int]]:
-    """The requests by the keys and values of their first tokens, which may differ for equal tokens where they are ``past``."""
-    caches, groups = [cache[:, :known] for pair in session.caches for cache in pair], dict[int, list[int]]()
+def read_again(session: Session, texts: Sequence[Sequence[int]], prompts: Sequence[int]) -> None:
+    """Reads all but the last token of the texts whose states are of more: a state cannot go back. prompts: their lengths."""
+    requests = session.beyond()
+    if requests:
+        session.forget(requests)
+        chosen = [text if b in requests else [] for b, text in enumerate(texts)]
+        _read(session, [text[:length] for text, length in zip(chosen, prompts, strict=True)], None)
+        _read(session, [text[length:-1] for text, length in zip(chosen, prompts, strict=True)], None, are_prompts=False)
+
+
+def _with_equal_caches(session: Session, known: Sequence[int]) -> list[list[int]]:
+    """The requests by the keys, values and states of their first tokens, which may differ for equal tokens where they are
+    ``past``."""
+    caches, groups = [cache for pair in session.caches for cache in pair], dict[int, list[int]]()
+
+    def are_equal(a: int, b: int) -> bool:
+        n = known[a]
+        return n == known[b] and (
+            all(torch.equal(cache[a, :n], cache[b, :n]) for cache in caches)
+            and all(torch.equal(state[a], state[b]) for state in session.states)
+        )
+
     for b in range(session.requests):
-        first = next((a for a in groups if all(torch.equal(cache[a], cache[b]) for cache in caches)), b)
-        groups.setdefault(first, []).append(b)
+        groups.setdefault(next((a for a in groups if are_equal(a, b)), b), []).append(b)
     return list(groups.values())
 
 
@@ -96,10 +116,13 @@ def _common(text: Sequence[int], other: Sequence[int]) -> int:
     return low
 
 
-def _read(session: Session, missing: Sequence[Sequence[int]], slots: int | None) -> tuple[Tensor, int]:
+def _read(
+    session: Session, missing: Sequence[Sequence[int]], slots: int | None, *, are_prompts: bool = True
+) -> tuple[Tensor, int]:
     """Calls the model on these tokens of each text, and commits them; slots: None if no logits are wanted, and some texts may
     have no tokens."""
     device, most = session.device, MAX_TREE_NODES - (slots or 0)
+    session.reads_prompts = are_prompts
     calls = -(-max(map(len, missing)) // most)
     for left in reversed(range(calls)):
         pieces = [text[max(0, len(text) - (left + 1) * most) : max(0, len(text) - left * most)] for text in missing]
@@ -120,4 +143,5 @@ def _read(session: Session, missing: Sequence[Sequence[int]], slots: int | None)
         counts = torch.tensor([max(len(piece) - 1, 0) for piece in pieces], dtype=torch.int32, device=device)
         with profiled("commit"):
             session.commit(packed, path.repeat(len(pieces), 1), counts)
+    session.reads_prompts = False
     return logits, calls

@@ -1,5 +1,5 @@
-"""``record_graph``: a function's kernels as a CUDA graph. ``RecordedCalls``: a session's calls as graphs, one per shape of a
-step, recorded at the second call of that shape.
+"""``record_graph``: a function's kernels as a CUDA graph; a device step records itself whole. ``RecordedCalls``: a session's
+calls as graphs, one per shape of a step, recorded at the second call of that shape.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.models.packed import NewRows
+from pass_ext.decoding.models.step_states import Update
 from pass_ext.tree import PackedTrees
 
 T = TypeVar("T")
@@ -47,31 +48,32 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-Forward = Callable[[PackedTrees, Tensor], tuple[Tensor, NewRows]]
+Called = tuple[Tensor, NewRows, list[Update]]
+"""Logits, keys and values of all layers, and the updates of all states."""
+Forward = Callable[[PackedTrees, Tensor], Called]
 
 
 @dataclass
 class _Recording:
-    """A replay reads the step from fixed buffers (ids, depths, bits, bounds; the session's lengths and caches) and writes
-    logits, keys and values to fixed buffers."""
+    """A replay reads the step from fixed buffers (ids, depths, bits, bounds; the session's lengths, caches and states) and
+    writes its results to fixed buffers."""
 
     graph: torch.cuda.CUDAGraph
     trees: PackedTrees
     ids: Tensor
-    logits: Tensor
-    new: NewRows
+    called: Called
 
-    def replay(self, trees: PackedTrees, ids: Tensor) -> tuple[Tensor, NewRows]:
+    def replay(self, trees: PackedTrees, ids: Tensor) -> Called:
         self.ids.copy_(ids)
         for buffer, value in zip(self.trees, trees, strict=True):
             if isinstance(buffer, Tensor) and isinstance(value, Tensor):
                 buffer.copy_(value)
         self.graph.replay()
-        return self.logits, self.new
+        return self.called
 
 
 class RecordedCalls:
-    """Runs, records or replays ``forward(trees, ids)``, which returns logits and the keys and values of all layers."""
+    """Runs, records or replays ``forward(trees, ids)``."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
@@ -79,7 +81,7 @@ class RecordedCalls:
         self._recordings: dict[tuple[int, ...], _Recording] = {}
         self._pool: Any = None
 
-    def __call__(self, trees: PackedTrees, ids: Tensor) -> tuple[Tensor, NewRows]:
+    def __call__(self, trees: PackedTrees, ids: Tensor) -> Called:
         """Calls ``forward``. The next replay of the same shape overwrites the result."""
         shape = (len(ids), trees.max_nodes, *trees.visible.shape, len(trees.cu_nodes))
         if shape in self._recordings:
@@ -90,7 +92,7 @@ class RecordedCalls:
         parents, cu_nodes, most, visible, depths = trees
         buffers = PackedTrees(parents.clone(), cu_nodes.clone(), most, visible.clone(), depths.clone())
         copied = ids.clone()
-        graph, (logits, new) = record_graph(lambda: self._forward(buffers, copied), ids.device, self._pool)
+        graph, called = record_graph(lambda: self._forward(buffers, copied), ids.device, self._pool)
         self._pool = graph.pool()
-        self._recordings[shape] = _Recording(graph, buffers, copied, logits, new)
+        self._recordings[shape] = _Recording(graph, buffers, copied, called)
         return self._recordings[shape].replay(trees, ids)

@@ -1,7 +1,8 @@
-"""``Session``: the KV cache of one batch, and the model's calls on packed rows.
+"""``Session``: the KV cache of one batch and the states of its texts, and the model's calls on packed rows.
 
 Caches are ``[B, room, KV heads, D]`` per layer; on the CPU they begin with fewer positions and grow with the texts. A call's
 new keys and values stay outside the caches until ``commit`` moves the accepted ones in, so a call never changes the text.
+States, of layers that keep one instead of keys and values, are ``[B, ...]``; ``commit`` moves them after the accepted rows.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from pass_ext.decoding.arguments import instance, type_of, whole_number
 from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.models.packed import Adapted, NewRows
 from pass_ext.decoding.models.slots import PlacedSlots
-from pass_ext.decoding.session.recording import RecordedCalls
+from pass_ext.decoding.models.step_states import StatePlace, StepStates, Update
+from pass_ext.decoding.session.recording import Called, RecordedCalls
 from pass_ext.decoding.session.step_attention import StepAttention, head_dim_for, padded
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.cache import cache_commit_
+from pass_ext.ops.state import state_commit_
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
-Past = tuple[Sequence[tuple[Tensor, Tensor]], int]
-"""Keys and values of each layer, and their number of tokens."""
+Layers = Sequence[tuple[Tensor, Tensor]]
+Past = tuple[Layers, int | Sequence[int]] | tuple[Layers, int | Sequence[int], Sequence[Tensor]]
+"""Keys and values of each layer that attends; their number of tokens, of all texts or of each; the states after these."""
 
 _MOST = 1 << 30  # positions are int32
 _MOST_PACKED = 256
@@ -36,13 +40,15 @@ class Session:
     """The KV cache of one batch of texts, the model's calls that extend it, and how they run.
 
     ``generate(model, input_ids, session=session)`` leaves in ``caches`` the keys and values of all tokens but each text's last
-    one, ``prefix_lens`` of them. The next generation of as many texts uses the caches and CUDA graphs again.
+    one, ``prefix_lens`` of them, and in ``states`` what the layers that keep a state have after these tokens. The next
+    generation of as many texts uses the caches and CUDA graphs again.
 
     Args:
         model: as ``generate`` takes it.
         requests, room: the number of texts, and the most tokens of each; None: what the first generation needs.
-        past: the keys and values of the first n tokens of every prompt, ``[B, n, heads, D]`` per layer; and n. The next
-            generation begins with them; set ``session.past`` for a later one.
+        past: the keys and values of the first n tokens of every prompt, ``[B, n, heads, D]`` per layer that attends; and n, of
+            all prompts or of each; and, if the model has some, the states after them, ``[B, ...]``. The next generation begins
+            with them; set ``session.past`` for a later one.
         cuda_graphs: True: on CUDA, calls of a repeated shape are CUDA graphs. False: none are. None: where all steps have one
             shape (``run_ahead``), the step is one graph, unless the model does what a graph cannot hold: then it warns.
         run_ahead: True: the host begins each step before it has read the one before, so a GPU never waits for it; texts are the
@@ -61,9 +67,10 @@ class Session:
         cuda_graphs: bool | None = None,
         run_ahead: bool | None = None,
     ) -> None:
-        if past is not None and not (isinstance(past, (list, tuple)) and len(past) == 2):
+        if past is not None and not (isinstance(past, (list, tuple)) and len(past) in (2, 3)):
             raise TypeError(
-                f"Session: past must be the keys and values of every layer, and the number of tokens, got {type_of(past)}"
+                "Session: past must be the keys and values of every layer, the number of tokens, and the states if there are "
+                f"some, got {type_of(past)}"
             )
         for name, number in (("requests", requests), ("room", room)):
             if number is not None:
@@ -74,14 +81,22 @@ class Session:
         self.model: Adapted = packed_model(model)
         self.caches: list[tuple[Tensor, Tensor]] = []
         self._stack: Tensor | None = None  # all caches, if all layers' are alike
+        self.states: list[Tensor] = []
+        """Of the layers that keep one, in the order of their calls."""
+        self.state_places: list[StatePlace] = []
         self.head_dims: list[tuple[int, int]] = []  # of keys and values, before padding to a head size of the kernel
         self.fixed_steps: dict[Hashable, object] = {}
         """Steps that may be CUDA graphs, by their rows and parameters."""
+        self.wants_states = True
+        """States are wanted after a generation too: texts whose last step went beyond their ends are read again for them."""
+        self.reads_prompts = False
+        """The next calls are on rows of prompts."""
         self.is_undisturbed = False
         """No code of the caller's runs between calls: a model that was checked in one is the same in the next ones."""
         self._has_called = False
         self._packed: dict[tuple[Tree | None, ...], PackedTrees] = {}
         self._new: NewRows = []
+        self._updates: list[Update] = []
         self._recorded = RecordedCalls(self._forward) if cuda_graphs and self.model.table.is_cuda else None
         self._allocate(requests or 0, room or 0)
 
@@ -92,12 +107,30 @@ class Session:
         with torch.inference_mode(False):
             self.slots = PlacedSlots(table.new_empty(0, table.shape[1]))
             self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
+            self._state_lens = torch.zeros_like(self.prefix_lens)  # tokens that the states are of
         self._positions = min(room, _FIRST_POSITIONS) if table.is_cpu else room  # that the caches hold now
 
     @property
     def device(self) -> torch.device:
         """The device of the model and the caches."""
         return self.prefix_lens.device
+
+    @property
+    def is_new(self) -> bool:
+        """The session has no caches and states yet; its first call makes them."""
+        return not self.caches and not self.states
+
+    def step_states(self, trees: PackedTrees, *, is_first: bool) -> StepStates:
+        """The states of a call."""
+        return StepStates(
+            self.states,
+            self.state_places,
+            self.requests,
+            trees.parents,
+            trees.cu_nodes,
+            is_first=is_first,
+            is_prompt=self.reads_prompts,
+        )
 
     def packed(self, trees: Sequence[Tree | None]) -> PackedTrees:
         """The trees of all requests, kept for repeated combinations; None: a request without rows."""
@@ -111,22 +144,22 @@ class Session:
     def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
         """Calls the model on all rows of the trees, ids ``[N]`` as ``lookahead_embed`` takes them -> logits of all rows, or
         of the ``wanted`` ones. The next call may overwrite them."""
-        if self._recorded is not None and wanted is None and self.caches:
-            logits, self._new = self._recorded(trees, ids)
+        if self._recorded is not None and wanted is None and not self.is_new:
+            logits, self._new, self._updates = self._recorded(trees, ids)
         else:
-            logits, self._new = self._forward(trees, ids, wanted)
+            logits, self._new, self._updates = self._forward(trees, ids, wanted)
         return logits
 
     def call_at(self, trees: PackedTrees, ids: Tensor, positions: Tensor) -> Tensor:
         """Calls the model on all rows, whose text positions ``[N]`` int64 are known. Only work for the device: a CUDA graph of
         more than this call can hold it."""
-        logits, self._new = self._forward(trees, ids, positions=positions)
+        logits, self._new, self._updates = self._forward(trees, ids, positions=positions)
         return logits
 
     def _forward(
         self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None, positions: Tensor | None = None
-    ) -> tuple[Tensor, NewRows]:
-        """Logits, and keys and values of all layers. positions: None: computed from the texts' lengths."""
+    ) -> Called:
+        """Calls the model. positions: None: computed from the texts' lengths."""
         attention = StepAttention(self, trees, ids, may_have_changed=not (self.is_undisturbed and self._has_called))
         self._has_called = True
         if positions is None:
@@ -136,8 +169,13 @@ class Session:
             positions = (self.prefix_lens[owners] + trees.depths).long()
         rows = self.model.embed(ids, self.slots.weight)
         logits = self.model(rows, positions, attention, wanted, self.slots.of_call(ids))
-        layers = attention.layers
-        if layers != len(self.caches) or not layers:
+        layers, updates = attention.layers, attention.states.updates
+        if len(updates) != len(self.states):
+            raise ValueError(
+                f"{self.model.name}: {len(updates)} states were read, {len(self.states)} in the first call or in `past`: every "
+                "layer must keep as many, each time"
+            )
+        if layers != len(self.caches) or not (layers or updates):
             raise ValueError(
                 f"{self.model.name or 'the model'}: {layers} layers attended, {len(self.caches)} in the first call or in "
                 "`past`: every layer that mixes rows must do so by attention, each time"
@@ -147,7 +185,7 @@ class Session:
                 f"{self.model.name}: {layers} of {self.model.layers} layers attended; every layer must, by attention that "
                 "takes transformers' AttentionInterface"
             )
-        return logits, attention.new_rows()
+        return logits, attention.new_rows(), updates
 
     def commit(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
         """Adds the keys and values of the rows ``path[b, :num_accepted[b] + 1]``; requests without rows stay as they are."""
@@ -158,12 +196,31 @@ class Session:
         """Puts these keys and values after the texts; the texts' lengths ``prefix_lens`` stay as they are."""
         if self._positions < self.room:
             self._hold(int(self.prefix_lens.max()) + path.shape[1])
-        cache_commit_(self.all_caches(), self.prefix_lens, trees.cu_nodes, path, num_accepted, new=self._new)
+        if self.caches:
+            cache_commit_(self.all_caches(), self.prefix_lens, trees.cu_nodes, path, num_accepted, new=self._new)
+        if self.states:
+            state_commit_(self.states, self._updates, trees.cu_nodes, path, num_accepted)
+            places = torch.arange(path.shape[1], device=self.device)
+            counts = ((path >= 0) & (places <= num_accepted[:, None])).sum(1)
+            self._state_lens.add_(counts.where(trees.cu_nodes.diff() > 0, 0))
 
     def keep(self, lengths: Sequence[int]) -> None:
         """Drops the keys and values after the first ``lengths[b]`` tokens of each text."""
         most = torch.tensor(lengths, dtype=torch.int32, device=self.device)
         self.prefix_lens.copy_(self.prefix_lens.minimum(most))
+
+    def beyond(self) -> list[int]:
+        """The requests whose states are of more tokens than ``prefix_lens``: a step has gone on after the text's end."""
+        if not self.states:
+            return []
+        return (self._state_lens != self.prefix_lens).nonzero()[:, 0].tolist()
+
+    def forget(self, requests: Sequence[int]) -> None:
+        """Drops the texts of these requests."""
+        at = torch.tensor(requests, device=self.device)
+        for state in self.states:
+            state[at] = 0
+        self.prefix_lens[at] = self._state_lens[at] = 0
 
     def copy_text(self, request: int, others: Sequence[int], first: int, last: int) -> None:
         """Gives other requests the tokens [first, last) of a request's text, the last ones that they hold then."""
@@ -171,7 +228,9 @@ class Session:
         for pair in self.caches:
             for cache in pair:
                 cache[to, first:last] = cache[request, first:last]
-        self.prefix_lens[to] = last
+        for state in self.states:
+            state[to] = state[request].clone()
+        self.prefix_lens[to] = self._state_lens[to] = last
 
     def _hold(self, positions: int) -> None:
         """Moves the caches to larger ones if they do not hold so many positions."""
@@ -218,6 +277,9 @@ class Session:
         self.is_undisturbed = False
         self._has_called = False
         self.prefix_lens.zero_()
+        self._state_lens.zero_()
+        for state in self.states:
+            state.zero_()
 
     def set_slots(self, lookahead: LookaheadEmbedding, count: int) -> None:
         """Sets the first ``count`` slots for the next calls. After a first call their number and parts are fixed,
@@ -225,25 +287,33 @@ class Session:
         placed = PlacedSlots.of(lookahead, count, self.slots.weight)
         if placed.adapters is not None:
             self.model.check_adapters(placed.adapters)
-        if self.caches:
+        if not self.is_new:
             self.slots.copy_(placed)
         else:
             self.slots = placed
 
-    def fill(self, texts: Sequence[Sequence[int]], samples: int = 1) -> int:
-        """Takes the keys and values of ``past`` -> how many tokens of each text they are of. samples: texts of each prompt.
+    def fill(self, texts: Sequence[Sequence[int]], samples: int = 1) -> list[int]:
+        """Takes the keys, values and states of ``past`` -> how many tokens of each text they are of.
 
+        samples: texts of each prompt.
         Existing caches are written in place, because recorded calls read them there.
         """
         if self.past is None:
-            return 0
-        (past, length), self.past = self.past, None
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ValueError(f"past must be of 1 token or more, got {length!r}")
-        if min(map(len, texts)) <= length:
-            raise ValueError(f"past holds {length} tokens, so prompts must be longer, got {min(map(len, texts))}")
-        first = not self.caches
-        if not past or (not first and len(past) != len(self.caches)):
+            return [0] * len(texts)
+        (past, given_lengths, *states), self.past = self.past, None
+        lengths = _lengths_of(given_lengths, len(texts), samples)
+        for text, held in zip(texts, lengths, strict=True):
+            if len(text) <= held:
+                raise ValueError(f"past holds {held} tokens, so prompts must be longer, got {len(text)}")
+        length = max(lengths)
+        first = self.is_new
+        if self.model.keeps_states != bool(states):
+            raise ValueError(
+                "past must be (keys and values, number of tokens, states), as this model has layers that keep a state"
+                if self.model.keeps_states
+                else "past must have no states, as no layer of this model keeps one"
+            )
+        if not (past or states) or (not first and len(past) != len(self.caches)):
             raise ValueError(f"past must be of each layer, {len(self.caches) or '1 or more'}, got {len(past)}")
         self._hold(min(length, self.room))
         for layer, given in enumerate(past):
@@ -261,8 +331,24 @@ class Session:
             self.check_rows(layer, *(x[0] for x in rows))
             for cache, x in zip(self.caches[layer], rows, strict=True):
                 cache[:, :length] = x
-        self.prefix_lens.fill_(length)
-        return length
+        if states:
+            self._fill_states(states[0], samples, first=first)
+        self.prefix_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        self._state_lens.copy_(self.prefix_lens)
+        return lengths
+
+    def _fill_states(self, given: Sequence[Tensor], samples: int, *, first: bool) -> None:
+        """Takes the states of ``past``."""
+        copies = [x.repeat_interleave(samples, 0) for x in given]  # a copy for one sample too
+        shapes = [(self.requests, *x.shape[1:]) for x in (copies if first else self.states)]
+        if [x.shape for x in copies] != shapes:
+            raise ValueError(
+                f"past: its states must be {[list(shape) for shape in shapes]}, got {[list(x.shape) for x in copies]}"
+            )
+        if first:
+            self.states += copies
+        for state, x in zip(self.states, copies, strict=True):
+            state.copy_(x)
 
     def all_caches(self) -> list[Tensor] | Tensor:
         """Keys and values of layer 0, of layer 1 …: ``[2 * layers, B, room, KV heads, D]`` if they are alike, else a list."""
@@ -297,8 +383,19 @@ class Session:
                 )
 
 
+def _lengths_of(given: int | Sequence[int], texts: int, samples: int) -> list[int]:
+    """The number of tokens that ``past`` has of each text."""
+    lengths: list[Any] = (
+        [n for n in given for _ in range(samples)] if isinstance(given, (list, tuple)) else [given] * texts
+    )
+    if len(lengths) != texts or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
+        raise ValueError(f"past must be of 1 token or more, got {given!r}")
+    return lengths
+
+
 class FirstLayers(Session):
-    """A session on the same texts for a model of the first layers. It reads the whole session's caches and commits nothing."""
+    """A session on the same texts for a model of the first layers. It reads the whole session's caches and states, and commits
+    nothing."""
 
     def __init__(self, whole: Session, model: Adapted, count: int) -> None:
         super().__init__(model, whole.requests, whole.room)
@@ -306,7 +403,14 @@ class FirstLayers(Session):
         self.prefix_lens = whole.prefix_lens
 
     def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
-        self.caches = self._whole.caches[: self._count]
+        whole, attending = self._whole, self._count if self.model.layers is None else self.model.layers
+        self.caches = whole.caches[:attending]
+        kept = [
+            (state, place)
+            for state, place in zip(whole.states, whole.state_places, strict=True)
+            if place.layer < self._count
+        ]
+        self.states, self.state_places = [state for state, _ in kept], [place for _, place in kept]
         return super().call(trees, ids, wanted)
 
 

@@ -21,7 +21,8 @@ class StepAttention(StepAttend):
         self.layers = 0
         self.options: list[dict[str, Any]] = []
         self.may_have_changed = may_have_changed
-        self.is_first = not session.caches
+        self.is_first = session.is_new
+        self.states = session.step_states(trees, is_first=self.is_first)
         self._session, self._trees = session, trees
         self._new: list[Tensor] = []
         self._stacked: Tensor | None = None

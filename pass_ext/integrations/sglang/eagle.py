@@ -25,12 +25,13 @@ MOST_NODES = 1024
 _log = logging.getLogger(__name__)
 
 
-def refusal(spec: Any, drafts: Drafts, logits: Tensor, has_watermark: bool, rule: str) -> str:
+def refusal(spec: Any, drafts: Drafts, logits: Tensor, rule: str, *, has_watermark: bool, keeps_states: bool) -> str:
     """The reason why our accept step cannot take this step, or "".
 
     Args:
         spec: SGLang's ``get_spec()``, the server's arguments about speculation.
         has_watermark: a request of the batch has a watermark.
+        keeps_states: the model has layers that keep a state.
     """
     from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN
 
@@ -43,6 +44,8 @@ def refusal(spec: Any, drafts: Drafts, logits: Tensor, has_watermark: bool, rule
             return f"--{name.replace('_', '-')} is not 1, and asks for another distribution than the target's"
     if has_watermark:
         return "a request has a watermark"
+    if keeps_states:
+        return "the model has layers that keep a state, with which nobody has seen this run"
     if drafts.tokens.shape[1] > MOST_NODES:
         return f"--speculative-num-draft-tokens is more than {MOST_NODES}"
     if drafts.drawn and not drafts.is_chain:
@@ -72,7 +75,9 @@ def eagle_sample(
         drafts = drafts_of(verify_input, len(batch.seq_lens), bool(spec.speculative_use_rejection_sampling))
         rule = rule_of_step(drafts.drawn, bool(spec.speculative_use_block_verification))
         has_watermark = watermark_state is not None and sampling_info.has_watermark_candidates
-        reason = refusal(spec, drafts, logits_output.next_token_logits, has_watermark, rule)
+        keeps_states = hasattr(getattr(batch, "req_to_token_pool", None), "mamba_pool")
+        logits = logits_output.next_token_logits
+        reason = refusal(spec, drafts, logits, rule, has_watermark=has_watermark, keeps_states=keeps_states)
         if not reason:
             _say_once(rule)
             logits = processed_logits(logits_output, sampling_info, grammar_mask, verify_input.draft_token_num)

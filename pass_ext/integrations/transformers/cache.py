@@ -1,14 +1,18 @@
-"""Reads and writes keys and values of transformers' caches layer by layer, in 4.57, 5.17, 5.23 and 5.24 alike.
+"""Reads and writes keys and values of transformers' caches layer by layer, in 4.57, 5.17, 5.23 and 5.24 alike; states in 5.24.
 
 ``keys [B, H, S, D]`` hold the S committed columns, padding included.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from pass_ext.decoding.models.step_states import StatePlace
 
 
 def cache_length(cache: Any, layer: int = 0) -> int:
@@ -59,6 +63,30 @@ def write_cache(cache: Any, layer: int, keys: Tensor, values: Tensor) -> None:
             target.cumulative_length.fill_(length)
 
 
+def read_states(cache: Any, places: Sequence[StatePlace]) -> list[Tensor]:
+    """The states at these places of a cache, as ``pass_ext`` has them: ``[B, ...]``."""
+    states = []
+    for place in places:
+        layer = cache.layers[place.layer]
+        kept = layer.conv_states if place.form == "window" else layer.recurrent_states
+        state = kept[place.number]
+        heads = state.unbind(1) if place.form == "channels" and state.dim() == 4 else [state]
+        states += [place.to_ours(each) for each in heads]
+    return states
+
+
+def write_states(cache: Any, places: Sequence[StatePlace], states: Sequence[Tensor]) -> None:
+    """Replaces the states at these places of a cache, one for each. Several recurrent states of a place are its heads."""
+    for place, group in groupby(zip(places, states, strict=True), key=lambda pair: pair[0]):
+        theirs = [place.to_theirs(state) for _, state in group]
+        state, layer = theirs[0] if len(theirs) == 1 else torch.stack(theirs, 1), cache.layers[place.layer]
+        if place.form == "window":
+            layer.has_previous_state[place.number] = False  # the layer takes the window as a text's beginning
+            layer.update_conv_state(state, place.number, conv_kernel_size=state.shape[-1])
+        else:
+            layer.update_recurrent_state(state, place.number)
+
+
 def _initialize(layer: Any, keys: Tensor, values: Tensor) -> None:
     try:
         layer.lazy_initialization(keys, values)
@@ -77,9 +105,18 @@ def _layer(cache: Any, index: int) -> Any:
     if index >= len(cache.layers):
         raise ValueError(f"this {type(cache).__name__} has {len(cache.layers)} layers so far, got layer {index}")
     layer = cache.layers[index]
-    if type(layer) not in (DynamicLayer, StaticLayer):
+    kinds = (DynamicLayer, StaticLayer, *_hybrid_layers())
+    if type(layer) not in kinds:
         raise ValueError(
             f"layer {index} of this {type(cache).__name__} is a {type(layer).__name__}; only DynamicLayer and StaticLayer, "
             "which hold all keys and values unchanged, can be read and written"
         )
     return layer
+
+
+def _hybrid_layers() -> list[type]:
+    """Layers with keys, values and a state."""
+    from transformers import cache_utils
+
+    names = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndStaticFullAttentionLayer")
+    return [getattr(cache_utils, name) for name in names if hasattr(cache_utils, name)]

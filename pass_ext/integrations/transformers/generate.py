@@ -7,7 +7,7 @@ its own loop. It translates the arguments for ``pass_ext.generate`` and the resu
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,14 @@ from pass_ext.decoding.drafting.drafter import DraftingMethod
 from pass_ext.decoding.generation import Generation, generate
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.early_exit import packed_model
-from pass_ext.decoding.models.parts import cache_name, given_cache
+from pass_ext.decoding.models.packed import Adapted
+from pass_ext.decoding.models.parts import cache_name, given_cache, unwrapped
+from pass_ext.decoding.models.states import places_of
 from pass_ext.decoding.requests.processors import NodeProcessor
-from pass_ext.decoding.session.session import Session
+from pass_ext.decoding.session.session import Past, Session
 from pass_ext.decoding.stats import GenerationStats
 from pass_ext.integrations.grammar import grammars_of
-from pass_ext.integrations.transformers.cache import cache_length, read_cache, write_cache
+from pass_ext.integrations.transformers.cache import cache_length, read_cache, read_states, write_cache, write_states
 from pass_ext.integrations.transformers.processors import NodeCriteria, NotedRows, sampling_parameters, step_scores
 
 _DROPPED = ("streamer", "assistant_model", "synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask")
@@ -40,7 +42,18 @@ _ASSISTED = {
 }
 _REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
 _FULL_LAYERS = ("DynamicLayer", "StaticLayer")
-_SLIDING_LAYERS = ("DynamicSlidingWindowLayer", "StaticSlidingWindowLayer")
+_SLIDING_LAYERS = (
+    "DynamicSlidingWindowLayer",
+    "StaticSlidingWindowLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer",
+)
+_STATE_LAYERS = (
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndStaticFullAttentionLayer",
+    "DummyLayer",
+)
 
 
 def dropped_arguments() -> dict[str, Any]:
@@ -117,7 +130,7 @@ class CustomGenerate:
         from transformers import GenerationConfig
 
         _refuse_shared_weights(model)
-        packed_model(model)  # an unsupported model raises before its cache does
+        adapted = packed_model(model)  # an unsupported model raises before its cache does
         dropped = dropped_arguments()
         _refuse(generation_config, model_kwargs, dropped)
         streamer = dropped.get("streamer")
@@ -128,7 +141,7 @@ class CustomGenerate:
         max_length, end_tokens, criteria = _split_criteria(stopping_criteria, generation_config)
         cache_format = _other_cache_format(model)
         fills_cache = cache is not None and _must_be_filled(cache, max_length - 1, generation_config, not cache_format)
-        past = None if cache is None else _past(cache, mask)
+        past = None if cache is None else _past(cache, mask, adapted)
         if cache_format and (fills_cache or past is not None):
             raise ValueError(
                 f"custom_generate: {model.config.model_type} caches {cache_format}, which pass_ext cannot read or write: give "
@@ -139,6 +152,7 @@ class CustomGenerate:
         padding = _padding(input_ids, mask)
         pad = generation_config._pad_token_tensor
         session = Session(model, past=past)
+        session.wants_states = fills_cache
         logits = NotedRows() if _gives(generation_config, "output_logits") else None
         scores = NotedRows() if _gives(generation_config, "output_scores") else None
         nodes = NodeProcessor(processors, padding) if processors else None
@@ -298,7 +312,8 @@ def _must_be_filled(cache: Any, columns: int, config: Any, is_writable: bool) ->
             f"update), without offloading, got {type(cache).__name__}"
         )
     for layer in cache.layers:
-        if type(layer) not in [getattr(cache_utils, name) for name in _FULL_LAYERS + _SLIDING_LAYERS]:
+        known = (*_FULL_LAYERS, *_SLIDING_LAYERS, *_STATE_LAYERS)
+        if type(layer) not in [getattr(cache_utils, name, None) for name in known]:
             raise ValueError(f"custom_generate: a cache of {type(layer).__name__} is not supported; use a DynamicCache")
         room = getattr(layer, "max_cache_len", columns)
         if type(layer).__name__ == "StaticLayer" and room < columns:
@@ -316,20 +331,46 @@ def _must_be_filled(cache: Any, columns: int, config: Any, is_writable: bool) ->
     return bool(config.return_dict_in_generate or is_users or (is_writable and may_be_users))
 
 
-def _past(cache: Any, mask: Tensor) -> tuple[list[tuple[Tensor, Tensor]], int] | None:
-    """The cached keys and values ``[B, n, H, D]`` of the first n tokens of every prompt, and n, the smallest number cached."""
+def _past(cache: Any, mask: Tensor, model: Adapted) -> Past | None:
+    """The cached keys and values ``[B, n, H, D]`` of the first n tokens of every prompt, and n, the smallest number cached.
+    States cannot go back, so with them n is of each prompt, all that are cached."""
+    if model.keeps_states:
+        return _past_with_states(cache, mask, model)
     if not cache.layers or int(cache.get_seq_length()) == 0:
         return None
     starts = _starts(mask)
     common = min(cache_length(cache), mask.shape[1] - 1) - int(starts.max())
     if common < 1:
         return None
-    columns = starts[:, None] + torch.arange(common, device=mask.device)
-    layers = []
-    for layer in range(len(cache.layers)):
-        keys, values = read_cache(cache, layer)
-        layers.append((_gathered(keys.transpose(1, 2), columns), _gathered(values.transpose(1, 2), columns)))
-    return layers, common
+    return _past_layers(cache, range(len(cache.layers)), starts, common), common
+
+
+def _past_with_states(cache: Any, mask: Tensor, model: Adapted) -> Past | None:
+    attending, name = list(model.numbers or ()), model.name
+    places = places_of(unwrapped(model.model))
+    if not cache.layers or not cache.has_previous_state():
+        return None
+    if not attending:
+        raise ValueError(
+            f"custom_generate: caches of {name} do not tell how many tokens they are of: give the whole text"
+        )
+    starts, columns = _starts(mask), cache_length(cache, attending[0])
+    lengths = (columns - starts).tolist()
+    if columns >= mask.shape[1] or min(lengths) < 1:
+        raise ValueError(
+            f"custom_generate: {name} has layers that keep a state, so its cache must be of some tokens of each prompt and not "
+            f"of all, got a cache of {columns} columns for {mask.shape[1]}, {int(starts.max())} of them padding"
+        )
+    return _past_layers(cache, attending, starts, max(lengths)), lengths, read_states(cache, places)
+
+
+def _past_layers(cache: Any, layers: Iterable[int], starts: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+    """The cached keys and values of the first tokens of every prompt, which begin at columns ``starts``."""
+    columns = starts[:, None] + torch.arange(count, device=starts.device)
+    pairs = (read_cache(cache, layer) for layer in layers)
+    last = columns.new_tensor(cache_length(cache, next(iter(layers))) - 1)
+    columns = columns.minimum(last)
+    return [(_gathered(k.transpose(1, 2), columns), _gathered(v.transpose(1, 2), columns)) for k, v in pairs]
 
 
 def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> Any:
@@ -339,11 +380,17 @@ def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> A
     # Padding repeats a token of the text, because transformers 4.57 takes a column of zeros for the end of a static cache.
     rows = torch.arange(columns, device=mask.device) - _starts(mask)[:, None]
     rows = rows.clamp(min=0).minimum(lengths[:, None] - 1)
+    attending = range(len(session.caches)) if session.model.numbers is None else session.model.numbers
     if any(type(layer).__name__ in _SLIDING_LAYERS for layer in cache.layers):
-        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicCache, DynamicLayer
 
-        cache = DynamicCache()
-    for layer, (tensors, dims) in enumerate(zip(session.caches, session.head_dims, strict=True)):
+        if session.states:
+            for layer in attending:
+                cache.layers[layer] = DynamicLayer()
+        else:
+            cache = DynamicCache()
+    write_states(cache, session.state_places, session.states)
+    for layer, tensors, dims in zip(attending, session.caches, session.head_dims, strict=True):
         keys, values = (
             _gathered(tensor[..., :dim], rows).transpose(1, 2) for tensor, dim in zip(tensors, dims, strict=True)
         )

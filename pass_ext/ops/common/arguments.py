@@ -181,8 +181,8 @@ def index_of(op: str, argument: str, name: str, names: tuple[str, ...]) -> int:
     return names.index(name)
 
 
-def typed(prefix: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a public op, which messages call ``prefix`` and its own name."""
+def typed(prefix: str, page: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a public op, which messages call ``prefix`` and its own name. They end with the page that has its contract."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -192,21 +192,28 @@ def typed(prefix: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             try:
                 return function(*values, **named)
             except _FAILURES as error:
+                refusal = error
                 if not _OWN_WORDS.match(str(error)):
-                    _name_wrong_type(f"{prefix}{function.__name__}", function, values, named)
-                raise
+                    refusal = _wrong_type(f"{prefix}{function.__name__}", function, values, named) or error
+                if _OWN_WORDS.match(str(refusal)) and not str(refusal).endswith(".md]"):  # of an op within this one
+                    refusal.args = (f"{refusal} [docs/{page}.md]",)
+                if refusal is error:
+                    raise
+                raise refusal from None
 
         return checked
 
     return decorate
 
 
-def _name_wrong_type(op: str, function: Callable[..., Any], values: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Raises for the first argument that is not of its type; nothing if all are, or if one is missing."""
+def _wrong_type(
+    op: str, function: Callable[..., Any], values: tuple[Any, ...], named: dict[str, Any]
+) -> TypeError | RuntimeError | None:
+    """The refusal of the first argument that is not of its type; None if all are, or if one is missing."""
     try:
         given = inspect.signature(function).bind(*values, **named).arguments
     except TypeError:
-        return
+        return None
     hints = get_type_hints(function)
     for argument, value in given.items():
         hint = hints[argument]
@@ -215,12 +222,13 @@ def _name_wrong_type(op: str, function: Callable[..., Any], values: tuple[Any, .
         kinds = [_kind(each) for each in (get_args(hint) if isinstance(hint, UnionType) else (hint,))]
         if not any(fits(value) for _, fits in kinds):
             shown = repr(value)
-            raise TypeError(
+            return TypeError(
                 f"{op}: {argument} must be {' or '.join(words for words, _ in kinds)}, got "
                 f"{shown if len(shown) <= 60 else f'{shown[:60]}…'} of type {type(value).__name__}"
-            ) from None
+            )
         if isinstance(value, Tensor) and value.dim() == 0:
-            raise RuntimeError(f"{op}: {argument} must have dimensions, got a single number of {value.dtype}") from None
+            return RuntimeError(f"{op}: {argument} must have dimensions, got a single number of {value.dtype}")
+    return None
 
 
 def _kind(hint: Any) -> tuple[str, Callable[[Any], bool]]:

@@ -1,4 +1,4 @@
-"""``register_fake`` and ``call``: an op's fake kernel, and its real one where it has no derivative; ``refuse_gradients``.
+"""``fake_kernel`` and ``call``: an op's fake kernel, and its real one where it has no derivative; ``refuse_gradients``.
 
 A fake kernel returns empty results of the right shapes. It first checks that all tensors are on one device: torch calls it for
 a CPU tensor beside one on ``meta`` too, and its results, on the device of one argument, would be uninitialised memory.
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pass_ext._library import NAMESPACE
+from pass_ext._library import NAMESPACE, ops
 
 
-def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def fake_kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers the decorated function, which takes the op's arguments and returns empty results, as the op's fake kernel."""
-    arguments = [argument.name for argument in getattr(torch.ops.pass_ext, name).default._schema.arguments]
+    arguments = [argument.name for argument in getattr(ops, name).default._schema.arguments]
 
     def register(shapes: Callable[..., Any]) -> Callable[..., Any]:
         def fake(*values: Any) -> Any:

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.recall import MAX_RECALL_ROW, RECALL_TOKENS, recall_scores
-from pass_ext.training.common.frozen_model import text_rows
 from pass_ext.training.common.loss import CHUNK
 from pass_ext.training.common.own_texts import Sample
 from pass_ext.training.common.rates import accepted_lengths, hit_rates, ranks_among, top_rates
 from pass_ext.training.common.run import even_places
-from pass_ext.training.lookahead.loop import slot_rows, transition_hidden
+from pass_ext.training.lookahead.loop import read_texts, slot_rows, transition_hidden
 
 _ANCHORS = 64  # whose groups are read at once
 
@@ -42,7 +41,7 @@ def hits_of(
     the text recalls of its last 1,024 different tokens."""
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     slots = embedding.num_lookahead
-    text, past = text_rows(model, ids[None])
+    text, past = read_texts(model, ids[None])
     parts = []
     for some in anchors.split(_ANCHORS):
         # A copy: the slots' keys push text out of a sliding window, so they cannot be taken back.

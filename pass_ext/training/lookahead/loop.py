@@ -12,6 +12,7 @@ w_i is decay^i, or a number of --slot-weights. With a curriculum the first steps
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,14 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.models.parts import cache_name
+from pass_ext.decoding.models.states import attending_layers, keeps_states
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.training.common.frozen_model import text_rows
 from pass_ext.training.common.loss import distillation_loss
 from pass_ext.training.common.run import Window, Windows
 from pass_ext.training.common.steps import Trainer, rate_at
 from pass_ext.training.lookahead.adapters import adapters_in_training
+from pass_ext.training.lookahead.states import TextPast, of_groups, read_text
 
 
 def group_mask(anchors: Tensor, length: int, slots: int, dtype: torch.dtype) -> Tensor:
@@ -38,27 +41,45 @@ def group_mask(anchors: Tensor, length: int, slots: int, dtype: torch.dtype) -> 
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
 
 
+def read_texts(model: Any, ids: Tensor) -> tuple[Tensor, Any]:
+    """Last hidden states ``[B, T, d]`` of texts, and their past for ``slot_rows``."""
+    if not keeps_states(model.config.get_text_config(decoder=True)):
+        return text_rows(model, ids)
+    hidden, pasts = zip(*(read_text(model, text[None]) for text in ids), strict=True)
+    return torch.cat(hidden), list(pasts)
+
+
 def slot_rows(
     model: Any, embedding: LookaheadEmbedding, anchors: Tensor, past: Any, slots: int | None = None
 ) -> Tensor:
-    """Last hidden states ``[B, A, L, d]`` of the slots after ``anchors`` [B, A]; ``past`` holds the texts and grows.
+    """Last hidden states ``[B, A, L, d]`` of the slots after ``anchors`` [B, A]; ``past``, of ``read_texts``, grows.
 
     slots: the first so many slots; None: all.
     """
+    if isinstance(past, list):  # text by text
+        texts = zip(anchors[:, None], past, strict=True)
+        return torch.cat([slot_rows(model, embedding, places, one, slots) for places, one in texts])
     table, slots = model.get_input_embeddings().weight, slots or embedding.num_lookahead
     batch, count = anchors.shape
-    length, decoder = past.get_seq_length(), model.get_decoder()
+    states: AbstractContextManager[None] = nullcontext()
+    if isinstance(past, TextPast):
+        states, length, past = of_groups(past, anchors[0], slots), past.length, past.cache
+    else:
+        length = past.get_seq_length()
+    decoder, text = model.get_decoder(), model.config.get_text_config(decoder=True)
+    # Where no layer attends, models take the mask for one of padding.
+    mask = None if attending_layers(text) == {} else group_mask(anchors, length, slots, table.dtype)
     ids = (-1 - torch.arange(slots, device=anchors.device)).repeat(batch, count)
     positions = anchors[..., None] + 1 + torch.arange(slots, device=anchors.device)
     offsets: Sequence[Tensor] = ()
     if embedding.deep is not None:
         # A tensor by layer: the gradient of an index into one tensor of all layers is as large as that tensor.
         offsets = embedding.deep[:, :slots].to(table.dtype).repeat(1, count, 1).unbind()
-    with adapters_in_training(model, embedding.adapters, ids, offsets):
+    with adapters_in_training(model, embedding.adapters, ids, offsets), states:
         hidden = decoder(
             inputs_embeds=embedding(ids, table),
             position_ids=positions.flatten(1),
-            attention_mask=group_mask(anchors, length, slots, table.dtype),
+            attention_mask=mask,
             use_cache=True,
             **{cache_name(decoder.forward): past},
         ).last_hidden_state
@@ -115,7 +136,7 @@ def step_loss(
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     slots, (batch, count) = len(slot_weights), window.anchors.shape
     ids, anchors = window.ids.to(table.device), window.anchors.to(table.device)
-    text, past = text_rows(model, ids)
+    text, past = read_texts(model, ids)
     rows = [slot_rows(model, embedding, anchors, past, slots).flatten(0, 2)]
     tables = [head.weight]
     # Slot i stands where the ordinary row at a + 1 + i stands, which is its teacher and whose token precedes the one sought.

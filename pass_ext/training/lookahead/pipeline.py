@@ -21,6 +21,7 @@ from pass_ext.training.common.steps import Checkpoint, take_steps, watched
 from pass_ext.training.lookahead.adapters import adapter_sizes
 from pass_ext.training.lookahead.evaluation import evaluate
 from pass_ext.training.lookahead.loop import LookaheadTrainer, Settings
+from pass_ext.training.lookahead.states import with_states
 
 _FREQUENT = 1000  # slots start at the mean of this many most frequent tokens' embeddings
 _SHAPE = (
@@ -42,6 +43,7 @@ def train(run: Run) -> Path:
     if options.start:
         described["start"] = f"{options.start}, SHA-256 {_digest(options.start)}"  # another file is another run
     check_head(model, windows.at(0).ids[:1].to(options.device))
+    model = with_states(model)
     embedding, earlier = _start(run, windows)
     identity = run.identity(texts, **described, anchors=options.anchors, share=options.sample_share)
     trainer = LookaheadTrainer(model, embedding, windows, settings)

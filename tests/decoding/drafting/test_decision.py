@@ -161,26 +161,6 @@ def test_a_file_round_trip(kind, tmp_path, monkeypatch):
             DecisionModel.load(path, dim=9)
 
 
-def test_files_of_another_kind_and_damaged_ones_are_refused(tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
-    with pytest.raises(ValueError, match="is no decision model file: its format is None"):
-        DecisionModel.load(tmp_path / "x.safetensors")
-    DecisionModel("entropy").save(tmp_path / "a.safetensors")
-    from safetensors import safe_open
-
-    with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
-        metadata = file.metadata()
-    tensors = load_file(tmp_path / "a.safetensors")
-    tensors["layers.0.weight"] = torch.zeros(44, 12)
-    save_file(tensors, tmp_path / "a.safetensors", metadata=metadata)
-    with pytest.raises(
-        ValueError, match=r"is damaged: tensor 'layers.0.weight' must be of shape \[44, 11\], got \[44, 12\]"
-    ):
-        DecisionModel.load(tmp_path / "a.safetensors")
-
-
 # ---- hidden rows ----
 
 
@@ -494,15 +474,6 @@ def options_for(out, **changes):
 def test_bad_options_are_refused_before_anything_is_loaded(tmp_path, changes, message):
     with pytest.raises(SystemExit, match=message):
         command.check_arguments(options_for(tmp_path, **changes))
-
-
-def test_the_package_has_the_command(tmp_path):
-    from pass_ext.__main__ import main
-
-    line = ["train-decision", "--model", "m", "--draft", "exit:0", "--kind", "entropy", "--out", str(tmp_path / "out")]
-    with pytest.raises(SystemExit, match="--draft exit:0 must leave at least 1 layer"):
-        main(line)
-    assert not (tmp_path / "out").exists()
 
 
 def test_options_that_were_left_out_get_values(tmp_path):

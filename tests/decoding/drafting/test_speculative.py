@@ -7,8 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.chi_square import counted, fit
-from support.generation import BUSHY, Monotone, distribution_of_texts, disturbed
+from support.generation import BUSHY, Monotone, disturbed
 from support.small_models import ARCHITECTURES, JUDGED, VOCABULARY, ragged_prompts, small_model, whole_prompts
 
 import pass_ext
@@ -101,94 +100,6 @@ def test_a_seed_gives_one_text_whatever_drafts(llama, near):
         alone = {key: value[3:4] if isinstance(value, list) else value for key, value in sampling.items()}
         got = generate(llama, ids[3:4], method, attention_mask=mask[3:4], **LIMITS, **alone)
         assert torch.equal(got.sequences, want.sequences[3:4]), name
-
-
-# Every rule and every kind of drafting; their pairs are enumerated in test_speculative_laws.py.
-SAMPLED = [
-    ("coupled", "joined"), ("coupled", "looking ahead"), ("rejection", "tree"), ("rejection", "stopped"), ("block", "chain"),
-    ("traversal", "branching"), ("rejection_with_replacement", "replaced"), ("kseq", "replaced, stopped"),
-    ("traversal", "left early"),
-]  # fmt: skip
-MORE_SAMPLED = [
-    ("coupled", "chain"), ("coupled", "tree"), ("coupled", "stopped"), ("rejection", "chain"), ("rejection", "branching"),
-    ("traversal", "chain"), ("traversal", "stopped"), ("rejection_with_replacement", "replaced, stopped"),
-    ("kseq", "replaced"), ("rejection", "left early"),
-]  # fmt: skip
-
-
-def small_pair(vocabulary):
-    model = small_model("llama", vocab_size=vocabulary, sharpness=4.0)
-    return model, disturbed(small_model("llama", vocab_size=vocabulary + 2, sharpness=4.0, seed=3), 0.0)
-
-
-@pytest.mark.parametrize(
-    "rule,name", [*SAMPLED, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_SAMPLED)]
-)
-def test_sampled_text_has_the_models_law(rule, name):
-    """Chi square of 2,000 texts of four tokens over five, against their probabilities by the model itself. The draft is another
-    model, with two tokens of padding that the target does not have."""
-    vocabulary, prompt, requests, new_tokens = 5, [3, 1, 4, 1], 2000, 4
-    model, draft = small_pair(vocabulary)
-    distribution = distribution_of_texts(model, prompt, vocabulary, new_tokens, 0.9)
-    stops = lambda level: level.tokens[:, 0] % 2 == 0  # noqa: E731 - depends on what was drawn, as decisions do
-    method = {
-        "chain": Speculative(draft, 3),
-        "branching": MultiCandidate(draft, (3, 2)),
-        "tree": MultiCandidate(draft, Tree([-1, 0, 0, 1, 1, 2, 3])),
-        "stopped": MultiCandidate(draft, (2, 2, 1), decision=stops) if rule != "block" else None,
-        "joined": MultiCandidate(draft, (2, 1), ngram=NGram(longest=2, shortest=1, tokens=2)),
-        "looking ahead": MultiCandidate(
-            draft, (2, 1), lookahead=PaSS(lookahead_for(model, vocabulary), tree=Tree.chain(2), rows=16)
-        ),
-        "left early": MultiCandidate(EarlyExitDraft(model, layers=1), (2, 2)),
-        "replaced": MultiCandidate(draft, (3, 2), replacement=True),
-        "replaced, stopped": MultiCandidate(draft, (2, 2, 1), replacement=True, decision=stops),
-    }[name]
-    ids = torch.tensor(prompt).expand(requests, -1)
-    got = generate(
-        model, ids, method, max_new_tokens=new_tokens, temperature=0.9, seeds=range(requests), rule=rule,
-        eos_token_id=[],
-    )  # fmt: skip
-    assert got.stats.num_accepted_tokens > requests / 4, "drafts take part"
-    counts = counted(got.sequences[:, -new_tokens:], vocabulary)
-    chi_square, freedom = fit(counts, distribution)
-    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5, (chi_square, freedom)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_longest_branch_has_another_distribution(temperature):
-    """The published selection differs from the model's distribution, but not by much: so the test above can fail."""
-    vocabulary, prompt, requests, new_tokens = 5, [3, 1, 4, 1], 3000, 2
-    model, draft = small_pair(vocabulary)
-    ids = torch.tensor(prompt).expand(requests, -1)
-    options = dict(max_new_tokens=new_tokens, temperature=temperature, seeds=range(requests), eos_token_id=[])
-    method = MultiCandidate(draft, (2, 2, 1))
-    got = generate(model, ids, method, rule="longest_branch", **options)
-    assert got.lengths == (new_tokens,) * requests and got.sequences.max() < vocabulary
-    if temperature == 0:
-        assert len(got.sequences.unique(dim=0)) == 1
-        return
-    distribution = distribution_of_texts(model, prompt, vocabulary, new_tokens, 1.0)
-    counts = counted(got.sequences[:, -new_tokens:], vocabulary)
-    chi_square, freedom = fit(counts, distribution)
-    distance = (counts / requests - distribution).abs().sum() / 2
-    assert chi_square > freedom + 6 * (2 * freedom) ** 0.5 and 0.02 < distance < 0.9, (chi_square, freedom, distance)
-
-
-def test_one_root_alone_is_exact():
-    """Rule "longest_branch" with one root and no drafts: plain sampling, one token a call."""
-    vocabulary, prompt, requests = 5, [3, 1, 4, 1], 2000
-    model, draft = small_pair(vocabulary)
-    ids = torch.tensor(prompt).expand(requests, -1)
-    method = MultiCandidate(draft, (1,))
-    got = generate(
-        model, ids, method, rule="longest_branch", max_new_tokens=3, temperature=1.0, seeds=range(requests),
-        eos_token_id=[],
-    )  # fmt: skip
-    chi_square, freedom = fit(
-        counted(got.sequences[:, -3:], vocabulary), distribution_of_texts(model, prompt, vocabulary, 3, 1.0)
-    )
-    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5, (chi_square, freedom)
 
 
 # ---- the draft ----

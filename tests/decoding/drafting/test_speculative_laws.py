@@ -11,6 +11,7 @@ import math
 import pytest
 import torch
 from support.chi_square import counted, fit
+from support.drafted import PROMPT, Judged, Recalling, emitted, replayed, variation
 from support.enumeration import EXACT, FAULTY, Replay, World, outcomes
 from support.paths import ROOT
 
@@ -26,90 +27,16 @@ from pass_ext.reference.common.noise import Purpose
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PROMPT = [2, 0, 1]
 VOCABULARY = 3
-
-
-# ---- the two models ----
-
-
-class Recalling:
-    """A draft whose logits depend on every token of the text and on their order: its attention is the mean of the text's
-    tokens, weighted by position."""
-
-    def __init__(self, seed, vocabulary=VOCABULARY):
-        self.embedding = torch.eye(vocabulary, 64)
-        generator = torch.Generator().manual_seed(seed)
-        self.inner = torch.randn(64, 16, generator=generator)
-        self.head = torch.randn(16, vocabulary, generator=generator)
-
-    def __call__(self, rows, positions, attend, wanted):
-        weighted = (rows * (1 + positions[:, None] ** 1.5))[:, None]
-        mean = attend(0, torch.zeros_like(weighted), weighted, weighted)[:, 0]
-        mean = mean if wanted is None else mean[wanted]
-        return 0.8 * torch.sin(mean @ self.inner) @ self.head
-
-
-class Judged:
-    """The drafter's candidates as the reference rules take them; the target's distributions are a World's."""
-
-    def __init__(self, drafted, draft_logits, world, above=(), node=0):
-        self.parents, self.max_depth = list(drafted.tree.parents), drafted.tree.max_depth
-        self.vocabulary, self.world = world.vocabulary, world
-        self.tokens, self.rows, self.draft_logits = [PROMPT[-1], *drafted.tokens], drafted.draft_rows, draft_logits
-
-    def text(self, node):
-        return () if node == 0 else (*self.text(self.parents[node]), self.tokens[node])
-
-    def token(self, node):
-        return self.tokens[node]
-
-    def target(self, node):
-        return self.world.at(self.text(node))[0]
-
-    def draft(self, node):
-        if self.rows is None or self.rows[node] < 0:
-            return None
-        return process(self.draft_logits[self.rows[node]].double(), **self.world.filters)
-
-    def branch(self, top):
-        """The tree below one node, which becomes its root."""
-        below = [top]
-        for node in below:
-            below += [child for child, parent in enumerate(self.parents) if parent == node]
-        branch = object.__new__(Judged)
-        branch.__dict__.update(self.__dict__, max_depth=self.max_depth - 1)
-        branch.parents = [-1, *(below.index(self.parents[node]) for node in below[1:])]
-        branch.tokens, branch.text = [self.tokens[node] for node in below], lambda node: self.text(below[node])
-        branch.rows = [self.rows[node] for node in below]
-        return branch
 
 
 # ---- all possible candidates ----
 
 
-def replayed(replay, filters):
-    """A ``draw_children`` that replays the choices of a script."""
-
-    def draw(logits, width, mode, sampling, places, depth, parents, allowed=None):
-        tokens = []
-        for row in logits:
-            q = process(row.double(), **filters).probs.tolist()
-            children = []
-            for _ in range(width):
-                left = [0.0 if mode == "without" and token in children else x for token, x in enumerate(q)]
-                children.append(replay.choose([x / sum(left) for x in left]) if sum(left) > 0 else -1)
-            tokens.append(children)
-        drawn = torch.tensor(tokens)
-        return drawn, logits.log_softmax(-1).gather(1, drawn.clamp(min=0))
-
-    return draw
-
-
 def drafted_once(draft, tree, rule, draw, filters, decision=None, levels=9, first=None):
     """One step's candidates after PROMPT, by the real drafter with replayed draws."""
     sampling = SamplingParams(temperature=1.0, seeds=0).for_batch(1, torch.device("cpu"))
-    target = packed_model(Recalling(99))
+    target = packed_model(Recalling(99, VOCABULARY))
     context = DraftContext(target, [PROMPT], sampling, rule)
     drafter = model_drafter.ModelDrafter(packed_model(draft), tree, context, decision)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
@@ -127,31 +54,12 @@ def everything_drafted(draft, tree, rule, world, **options):
         yield probability, drafted, draft_logits
 
 
-def emitted(request, rule, masses, mass):
-    """Adds the distribution of one step's emitted text to ``masses``; returns the mean number of accepted drafts."""
-    mean = 0.0
-    for probability, (stop, token), replay in outcomes(lambda replay: Walk(request, replay, rule).run()):
-        text = request.text(stop)
-        mean += probability * len(text)
-        for last, p in ({token: 1.0} if replay.law is None else dict(enumerate(replay.law))).items():
-            masses[(*text, last)] = masses.get((*text, last), 0.0) + mass * probability * p
-    return mean
-
-
-def variation(distribution, world, horizon):
-    truth = world.joint(horizon)
-    assert abs(sum(distribution.values()) - 1.0) < EXACT
-    return 0.5 * sum(abs(distribution[text] - truth[text]) for text in truth)
-
-
-def measured(
-    draft, tree, rule, world, spoil=lambda drafted, draft_logits: (drafted, draft_logits), judge=None, **options
-):
+def measured(draft, tree, rule, world, spoil=lambda drafted, draft_logits: (drafted, draft_logits), **options):
     """Total variation of one step, continued by the target, from the target's distribution; mean accepted drafts; depths."""
     masses, mean, depths = {}, 0.0, set()
     for mass, drafted, draft_logits in everything_drafted(draft, tree, rule, world, **options):
         depths.add(drafted.tree.max_depth)
-        mean += mass * emitted(Judged(*spoil(drafted, draft_logits), world), judge or rule, masses, mass)
+        mean += mass * emitted(Judged(*spoil(drafted, draft_logits), world), rule, masses, mass)
     horizon = tree.max_depth + 1
     return variation(world.completed(masses, horizon), world, horizon), mean, depths
 
@@ -191,7 +99,7 @@ def one_of(values):
 
 @pytest.mark.parametrize("rule,shape,world", list(one_of(range(3))))
 def test_exact(rule, shape, world):
-    distance, mean, depths = measured(Recalling(world), TREES[shape], rule, WORLDS[world])
+    distance, mean, depths = measured(Recalling(world, VOCABULARY), TREES[shape], rule, WORLDS[world])
     assert distance < EXACT
     assert 0.1 < mean < 2 and depths == {TREES[shape].max_depth}
 
@@ -205,13 +113,15 @@ def test_exact(rule, shape, world):
     ],
 )
 def test_exact_in_larger_trees(rule, shape):
-    assert measured(Recalling(9), TREES[shape], rule, WORLDS[1])[0] < EXACT
+    assert measured(Recalling(9, VOCABULARY), TREES[shape], rule, WORLDS[1])[0] < EXACT
 
 
 @pytest.mark.parametrize("rule,shape,decision", list(one_of(DECISIONS)))
 def test_exact_when_drafting_stops_by_the_drafts(rule, shape, decision):
     """A decision may depend on everything that was drawn so far, because it decides only about later draws."""
-    distance, _, depths = measured(Recalling(4), TREES[shape], rule, WORLDS[0], decision=DECISIONS[decision])
+    distance, _, depths = measured(
+        Recalling(4, VOCABULARY), TREES[shape], rule, WORLDS[0], decision=DECISIONS[decision]
+    )
     assert distance < EXACT
     if decision != "by likelihood":
         assert depths == {1, 2}, "some are sliced"
@@ -220,21 +130,21 @@ def test_exact_when_drafting_stops_by_the_drafts(rule, shape, decision):
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 def test_exact_in_three_levels(rule):
     tree, decision = Tree([-1, 0, 0, 1, 2, 3]), DECISIONS["by all tokens"]
-    distance, _, depths = measured(Recalling(5), tree, rule, WORLDS[0], decision=decision)
+    distance, _, depths = measured(Recalling(5, VOCABULARY), tree, rule, WORLDS[0], decision=decision)
     assert distance < EXACT and depths == {1, 2, 3}
 
 
 @pytest.mark.parametrize("rule,shape", COMBINATIONS)
 def test_exact_when_the_tree_is_sliced(rule, shape):
     """Near the end of a text fewer levels are drafted."""
-    distance, mean, depths = measured(Recalling(6), TREES[shape], rule, WORLDS[1], levels=1)
+    distance, mean, depths = measured(Recalling(6, VOCABULARY), TREES[shape], rule, WORLDS[1], levels=1)
     assert distance < EXACT and 0.1 < mean <= 1 and depths == {1}
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
 def test_exact_with_a_smaller_vocabulary(rule):
     """The draft does not have the target's last token."""
-    distance, mean, _ = measured(Recalling(7, vocabulary=VOCABULARY - 1), TREES["branching"], rule, WORLDS[0])
+    distance, mean, _ = measured(Recalling(7, VOCABULARY - 1), TREES["branching"], rule, WORLDS[0])
     assert distance < EXACT and mean > 0.1
 
 
@@ -259,7 +169,7 @@ def test_coupled_is_the_targets_own_text(shape, decision):
                 return int((weights / noise[depth]).argmax())
 
         drafted, draft_logits = drafted_once(
-            Recalling(8), TREES[shape], "coupled", draw, {}, DECISIONS.get(decision), 9
+            Recalling(8, VOCABULARY), TREES[shape], "coupled", draw, {}, DECISIONS.get(decision), 9
         )
         request = Judged(drafted, draft_logits, world)
         stop, token = Walk(request, Noisy([]), "coupled").run()
@@ -281,23 +191,7 @@ def test_logits_of_other_rows_are_found():
         return dataclasses.replace(drafted, draft_rows=rows), draft_logits
 
     for rule in ("rejection", "traversal"):
-        assert measured(Recalling(1), TREES["branching"], rule, WORLDS[0], spoil)[0] > FAULTY
-
-
-def test_drafts_thrown_away_after_they_were_drawn_are_found():
-    """A decision must not remove the level that it has seen."""
-
-    def spoil(drafted, draft_logits):
-        if drafted.tokens[0] != 1:
-            return drafted, draft_logits
-        tree = drafted.tree.slice(0)
-        return dataclasses.replace(drafted, tree=tree, tokens=[], draft_rows=[-1]), draft_logits
-
-    assert measured(Recalling(1), TREES["branching"], "rejection", WORLDS[0], spoil)[0] > FAULTY
-
-
-def test_a_rule_for_other_draws_is_found():
-    assert measured(Recalling(1), TREES["branching"], "rejection", WORLDS[0], judge="kseq")[0] > FAULTY
+        assert measured(Recalling(1, VOCABULARY), TREES["branching"], rule, WORLDS[0], spoil)[0] > FAULTY
 
 
 # ---- the approximate rule ----
@@ -324,7 +218,7 @@ def longest_branch_texts(draft, tree, world):
 @pytest.mark.parametrize("tree", [Tree.from_branching((2, 1)), Tree.from_branching((2, 2))], ids=["chains", "trees"])
 def test_the_longest_branch_has_another_distribution(tree):
     masses = {}
-    for text, mass in longest_branch_texts(Recalling(1), tree, WORLDS[0]):
+    for text, mass in longest_branch_texts(Recalling(1, VOCABULARY), tree, WORLDS[0]):
         masses[text] = masses.get(text, 0.0) + mass
     distance = variation(WORLDS[0].completed(masses, 2), WORLDS[0], 2)
     assert 0.01 < distance < 0.5

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.drafted import PROMPT, Judged, Recalling, emitted, replayed, variation
 from support.enumeration import EXACT, Replay, World, outcomes
 from support.grammars import Automaton
 
@@ -20,34 +21,13 @@ from pass_ext.decoding.requests.grammar import Guide
 from pass_ext.decoding.requests.guides import Guides
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session.session import Session
-from pass_ext.reference.accept import Walk
 from pass_ext.reference.common.distribution import process
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PROMPT, VOCABULARY = [2, 0, 1], 4
+VOCABULARY = 4
 # After 0 three tokens may follow, after 1 two; 2 forces 3, then 1.
 GRAMMAR = Automaton({0: {0: 0, 1: 1, 2: 2}, 1: {0: 0, 3: 1}, 2: {3: 3}, 3: {1: 0}})
-
-
-class Recalling:
-    """A draft whose logits depend on all tokens and their order."""
-
-    def __init__(self, seed):
-        self.embedding = torch.eye(VOCABULARY, 64)
-        generator = torch.Generator().manual_seed(seed)
-        self.inner = torch.randn(64, 16, generator=generator)
-        self.head = torch.randn(16, VOCABULARY, generator=generator)
-
-    def __call__(self, rows, positions, attend, wanted):
-        weighted = (rows * (1 + positions[:, None] ** 1.5))[:, None]
-        mean = attend(0, torch.zeros_like(weighted), weighted, weighted)[:, 0]
-        mean = mean if wanted is None else mean[wanted]
-        return 0.8 * torch.sin(mean @ self.inner) @ self.head
-
-
-def masked(row, allowed):
-    return row.double() + torch.tensor([0.0 if token in allowed else -math.inf for token in range(len(row))])
 
 
 class Masked(World):
@@ -56,64 +36,19 @@ class Masked(World):
     def at(self, text):
         if text not in self.laws:
             logits = torch.randn(self.vocabulary, generator=self.generator, dtype=torch.float64) * self.spread
-            allowed = GRAMMAR.allowed_behind(text) or range(
-                self.vocabulary
-            )  # a forbidden text has no probability anyway
-            self.laws[text] = (process(masked(logits, allowed), **self.filters), None)
+            if allowed := GRAMMAR.allowed_behind(text):  # a forbidden text has no probability anyway
+                logits[[token for token in range(self.vocabulary) if token not in allowed]] = -math.inf
+            self.laws[text] = (process(logits, **self.filters), None)
         return self.laws[text]
-
-
-class Judged:
-    """Candidates as the reference rules take them."""
-
-    def __init__(self, candidates, draft_logits, draft_allowed, world):
-        self.parents, self.max_depth = list(candidates.tree.parents), candidates.tree.max_depth
-        self.vocabulary, self.world = world.vocabulary, world
-        self.tokens, self.rows = [PROMPT[-1], *candidates.tokens], candidates.draft_rows
-        self.draft_logits, self.draft_allowed = draft_logits, draft_allowed
-
-    def text(self, node):
-        return () if node == 0 else (*self.text(self.parents[node]), self.tokens[node])
-
-    def token(self, node):
-        return self.tokens[node]
-
-    def target(self, node):
-        return self.world.at(self.text(node))[0]
-
-    def draft(self, node):
-        if self.rows[node] < 0:
-            return None
-        row = self.rows[node]
-        allowed = {token for token in range(self.vocabulary) if int(self.draft_allowed[row]) >> token & 1}
-        return process(masked(self.draft_logits[row], allowed), **self.world.filters)
-
-
-def replayed(replay, filters):
-    """A ``draw_children`` that replays the choices of a script, under the masks that it is given."""
-
-    def draw(logits, width, mode, sampling, places, depth, parents, allowed):
-        tokens = []
-        for row, words in zip(logits, allowed, strict=True):
-            support = {token for token in range(VOCABULARY) if int(words) >> token & 1}
-            q = process(masked(row, support), **filters).probs.tolist() if support else [0.0] * VOCABULARY
-            children = []
-            for _ in range(width):
-                left = [0.0 if mode == "without" and token in children else x for token, x in enumerate(q)]
-                children.append(replay.choose([x / sum(left) for x in left]) if sum(left) > 0 else -1)
-            tokens.append(children)
-        return torch.tensor(tokens), torch.zeros(len(tokens), width)
-
-    return draw
 
 
 def drafted_once(tree, rule, world, replay, levels):
     """One step's candidates after PROMPT."""
     sampling = SamplingParams(temperature=1.0, seeds=0).for_batch(1, torch.device("cpu"))
-    target, guide = packed_model(Recalling(99)), Guide(GRAMMAR, VOCABULARY, ())
+    target, guide = packed_model(Recalling(99, VOCABULARY)), Guide(GRAMMAR, VOCABULARY, ())
     guides = Guides([guide], VOCABULARY, torch.device("cpu"))
     drafter = model_drafter.ModelDrafter(
-        packed_model(Recalling(5)), tree, DraftContext(target, [PROMPT], sampling, rule, guides=guides)
+        packed_model(Recalling(5, VOCABULARY)), tree, DraftContext(target, [PROMPT], sampling, rule, guides=guides)
     )
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(model_drafter, "draw_children", replayed(replay, world.filters))
@@ -128,17 +63,12 @@ def measured(tree, rule, world, levels=3, spoil=lambda drafted: None):
     masses, depths = {}, set()
     for mass, drafted, _ in outcomes(lambda replay: drafted_once(tree, rule, world, replay, levels)):
         spoil(drafted)
-        request = Judged(drafted.candidates, drafted.logits, drafted.allowed, world)
+        request = Judged(drafted.candidates, drafted.logits, world, drafted.allowed)
         depths.add(request.max_depth)
         assert all(GRAMMAR.state_behind(request.text(node)) is not None for node in range(len(request.parents)))
-        for probability, (stop, token), replay in outcomes(lambda replay, r=request: Walk(r, replay, rule).run()):
-            for last, p in ({token: 1.0} if replay.law is None else dict(enumerate(replay.law))).items():
-                text = (*request.text(stop), last)
-                masses[text] = masses.get(text, 0.0) + mass * probability * p
+        emitted(request, rule, masses, mass)
     horizon = levels + 1
-    truth, done = world.joint(horizon), world.completed(masses, horizon)
-    assert abs(sum(done.values()) - 1.0) < EXACT
-    return 0.5 * sum(abs(done[text] - truth[text]) for text in truth), depths
+    return variation(world.completed(masses, horizon), world, horizon), depths
 
 
 TREES = {"chain": Tree.chain(2), "tree": Tree.from_branching((2, 1)), "bushy": Tree.from_branching((2, 2))}

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import contextmanager
+from functools import wraps
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MORE = dict.fromkeys(("granite", "olmo2", "smollm3", "glm", "cohere"), ARCHITECTURES["llama"]) | {
     "gemma3_text": ARCHITECTURES["gemma"]
 }
-LLAMA = dict(RMSNorm=5, MLP=2)
+LLAMA = dict(RMSNorm=5, MLP=2, Attention=2)
 # cohere's norm subtracts the mean.
 RECOGNISED = dict.fromkeys(("llama", "qwen2", "mistral", "gemma", "phi3", "granite", "smollm3", "qwen2_moe"), LLAMA) | {
     "qwen3": LLAMA | dict(RMSNorm=9),
@@ -30,8 +31,8 @@ RECOGNISED = dict.fromkeys(("llama", "qwen2", "mistral", "gemma", "phi3", "grani
     "gemma3_text": LLAMA | dict(RMSNorm=13),
     "glm": dict(RMSNorm=5, MLP=2),
     "cohere": dict(MLP=2),
-    "phi": {},
-    "gpt_neox": {},
+    "phi": dict(Attention=2),
+    "gpt_neox": dict(Attention=2),
     "opt": {},
 }
 
@@ -60,15 +61,6 @@ def replaced(model):
     """Kind of part -> how many have a forward of their own."""
     kinds = [type(part).__name__ for part in model.modules() if "forward" in vars(part)]
     return Counter(kind for name in kinds for kind in LLAMA if name.endswith(kind))
-
-
-def changed_by(model, x, **options):
-    """The results before, inside and after, and which parts were replaced."""
-    with torch.no_grad():
-        before = model(x)
-        with by_ops(model):
-            parts, inside = replaced(model), model(x)
-        return before, inside, model(x), parts
 
 
 # ---- whole models ----
@@ -140,7 +132,7 @@ def test_autocast_changes_nothing():
 
 def test_the_callers_random_numbers_stay():
     model = small_model("llama")
-    for cached in (module_ops._norm_form, module_ops._numbers_for_gate):
+    for cached in (module_ops._norm_form, module_ops._numbers_for_gate, module_ops._rotates_halves):
         cached.cache_clear()
     torch.manual_seed(3)
     with by_ops(model):
@@ -321,6 +313,66 @@ def test_mlps_with_another_formula_are_left_alone():
         mlp = kind(mlp_of())
         with by_ops(mlp):
             assert "forward" not in vars(mlp), kind
+
+
+def test_attention_with_another_rotation_is_left_alone(monkeypatch):
+    """One tensor, three, neighbouring pairs, or none of a tensor."""
+    from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as neighbours
+    from transformers.models.llama import modeling_llama
+
+    halves = modeling_llama.apply_rotary_pos_emb
+    others = neighbours, lambda q, k, cos, sin: q, lambda q, k, cos, sin: (*halves(q, k, cos, sin), q)
+    for rotate in (*others, lambda q, k, cos, sin: (1, 2), lambda q, k, angles: (q, k), lambda *tensors: None):
+        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
+        model = small_model("llama")
+        with by_ops(model):
+            assert replaced(model) == dict(RMSNorm=5, MLP=2)
+
+
+def _renaming(name, seen):
+    """A decorator as that of transformers 5.24: what comes by an old name goes on by the new one."""
+
+    def around(function):
+        @wraps(function)
+        def renamed(self, *arguments, **named):
+            if f"old_{name}" in named:
+                seen.append(name)
+                named[name] = named.pop(f"old_{name}")
+            return function(self, *arguments, **named)
+
+        return renamed
+
+    return around
+
+
+@pytest.mark.parametrize("names", [["attention_mask"], ["attention_mask", "position_embeddings"]], ids=len)
+def test_attention_keeps_its_decorators(names, monkeypatch):
+    """A call by an old name does what it did; the rotation is the op's all the same, to the bit."""
+    from transformers.models.llama import modeling_llama
+
+    model, seen, theirs = small_model("llama"), [], []
+    forward, halves = modeling_llama.LlamaAttention.forward, modeling_llama.apply_rotary_pos_emb
+
+    def counted(*tensors):
+        theirs.append(1)
+        return halves(*tensors)
+
+    for name in names:
+        forward = _renaming(name, seen)(forward)
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", counted)
+    attention, x = model.model.layers[0].self_attn, torch.randn(1, 5, 64)
+    cos_sin = model.model.rotary_emb(x, torch.arange(5)[None])
+    given = {"position_embeddings": cos_sin, "attention_mask": torch.zeros(1, 1, 5, 5)}
+    old = {f"old_{name}" if name in names else name: value for name, value in given.items()}
+    with torch.no_grad():
+        before = attention(x, **given)[0]
+        with by_ops(attention):
+            theirs.clear()
+            assert_same_bits(attention(x, **old)[0], before)
+            assert seen == names[::-1] and not theirs
+            assert_same_bits(attention(x.repeat(2, 1, 1), **given)[0][1:], before)  # of two texts: as before
+            assert theirs
 
 
 def test_hooks_run_as_before():

@@ -136,24 +136,6 @@ def test_the_first_of_two_threads_ends_first(llama, deep):
     llama(IDS)
 
 
-def test_many_threads_at_once(llama, deep):
-    want = generate(llama, IDS, **OPTIONS).sequences
-    before = llama.config._attn_implementation
-    wrong = []
-
-    def run(method):
-        for _ in range(3):
-            if not torch.equal(generate(llama, IDS, method, **OPTIONS).sequences, want):
-                wrong.append(method)
-
-    threads = [threading.Thread(target=run, args=(method,)) for method in (None, deep, NGram(), deep)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert wrong == [] and llama.config._attn_implementation == before
-
-
 @pytest.mark.parametrize("places", ["all", "some", "none"])
 def test_a_longer_text_with_other_slots_meanwhile(places):
     """In another thread, between the steps of the first; adapters of some layers alone are another way through the layers."""

@@ -419,13 +419,16 @@ CHANGES = dict(
     rotation=_other_rotation,
     norm=_other_class,
     scale=lambda model, _: setattr(model.model.layers[1].self_attn, "scaling", 0.9),
+    layer_eps=lambda model, _: setattr(model.model.layers[0].input_layernorm, "variance_epsilon", 30.0),
+    residual=lambda model, _: setattr(model.model.layers[0], "residual_multiplier", -3.0),
 )
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_between_generations_are_used(change, calls, monkeypatch):
     ids = prompts(1, 7)[0]
-    model, other = (model_of("mistral", sliding_window=64) for _ in range(2))
+    architecture = ("granite", {}) if change == "residual" else ("mistral", dict(sliding_window=64))
+    model, other = (model_of(architecture[0], **architecture[1]) for _ in range(2))
     former = generated(model, ids)
     CHANGES[change](model, monkeypatch)
     if change != "rotation":

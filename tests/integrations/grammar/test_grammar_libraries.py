@@ -338,29 +338,3 @@ def test_a_processor_of_ones_own_that_holds_a_matcher_is_refused(model, library)
     ):
         with pytest.raises(ValueError, match=message):
             run()
-
-
-# ---- planted faults ----
-
-FAULTS = {
-    "rollback does nothing": ("rollback", lambda self, count: None),
-    "the library's stop token is allowed": ("_stops", ()),
-    "a fork is the same grammar": ("fork", lambda self: self),
-}
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found(model, monkeypatch, library, fault):
-    kind = type(LIBRARIES[library]("regex"))
-    name, replacement = FAULTS[fault]
-    if name == "_stops":
-        set_parts = kind._set
-        monkeypatch.setattr(
-            kind, "_set", lambda self, *parts: (set_parts(self, *parts), setattr(self, "_stops", []))[0]
-        )
-    else:
-        monkeypatch.setattr(kind, name, replacement)
-    with pytest.raises((AssertionError, RuntimeError, ValueError)):
-        test_a_grammar_walks_back_and_forth(library)
-        test_texts_are_valid_and_the_same_with_and_without_drafts(model, library, "schema")

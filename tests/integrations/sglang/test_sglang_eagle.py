@@ -242,6 +242,10 @@ def watermark(engine, monkeypatch, drafts, schedule):
     schedule.sampling_info.has_watermark_candidates = True
 
 
+def hybrid_model(engine, monkeypatch, drafts, schedule):
+    schedule.req_to_token_pool = SimpleNamespace(mamba_pool=object())
+
+
 def user_rule(rule):
     return lambda engine, monkeypatch, drafts, schedule: monkeypatch.setenv("PASS_EXT_SGLANG_RULE", rule)
 
@@ -268,6 +272,7 @@ def drawn_trees(engine, monkeypatch, drafts, schedule):
         (thresholds("speculative_accept_threshold_single"), "--speculative-accept-threshold-single"),
         (thresholds("speculative_accept_threshold_acc"), "--speculative-accept-threshold-acc"),
         (watermark, "watermark"),
+        (hybrid_model, "layers that keep a state"),
         (user_rule("kseq"), "rule kseq needs --speculative-use-rejection-sampling"),
         (user_rule("rejection_with_replacement"), "--speculative-use-rejection-sampling"),
         (user_rule("block"), "rule block judges chains only"),

@@ -8,16 +8,13 @@ distribution. Seeds are fixed, so a failure is a fault and not bad luck. The las
 import itertools
 import math
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
 from support.chi_square import chi_square_tail
-from support.enumeration import Drafts, Replay, outcomes
 from support.steps import depths_of
 
 import pass_ext
-from pass_ext.reference.accept import Walk
 from pass_ext.reference.common.distribution import process
 from pass_ext.testing import cpu_backends
 
@@ -36,7 +33,6 @@ TREES = {
     "chain": [-1, 0, 1],
     "star": [-1, 0, 0, 0],
     "tree": [-1, 0, 0, 1, 2, 1, 2],
-    "some": [-1, 0, 0, 2, 2],
     "deep": [-1, 0, 1, 0, 1, 2, 2, 4],
 }
 SUSPICIOUS, CERTAIN = 1e-4, 1e-9
@@ -160,77 +156,50 @@ def row_of(words, rows):
     return None if words is None else words[rows]
 
 
-def step(
-    world,
-    parents,
-    rule,
-    seeds,
-    positions,
-    *,
-    start=None,
-    mode=None,
-    fixed=(),
-    chain=False,
-    same_node=False,
-    change=None,
-):
-    """Draws the drafts level by level and judges them. `fixed`: nodes whose children are proposed at random, not drawn. The
-    rest is for faults: same_node draws at every node with the same noise, change(arguments) changes the arguments of accept.
+def step(world, parents, rule, seeds, positions, *, start=None, mode=None, same_node=False, change=None):
+    """Draws the drafts level by level and judges them. For faults: same_node draws at every node with the same noise,
+    change(arguments) changes the arguments of accept.
     """
     requests, size, device = len(seeds), len(parents), seeds.device
     depths = depths_of(parents)
     mode = mode or DRAWN[rule]
-    generator = torch.Generator().manual_seed(int(seeds[0]) % 2**31)
     tokens = torch.full((requests, size), -1, device=device)
     states = torch.zeros(requests, size, dtype=torch.int64, device=device)
     if start is not None:
         states[:, 0] = start
     for node in range(size):
         if children := [i for i in range(size) if parents[i] == node]:
-            if node in fixed:
-                drawn = torch.randint(-1, world.vocabulary, (requests, len(children)), generator=generator).to(device)
-            else:
-                drawn, _ = pass_ext.draft_sample(
-                    world.draft[states[:, node]],
-                    len(children),
-                    mode=mode,
-                    allowed=row_of(world.draft_allowed, states[:, node]),
-                    seeds=seeds,
-                    positions=positions + (depths[node] if mode == "coupled" else 0),
-                    nodes=0 if same_node else node,
-                    **world.draft_sampling,
-                )
+            drawn, _ = pass_ext.draft_sample(
+                world.draft[states[:, node]],
+                len(children),
+                mode=mode,
+                allowed=row_of(world.draft_allowed, states[:, node]),
+                seeds=seeds,
+                positions=positions + (depths[node] if mode == "coupled" else 0),
+                nodes=0 if same_node else node,
+                **world.draft_sampling,
+            )
             tokens[:, children] = drawn
             states[:, children] = world.after(states[:, node : node + 1], drawn)
-    drafted = [node for node in range(size) if node in parents and node not in fixed]
+    inner = [node for node in range(size) if node in parents]
+    draft_rows = torch.full_like(states, 2**30)  # leaves: never read
+    draft_rows[:, inner] = states[:, inner]
     arguments = world.sampling | {f"draft_{name}": value for name, value in world.draft_sampling.items()}
-    arguments |= {"rule": rule, "seeds": seeds, "positions": positions}
-    if chain:
-        arguments |= {
-            "target_logits": world.target[states],
-            "draft_tokens": tokens[:, 1:],
-            "draft_logits": world.draft[states[:, :-1]],
-            "allowed": row_of(world.allowed, states),
-            "draft_allowed": row_of(world.draft_allowed, states[:, :-1]),
-        }
-        result = pass_ext.accept_chain(**(change(arguments) if change else arguments))
-    else:
-        draft_rows = torch.full_like(states, -1)
-        draft_rows[:, drafted] = states[:, drafted]
-        draft_rows[:, [node for node in range(size) if node not in parents]] = 2**30  # leaves: never read
-        arguments |= {
-            "target_logits": world.target[states.flatten()],
-            "tokens": tokens.flatten(),
-            "parents": torch.tensor(parents, dtype=torch.int32, device=device).repeat(requests),
-            "cu_nodes": torch.arange(requests + 1, dtype=torch.int32, device=device) * size,
-            "max_depth": max(depths),
-            "draft_logits": world.draft,
-            "draft_rows": draft_rows.flatten(),
-            "allowed": row_of(world.allowed, states.flatten()),
-            "draft_allowed": world.draft_allowed,
-        }
-        result = pass_ext.accept_tree(**(change(arguments) if change else arguments))
-    return SimpleNamespace(result=result, tokens=tokens, states=states, seeds=seeds, positions=positions)
+    arguments |= {
+        "rule": rule,
+        "seeds": seeds,
+        "positions": positions,
+        "target_logits": world.target[states.flatten()],
+        "tokens": tokens.flatten(),
+        "parents": torch.tensor(parents, dtype=torch.int32, device=device).repeat(requests),
+        "cu_nodes": torch.arange(requests + 1, dtype=torch.int32, device=device) * size,
+        "max_depth": max(depths),
+        "draft_logits": world.draft,
+        "draft_rows": draft_rows.flatten(),
+        "allowed": row_of(world.allowed, states.flatten()),
+        "draft_allowed": world.draft_allowed,
+    }
+    return pass_ext.accept_tree(**(change(arguments) if change else arguments))
 
 
 def complete(world, emitted, seeds, positions):
@@ -264,17 +233,18 @@ def requests_of(backend_device, requests, seed):
 
 
 def emitted_counts(backend, world, parents, rule, requests, seed=1, **options):
-    """Counts of the emitted texts of depth + 1 tokens, and the mean of accepted drafts with its standard error."""
+    """Counts of the emitted texts of depth + 1 tokens."""
     horizon, on_device = max(depths_of(parents)) + 1, world.to(backend.device)
-    counts, accepted = torch.zeros(world.vocabulary**horizon, dtype=torch.int64), []
+    counts, accepted = torch.zeros(world.vocabulary**horizon, dtype=torch.int64), 0
     for seeds, positions in requests_of(backend.device, requests, seed):
-        chunk = step(on_device, parents, rule, seeds, positions, **options)
-        assert not chunk.result.status.any(), "a row that no decision needs was read"
-        accepted.append(chunk.result.num_accepted.double().cpu())
-        texts = complete(on_device, chunk.result.emitted, seeds, positions)
+        result = step(on_device, parents, rule, seeds, positions, **options)
+        assert not result.status.any(), "a row that no decision needs was read"
+        accepted += int(result.num_accepted.sum())
+        texts = complete(on_device, result.emitted, seeds, positions)
         counts += torch.bincount(texts, minlength=len(counts)).cpu()
-    accepted = torch.cat(accepted)
-    return counts, float(accepted.mean()), float(accepted.std()) / math.sqrt(len(accepted))
+    assert counts.sum() == requests
+    assert accepted > requests / 20, "drafts were accepted"
+    return counts
 
 
 def shape_for(rule, name):
@@ -284,33 +254,13 @@ def shape_for(rule, name):
 # ---- the distribution of emitted tokens ----
 
 
-@SLOW
-@pytest.mark.parametrize("rule", EXACT)
-def test_a_million_texts(backend, rule):
-    requests, parents = how_many(backend, 1_000_000, 5_000, 40), shape_for(rule, "some")
-    world = World(11, 3 if backend.name == "emulated" else 4, 2)
-    counts, accepted, _ = emitted_counts(backend, world, parents, rule, requests)
-    assert counts.sum() == requests
-    assert chi_square_tail(counts, world.joint(3)) > SUSPICIOUS
-    assert 0.3 < accepted < 1.98  # both drafts and refusals were tried
-
-
 @pytest.mark.parametrize("rule", EXACT)
 def test_deeper_trees(backend, rule):
     """Trees whose nodes are in no order except parents first."""
     parents, requests = shape_for(rule, "deep"), how_many(backend, 50_000, 2_000)
     world = World(10, 4, max(depths_of(parents)))
-    counts, _, _ = emitted_counts(backend, world, parents, rule, requests)
+    counts = emitted_counts(backend, world, parents, rule, requests)
     assert chi_square_tail(counts, world.joint(world.depth + 1)) > SUSPICIOUS
-
-
-@pytest.mark.parametrize("chain", [False, True], ids=["tree", "chain"])
-@pytest.mark.parametrize("rule", EXACT)
-def test_chains_in_both_forms(backend, rule, chain):
-    world = World(12, 5, 2)
-    requests = how_many(backend, 40_000, 2_000)
-    counts, _, _ = emitted_counts(backend, world, TREES["chain"], rule, requests, chain=chain)
-    assert chi_square_tail(counts, world.joint(3)) > SUSPICIOUS
 
 
 FILTERS = {"temperature": 0.8, "top_k": 5, "top_p": 0.95, "min_p": 0.02}
@@ -348,51 +298,15 @@ def test_variants_of_the_distribution(backend, rule, variant):
     requests = how_many(backend, 10_000, 500, 10 if variant == "everything" else 0)
     parents = shape_for(rule, "tree")
     world = World(13, 7, 2, **VARIANTS[variant])
-    counts, _, _ = emitted_counts(backend, world, parents, rule, requests)
+    counts = emitted_counts(backend, world, parents, rule, requests)
     assert chi_square_tail(counts, world.joint(3)) > SUSPICIOUS
-
-
-@pytest.mark.parametrize(
-    "fixed", [pytest.param((0, 1, 2), marks=SLOW), (0,), pytest.param((1, 2), marks=SLOW)], ids=str
-)
-@pytest.mark.parametrize("rule", EXACT)
-def test_fixed_proposals(backend, rule, fixed):
-    """Random proposals, among them the same token twice, and -1."""
-    requests = how_many(backend, 30_000, 1_000)
-    world = World(14, 4, 2)
-    counts, _, _ = emitted_counts(backend, world, shape_for(rule, "tree"), rule, requests, fixed=fixed)
-    assert chi_square_tail(counts, world.joint(3)) > SUSPICIOUS
-
-
-@pytest.mark.parametrize("rule", EXACT)
-def test_more_children_than_the_draft_can_give(backend, rule):
-    world = World(15, 4, 1, draft_sampling={"top_k": 2})
-    requests = how_many(backend, 30_000, 1_000)
-    parents = TREES["chain"][:2] if rule == "block" else TREES["star"]
-    counts, _, _ = emitted_counts(backend, world, parents, rule, requests)
-    assert chi_square_tail(counts, world.joint(2)) > SUSPICIOUS
 
 
 @pytest.mark.parametrize("mode", ["coupled", "without", "with", "top"])
 def test_coupled_with_any_drafter(backend, mode):
     world = World(16, 4, 2)
     requests = how_many(backend, 30_000, 1_000)
-    counts, _, _ = emitted_counts(backend, world, TREES["tree"], "coupled", requests, mode=mode)
-    assert chi_square_tail(counts, world.joint(3)) > SUSPICIOUS
-
-
-JUDGED = {"drawn with": {"mode": "with"}, "as proposals": {"change": lambda a: a | {"draft_logits": None}}}
-
-
-@pytest.mark.parametrize("how", JUDGED)
-@pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_other_exact_drafts(backend, rule, how):
-    """Drafts drawn with replacement for rules that expect none: the second of two equal drafts has no p left, and the others
-    are drawn without. Drawn drafts judged as fixed proposals: the origin of a proposal does not matter.
-    """
-    world = World(19, 4, 2, near=0.3)
-    requests = how_many(backend, 30_000, 1_000)
-    counts, _, _ = emitted_counts(backend, world, TREES["tree"], rule, requests, **JUDGED[how])
+    counts = emitted_counts(backend, world, TREES["tree"], "coupled", requests, mode=mode)
     assert chi_square_tail(counts, world.joint(3)) > SUSPICIOUS
 
 
@@ -402,7 +316,7 @@ def test_several_groups_of_tokens(backend, rule, vocabulary):
     """Noise is made for 64 tokens at a time."""
     world = World(17, vocabulary, 1, spread=1.5)
     parents = TREES["chain"][:2] if rule == "block" else TREES["star"]
-    counts, _, _ = emitted_counts(backend, world, parents, rule, how_many(backend, 30_000, 1_000))
+    counts = emitted_counts(backend, world, parents, rule, how_many(backend, 30_000, 1_000))
     counts = counts.view(vocabulary, vocabulary)
     assert chi_square_tail(counts, world.joint(2)) > SUSPICIOUS
     assert chi_square_tail(counts.sum(1), world.p[0]) > SUSPICIOUS
@@ -417,7 +331,7 @@ def generate(backend, world, parents, rule, requests, length, **faults):
         number, state, known = torch.zeros_like(seeds), torch.zeros_like(seeds), torch.zeros_like(seeds)
         for _ in range(length):
             now = positions if stands else positions + known
-            emitted = step(on_device, parents, rule, seeds, now, start=state, **faults).result.emitted
+            emitted = step(on_device, parents, rule, seeds, now, start=state, **faults).emitted
             for token in emitted.unbind(1):
                 number = torch.where((token >= 0) & (known < length), number * world.vocabulary + token, number)
                 state = torch.where(token >= 0, on_device.after(state, token.clamp(min=0)), state)
@@ -432,18 +346,6 @@ def test_step_after_step(backend, rule):
     world = TwoLast(18, 3, 0)
     counts = generate(backend, world, shape_for(rule, "tree"), rule, how_many(backend, 10_000, 1_000), length=5)
     assert chi_square_tail(counts, world.joint(5)) > SUSPICIOUS
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", ["star", "tree", "deep"])
-@pytest.mark.parametrize("rule", EXACT)
-def test_a_million_texts_of_other_worlds(backend, rule, name, seed):
-    parents = shape_for(rule, name)
-    world = World(100 + seed, 3 + seed % 3, max(depths_of(parents)), near=seed / 3)
-    requests = how_many(backend, 1_000_000, 20_000)
-    counts, _, _ = emitted_counts(backend, world, parents, rule, requests, seed=seed)
-    assert chi_square_tail(counts, world.joint(max(depths_of(parents)) + 1)) > SUSPICIOUS
 
 
 def test_kseq_with_its_largest_rho(backend):
@@ -471,111 +373,6 @@ def test_kseq_with_its_largest_rho(backend):
     rejected = result.num_accepted == 0
     assert 40 < int((~rejected).sum()) < 160, "0.0044 of the requests accept one"
     assert int((result.emitted[rejected, 0] < 2).sum()) <= 4, "0.00001 of the others"
-
-
-# ---- drafts, decisions and the last token ----
-
-
-class Texts:
-    """A world in the form that the enumeration reads (test_accept_exactness.py)."""
-
-    def __init__(self, world):
-        self.world, self.vocabulary, self.distributions = world, world.vocabulary, {}
-
-    def at(self, text):
-        if text not in self.distributions:
-            state = torch.tensor(0)
-            for token in text:
-                state = self.world.after(state, torch.tensor(token))
-            self.distributions[text] = tuple(
-                SimpleNamespace(probs=probs[state], status=0, margin=math.inf) for probs in (self.world.p, self.world.q)
-            )
-        return self.distributions[text]
-
-
-def everything(world, parents, rule):
-    """{(all drafted tokens, the last node, the last token): probability} and the mean of accepted drafts."""
-    depths, distribution = depths_of(parents), {}
-    drafts = Drafts(Texts(world), parents, max(depths), replaced=DRAWN[rule] == "with")
-
-    def play(replay):
-        tree = drafts.with_chance(replay)
-        drawn = tuple(tree.token(node) for node in range(1, len(parents)))
-        return drawn, *Walk(tree, replay, rule).run()
-
-    for probability, (drawn, stop, token), replay in outcomes(play, Replay):
-        last = {token: 1.0} if replay.law is None else dict(enumerate(replay.law))
-        for y, p in last.items():
-            distribution[drawn, stop, y] = distribution.get((drawn, stop, y), 0.0) + probability * p
-    return distribution, sum(p * depths[stop] for (_, stop, _), p in distribution.items())
-
-
-def place(drawn, stop, last, vocabulary):
-    number = stop * vocabulary + last
-    for token in drawn:
-        number = number * vocabulary + token
-    return number
-
-
-@pytest.mark.parametrize(
-    ("rule", "name"),
-    [
-        pytest.param(rule, name, marks=() if name == ("chain" if rule == "block" else "uneven") else SLOW)
-        for rule in EXACT
-        for name in (["chain"] if rule == "block" else ["pair", "chain", "uneven"])
-    ],
-)
-def test_drafts_decisions_and_the_last_token_together(backend, rule, name):
-    """Their joint distribution is that of independent drafts, coins and last draw; so the means agree too."""
-    parents = {"pair": [-1, 0, 0], "chain": [-1, 0, 1], "uneven": [-1, 0, 0, 1]}[name]
-    world = World(21, 3, 2, near=0.3)
-    requests, on_device = how_many(backend, 50_000, 2_000), world.to(backend.device)
-    distribution, mean = everything(world, parents, rule)
-    exact = torch.zeros(len(parents) * world.vocabulary ** len(parents), dtype=torch.float64)
-    for (drawn, stop, last), probability in distribution.items():
-        exact[place(drawn, stop, last, world.vocabulary)] += probability
-    counts, accepted = torch.zeros(len(exact), dtype=torch.int64), []
-    mode = "without" if rule in ("coupled", "coupled_inverse") else None
-    for seeds, positions in requests_of(backend.device, requests, 3):
-        chunk = step(on_device, parents, rule, seeds, positions, mode=mode)
-        depth = chunk.result.num_accepted.long()[:, None]
-        stop, last = (x.long().gather(1, depth)[:, 0] for x in (chunk.result.path, chunk.result.emitted))
-        cells = place(chunk.tokens[:, 1:].unbind(1), stop, last, world.vocabulary)
-        counts += torch.bincount(cells, minlength=len(counts)).cpu()
-        accepted.append(chunk.result.num_accepted.double().cpu())
-    assert chi_square_tail(counts, exact) > SUSPICIOUS
-    accepted = torch.cat(accepted)
-    assert abs(float(accepted.mean()) - mean) < 4.5 * float(accepted.std()) / math.sqrt(requests)
-
-
-# ---- how much is accepted ----
-
-
-def chain_expectation(world, length, blockwise):
-    """Rejection: each draft passes by itself with probability min(1, p / q). Block: draft i or a later one passes with
-    probability w_i = min(1, w_(i-1) p / q), the most that the whole block can give.
-    """
-    total, weight, reach, states = 0.0, torch.ones(1), torch.ones(1), torch.zeros(1, dtype=torch.int64)
-    for _ in range(length):
-        p, q = world.p[states], world.q[states]
-        weight = torch.minimum(weight[:, None] * p / q if blockwise else p / q, torch.ones(())).flatten()
-        reach = (reach[:, None] * q).flatten() * (1.0 if blockwise else weight)
-        total += float((reach * weight).sum() if blockwise else reach.sum())
-        states = world.after(states[:, None], torch.arange(world.vocabulary)).flatten()
-    return total
-
-
-@pytest.mark.parametrize("seed", [31, pytest.param(32, marks=SLOW), pytest.param(33, marks=SLOW)])
-@pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
-def test_chains_accept_as_many_as_theory_says(backend, rule, seed):
-    """On a chain, traversal is block verification."""
-    requests = how_many(backend, 30_000, 1_000)
-    world = World(seed, 6, 3, near=0.3)
-    _, mean, error = emitted_counts(backend, world, [-1, 0, 1, 2], rule, requests)
-    expectation = chain_expectation(world, 3, rule != "rejection")
-    print(f"{rule}: {mean:.4f} accepted, {expectation:.4f} expected, standard error {error:.4f}")
-    assert abs(mean - expectation) < 4.5 * error
-    assert chain_expectation(world, 3, True) > chain_expectation(world, 3, False) + 0.02
 
 
 # ---- the draft's own distribution ----
@@ -756,7 +553,7 @@ def test_draws_for_different_purposes_are_independent(backend):
 
 
 def on_best_cpu(world, rule, **options):
-    counts, _, _ = emitted_counts(cpu_backends()[-1], world, TREES["tree"], rule, 20_000, **options)
+    counts = emitted_counts(cpu_backends()[-1], world, TREES["tree"], rule, 20_000, **options)
     return chi_square_tail(counts, world.joint(3))
 
 

@@ -229,16 +229,6 @@ def test_numbers_are_the_same_bits_with_any_thread_count(with_threads):
         assert all(torch.equal(left, right) for left, right in zip(result, results[0], strict=True))
 
 
-def test_compiles_whole(backend):
-    if backend.name not in ("cuda", BEST_CPU):
-        pytest.skip("what is compiled does not depend on which CPU kernel runs after the op")
-    step = to(random_step("rejection", [4, 3, 5], 30, torch.Generator().manual_seed(16)), backend.device)
-    rest = {name: step.pop(name) for name in ("max_depth", "rule")} | dict(return_logprobs=True, top_logprobs=2)
-    function = lambda step: pass_ext.accept_tree(**step, **rest).logprobs.top_raw * 2  # noqa: E731
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-    assert torch.equal(compiled(step), function(step))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -272,21 +262,6 @@ def test_the_op_refuses_other_counts():
                 0.1,
                 count,
             )
-
-
-def test_replays_in_a_cuda_graph(cuda):
-    step = to(random_step("rejection", [5] * 8, 3000, torch.Generator().manual_seed(17)), cuda.device)
-    call = lambda: pass_ext.accept_tree(**step, return_logprobs=True, top_logprobs=4)  # noqa: E731
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    for seed in range(3):
-        step["seeds"].fill_(seed)
-        graph.replay()
-        again = call()
-        for left, right in zip((*result, *result.logprobs), (*again, *again.logprobs), strict=True):
-            assert torch.equal(left, right)
 
 
 def test_every_sum_is_taken_from_where_it_is_known(backend):

@@ -244,18 +244,10 @@ def generate_with_trees(case, seed, most, drafter="text", poison=True):
             return whole
 
         allowed = None if case.allowed is None else case.allowed[states[inside].to(device)]
-        result = pass_ext.accept_tree(
-            strided(rows, generator),
-            tokens[inside].to(device),
-            parents[inside].int().to(device),
-            cu_nodes.int().to(device),
-            max_depth,
-            rule="coupled",
-            seeds=spread(case.seeds[who]),
-            positions=spread(case.positions[who] + known[who]),
-            allowed=allowed,
-            **{name: None if value is None else spread(value[who]) for name, value in case.sampling.items()},
-        )
+        law = {name: None if value is None else spread(value[who]) for name, value in case.sampling.items()}
+        law |= dict(seeds=spread(case.seeds[who]), positions=spread(case.positions[who] + known[who]), allowed=allowed)
+        tree = (tokens[inside].to(device), parents[inside].int().to(device), cu_nodes.int().to(device), max_depth)
+        result = pass_ext.accept_tree(strided(rows, generator), *tree, rule="coupled", **law)
         empty = is_padded.to(device)
         assert (result.emitted[empty] == -1).all() and (result.path[empty] == -1).all()
         assert (result.num_accepted[empty] == 0).all() and (result.status[empty] == 0).all()
@@ -263,35 +255,6 @@ def generate_with_trees(case, seed, most, drafter="text", poison=True):
         count = check_step(case, who, known[who], mine)
         accepted += int(count.sum()) - len(count)
         known[who] += count
-    return steps, accepted
-
-
-def generate_with_chains(case, seed, most, drafter="text"):
-    generator, device = torch.Generator().manual_seed(seed), case.plain.device
-    requests, length = case.plain.shape
-    known, accepted, steps = torch.zeros(requests, dtype=torch.int64, device=device), 0, 0
-    while (known < length).any():
-        unfinished = (known < length).nonzero().flatten().cpu()
-        who = unfinished[torch.randperm(len(unfinished), generator=generator)].to(device)
-        count = int(torch.randint(0, most + 1, (), generator=generator))
-        parents = torch.arange(-1, count).repeat(len(who), 1)
-        tokens, states = draft(case, who, parents, known[who], generator, drafter)
-        short = torch.randint(0, count + 1, (len(who),), generator=generator)
-        tokens[torch.arange(count + 1) > short[:, None]] = -1
-        rows = case.model.target[states.to(device)]
-        rows[~on_plain_path(case, who, tokens, parents, known[who]).to(device)] = math.nan
-        result = pass_ext.accept_chain(
-            strided(rows, generator),
-            tokens[:, 1:].to(device),
-            rule="coupled",
-            seeds=case.seeds[who],
-            positions=case.positions[who] + known[who],
-            allowed=None if case.allowed is None else case.allowed[states.to(device)],
-            **of(case.sampling, who),
-        )
-        emitted = check_step(case, who, known[who], result)
-        accepted, steps = accepted + int(emitted.sum()) - len(emitted), steps + len(who)
-        known[who] += emitted
     return steps, accepted
 
 
@@ -323,60 +286,14 @@ def test_any_tree_emits_what_plain_decoding_emits(backend, shape):
         assert steps >= requests and accepted >= requests // 4  # so drafts did matter
 
 
-@pytest.mark.parametrize("shape", shapes("small", "float16, masked"))
-def test_any_chain_emits_what_plain_decoding_emits(backend, shape):
-    requests = how_many(backend, 1000, 100, 10)
-    length = 6 if backend.name == "emulated" else 10
-    case = make_case(backend, len(shape) + 1, requests, length, **SHAPES[shape])
-    steps, accepted = generate_with_chains(case, 2, most=6)
-    assert steps >= requests and accepted >= requests // 4
-
-
-def test_large_trees_emit_what_plain_decoding_emits(backend):
-    case = make_case(backend, 5, how_many(backend, 150, 40, 4), 8, vocabulary=70, dtype=torch.bfloat16)
-    _, accepted = generate_with_trees(case, 3, most=64)
+@pytest.mark.parametrize(
+    ("most", "vocabulary", "requests"),
+    [(64, 70, (150, 40, 4)), (7, 1_025, (60, 20, 4)), pytest.param(7, 20_011, (60, 20, 4), marks=pytest.mark.quick_on("cpu"))],
+)  # fmt: skip
+def test_large_trees_and_vocabularies_emit_what_plain_decoding_emits(backend, most, vocabulary, requests):
+    case = make_case(backend, 5, how_many(backend, *requests), 6, vocabulary=vocabulary, dtype=torch.bfloat16)
+    _, accepted = generate_with_trees(case, 3, most=most)
     assert accepted > 0
-
-
-@pytest.mark.parametrize("vocabulary", [1_025, pytest.param(20_011, marks=pytest.mark.quick_on("cpu"))])
-def test_large_vocabularies_emit_what_plain_decoding_emits(backend, vocabulary):
-    case = make_case(backend, 6, how_many(backend, 60, 20, 4), 5, vocabulary=vocabulary, dtype=torch.bfloat16)
-    _, accepted = generate_with_trees(case, 4, most=7)
-    assert accepted > 0
-
-
-def test_drafts_under_the_targets_own_noise(backend):
-    """Drafts of the coupled mode with the target itself as the drafter: every draft of a chain is accepted."""
-    requests, depth = how_many(backend, 1000, 200, 10), 4
-    case = make_case(backend, 8, requests, depth + 1, vocabulary=90)
-    parents = torch.arange(-1, depth, device=backend.device).int()
-    states = case.states[:, : depth + 1]
-    result = pass_ext.accept_tree(
-        case.model.target[states.flatten()],
-        torch.cat([torch.full_like(case.plain[:, :1], -1), case.plain[:, :-1]], 1).flatten(),
-        parents.repeat(requests),
-        torch.arange(requests + 1, device=backend.device).int() * (depth + 1),
-        depth,
-        seeds=case.seeds,
-        positions=case.positions,
-        **case.sampling,
-    )
-    assert_same_bits(result.emitted, case.plain)
-    assert (result.num_accepted == depth).all()
-
-
-def test_the_first_of_several_coupled_drafts_is_the_plain_token(backend):
-    case = make_case(backend, 9, how_many(backend, 2000, 500, 20), 1, vocabulary=150)
-    for k in (2, 5):
-        tokens, _ = pass_ext.draft_sample(
-            case.model.target[case.start],
-            k,
-            mode="coupled",
-            seeds=case.seeds,
-            positions=case.positions,
-            **case.sampling,
-        )
-        assert_same_bits(tokens[:, 0].contiguous(), case.plain[:, 0].contiguous())
 
 
 def test_another_seed_or_position_is_another_text(backend):
@@ -393,15 +310,6 @@ def test_another_seed_or_position_is_another_text(backend):
     assert_same_bits(texts[0], texts[1])
     for other in texts[2:]:
         assert (other != texts[0]).double().mean() > 0.5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
-def test_many_more_generations(backend, seed):
-    shape = list(SHAPES.values())[seed % len(SHAPES)]
-    case = make_case(backend, 1000 + seed, how_many(backend, 20_000, 2_000, 40), 16, **shape)
-    generate_with_trees(case, seed, most=4 + seed, drafter=("text", "model")[seed % 2])
-    generate_with_chains(case, seed, most=8)
 
 
 # ---- no result depends on the batch ----
@@ -512,39 +420,3 @@ def test_batches_and_their_order_change_nothing(backend, rule):
         same(batch.run(order, generator, padding=True), [value[order] for value in whole])
     for b in range(0, requests, max(2, requests // 20)):  # alone
         same(batch.run([b]), [value[b : b + 1] for value in whole])
-
-
-@pytest.mark.parametrize("mode", ["coupled", "without", "with", "top"])
-def test_drafts_do_not_depend_on_the_batch(backend, mode):
-    requests = how_many(backend, 600, 100, 12)
-    case = make_case(backend, 23, requests, 1, vocabulary=140, dtype=torch.bfloat16)
-    rows = case.model.target[case.start]
-    nodes = torch.arange(requests, device=backend.device, dtype=torch.int32) % 50
-
-    def drawn(which, logits):
-        noise = {} if mode == "top" else {"seeds": case.seeds[which]}
-        return pass_ext.draft_sample(
-            logits,
-            4,
-            mode=mode,
-            positions=case.positions[which],
-            nodes=nodes[which],
-            **of(case.sampling, which),
-            **noise,
-        )
-
-    whole = drawn(torch.arange(requests, device=backend.device), rows)
-    generator = torch.Generator().manual_seed(3)
-    for count in (requests, requests // 3, 1):
-        which = torch.randperm(requests, generator=generator)[:count].to(backend.device)
-        same(drawn(which, strided(rows[which], generator)), [value[which] for value in whole])
-
-
-@pytest.mark.parametrize("rule", pass_ext.RULES)
-def test_thread_counts_change_nothing(backend, rule, with_threads):
-    if not backend.name.startswith("cpu"):
-        pytest.skip("torch's threads are the CPU's")
-    batch = make_batch(backend, rule, how_many(backend, 200, 60, 0), seed=24)
-    one, *others = with_threads(lambda: batch.run(range(len(batch.sizes))))
-    for other in others:
-        same(other, one)

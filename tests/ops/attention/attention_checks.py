@@ -50,10 +50,6 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(former)
 
 
-def _hashable(value):
-    return tuple(value) if isinstance(value, list) else value
-
-
 def solved(prefixes: list[int], sizes: list[int], **options) -> tuple[dict[str, object], AttentionTerms]:
     """A case and its exact result, computed once for all backends: not to be written to."""
     return _solved(tuple(prefixes), tuple(sizes), tuple(sorted(options.items())))

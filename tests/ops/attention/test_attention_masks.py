@@ -128,9 +128,9 @@ def test_rows_that_see_nothing(backend):
 def test_a_broken_node_breaks_only_rows_that_see_it(backend, place, value, new):
     """To the bit: a row that does not see the node has the same result as with a sound node."""
     for dtype in sized(backend, [torch.bfloat16], FLOATS):
-        for mask, node in ((UNIFORM, 3), (STAR, 5), (BITS, 2)):
+        for mask, node, dim in ((UNIFORM, 3, 64), (STAR, 5, 64), (BITS, 2, 256)):
             prefixes, sizes = sized(backend, ([5], [9]), ([62, 5], [9, 4]))
-            case, _ = solved(prefixes, sizes, dtype=dtype, mask=mask, new=new, heads=(2, 3), layout="paged 3")
+            case, _ = solved(prefixes, sizes, dtype=dtype, mask=mask, new=new, heads=(2, 3), dim=dim, layout="paged 3")
             sees = case["visible"][: sizes[0], 0] >> node & 1 == 1
             sees = torch.cat([sees, torch.zeros(sum(sizes[1:]), dtype=torch.bool)])
             name = f"{place}_new" if new else f"{place}_cache"
@@ -144,11 +144,11 @@ def test_a_broken_node_breaks_only_rows_that_see_it(backend, place, value, new):
             before, after = runs(backend, case | {name: fine}), runs(backend, case | {name: broken})
             assert_same_runs(after, before, ~sees)
             assert sees.any() and not sees.all()
-            out = after[0][sees].view(-1, 2, 3, 64)
+            out = after[0][sees].view(-1, 2, 3, dim)
             if place == "v":
                 assert not out[:, 0].isfinite().any() and not out[:, 1, :, 7].isfinite().any()
-                others = [d for d in range(64) if d != 7]
-                whole = before[0][sees].view(-1, 2, 3, 64)
+                others = [d for d in range(dim) if d != 7]
+                whole = before[0][sees].view(-1, 2, 3, dim)
                 assert_same_bits(out[:, 1][..., others], whole[:, 1][..., others])
                 assert_same_bits(after[1], before[1])
             elif math.isnan(value):

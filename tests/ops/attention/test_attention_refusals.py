@@ -25,8 +25,8 @@ def integers(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def zeros(*shape, dtype=torch.bfloat16):
-    return torch.zeros(*shape, dtype=dtype)
+def zeros(*shape):
+    return torch.zeros(*shape, dtype=torch.bfloat16)
 
 
 def test_the_head_sizes_are_those_of_the_kernels():
@@ -36,26 +36,14 @@ def test_the_head_sizes_are_those_of_the_kernels():
 
 
 SHAPES = [
-    (
-        DENSE,
-        {"q": zeros(7, 4, 64, dtype=torch.float64)},
-        r"q must be bfloat16, float16 or float32, got float64\[7, 4, 64\]",
-    ),
+    (DENSE, {"q": zeros(7, 4, 64).double()}, r"q must be bfloat16, float16 or float32, got float64\[7, 4, 64\]"),
     (DENSE, {"q": zeros(28, 64)}, r"q must have shape \[N, Hq, D\], got bfloat16\[28, 64\]"),
     (DENSE, {"q": zeros(7, 4, 72)}, r"q must have a head size of 64, 80, 96, 128 or 256, got bfloat16\[7, 4, 72\]"),
     (DENSE, {"q": zeros(7, 3, 64)}, r"q must have a multiple of the 2 heads of k_cache, got bfloat16\[7, 3, 64\]"),
     (DENSE, {"max_nodes": 0}, r"max_nodes must be in \[1, 1024\], got 0"),
     (DENSE, {"max_nodes": 1025}, r"max_nodes must be in \[1, 1024\], got 1025"),
-    (
-        DENSE,
-        {"k_cache": zeros(2, 13, 2, 64, dtype=torch.float16)},
-        r"k_cache must be bfloat16, got float16\[2, 13, 2, 64\]",
-    ),
-    (
-        DENSE,
-        {"v_cache": zeros(2, 13, 2, 64, dtype=torch.float32)},
-        r"v_cache must be bfloat16, got float32\[2, 13, 2, 64\]",
-    ),
+    (DENSE, {"k_cache": zeros(2, 13, 2, 64).half()}, r"k_cache must be bfloat16, got float16\[2, 13, 2, 64\]"),
+    (DENSE, {"v_cache": zeros(2, 13, 2, 64).float()}, r"v_cache must be bfloat16, got float32\[2, 13, 2, 64\]"),
     (DENSE, {"k_cache": zeros(2, 13, 64)}, r"k_cache must have shape \[B, S, Hkv, D\], got bfloat16\[2, 13, 64\]"),
     (
         PAGED,
@@ -81,7 +69,7 @@ SHAPES = [
     ),
     (PAGED, {"k_new": None}, r"k_new and v_new must come together, got only v_new"),
     (PAGED, {"v_new": None}, r"k_new and v_new must come together, got only k_new"),
-    (PAGED, {"k_new": zeros(7, 2, 64, dtype=torch.float16)}, r"k_new must be bfloat16, got float16\[7, 2, 64\]"),
+    (PAGED, {"k_new": zeros(7, 2, 64).half()}, r"k_new must be bfloat16, got float16\[7, 2, 64\]"),
     (PAGED, {"v_new": zeros(7, 128)}, r"v_new must have shape \[N, Hkv, D\], got bfloat16\[7, 128\]"),
     (PAGED, {"k_new": zeros(8, 2, 64)}, r"k_new must have 7 \(the packed nodes of q\) in dimension 0"),
     (PAGED, {"v_new": zeros(7, 4, 64)}, r"v_new must have 2 \(the heads of k_cache\) in dimension 1"),
@@ -98,41 +86,21 @@ SHAPES = [
     (DENSE, {"prefix_lens": torch.tensor([5.0, 9.0])}, r"prefix_lens must be int32, got float32\[2\]"),
     (DENSE, {"prefix_lens": integers(5)}, r"prefix_lens must have 2 \(the requests of cu_nodes\) in dimension 0"),
     (DENSE, {"prefix_lens": integers(5, 5, 9, 9)[::2]}, r"prefix_lens must be contiguous"),
-    (DENSE, {"visible": torch.zeros(7, 1, dtype=torch.int32)}, r"visible must be int64, got int32\[7, 1\]"),
-    (DENSE, {"visible": torch.zeros(7, dtype=torch.int64)}, r"visible must have shape \[N, ceil\(max_nodes / 64\)\]"),
-    (
-        DENSE,
-        {"visible": torch.zeros(6, 1, dtype=torch.int64)},
-        r"visible must have 7 \(the packed nodes\) in dimension 0",
-    ),
-    (
-        DENSE,
-        {"visible": torch.zeros(7, 2, dtype=torch.int64)},
-        r"visible must have 1 \(ceil\(max_nodes / 64\)\) in dimension 1",
-    ),
+    (DENSE, {"visible": zeros(7, 1).int()}, r"visible must be int64, got int32\[7, 1\]"),
+    (DENSE, {"visible": zeros(7).long()}, r"visible must have shape \[N, ceil\(max_nodes / 64\)\]"),
+    (DENSE, {"visible": zeros(6, 1).long()}, r"visible must have 7 \(the packed nodes\) in dimension 0"),
+    (DENSE, {"visible": zeros(7, 2).long()}, r"visible must have 1 \(ceil\(max_nodes / 64\)\) in dimension 1"),
     (DENSE, {"max_nodes": 65}, r"visible must have 2 \(ceil\(max_nodes / 64\)\) in dimension 1"),
-    (
-        DENSE,
-        {"visible": torch.zeros(2, 7, dtype=torch.int64).t(), "max_nodes": 65},
-        r"visible must be contiguous in its last",
-    ),
+    (DENSE, {"visible": zeros(2, 7).long().t(), "max_nodes": 65}, r"visible must be contiguous in its last"),
     (PAGED, {"block_table": torch.zeros(2, 3)}, r"block_table must be int32, got float32\[2, 3\]"),
     (
         PAGED,
         {"block_table": integers(0, 1)},
         r"block_table must have shape \[B, pages of one request\], got int32\[2\]",
     ),
-    (PAGED, {"block_table": zeros(3, 3, dtype=torch.int32)}, r"block_table must have 2 \(the requests of cu_nodes\)"),
-    (
-        PAGED,
-        {"block_table": zeros(3, 2, dtype=torch.int32).t()},
-        r"block_table must be contiguous in its last dimension",
-    ),
-    (
-        PAGED,
-        {"block_table": zeros(2, 0, dtype=torch.int32)},
-        r"block_table must have at least 1 page for each request",
-    ),
+    (PAGED, {"block_table": zeros(3, 3).int()}, r"block_table must have 2 \(the requests of cu_nodes\)"),
+    (PAGED, {"block_table": zeros(3, 2).int().t()}, r"block_table must be contiguous in its last dimension"),
+    (PAGED, {"block_table": zeros(2, 0).int()}, r"block_table must have at least 1 page for each request"),
     (DENSE, {"window": 0}, "window must be positive, or -1 for none, got 0"),
     (DENSE, {"window": -2}, "window must be positive, or -1 for none, got -2"),
     (DENSE, {"window": 2**31}, "window must be positive, or -1 for none, got 2147483648"),
@@ -157,11 +125,7 @@ VALUES = [
     (DENSE, {"prefix_lens": integers(-1, 9)}, ROOM + "0 has prefix_lens -1 and 3 nodes"),
     (DENSE, {"prefix_lens": integers(2**31 - 1, 9)}, ROOM + "0 has prefix_lens 2147483647 and 3 nodes"),
     (PAGED, {"prefix_lens": integers(5, 49)}, PAGES + "48 slots, but request 1 has prefix_lens 49 and 4 nodes"),
-    (
-        PAGED,
-        {"block_table": zeros(2, 1, dtype=torch.int32), "prefix_lens": integers(5, 17)},
-        PAGES + "16 slots, but request 1",
-    ),
+    (PAGED, {"block_table": zeros(2, 1).int(), "prefix_lens": integers(5, 17)}, PAGES + "16 slots, but request 1"),
     (DENSE, {"cu_nodes": integers(0, 3, 8)}, BOUNDS + "3 and 8 at 1"),
     (DENSE, {"cu_nodes": integers(0, 4, 3)}, BOUNDS + "4 and 3 at 1"),
     (DENSE, {"cu_nodes": integers(-1, 3, 7)}, BOUNDS + "-1 and 3 at 0"),

@@ -1,11 +1,13 @@
-"""Values of a wrong type at every argument of every public op: an answer, or a refusal in the op's own words."""
+"""Values of a wrong type at every argument of every public op: an answer, or a refusal in the op's own words, with its page."""
 
 import inspect
+import re
 
 import pytest
 import torch
-from ops.every_op.test_hostile_arguments import PUBLIC, keywords_of, samples_of
+from support.calls import PUBLIC, keywords_of, samples_of
 from support.faces import function_of
+from support.paths import ROOT
 
 import pass_ext
 
@@ -22,7 +24,9 @@ def test_a_wrong_type_is_refused_in_words(op):
             try:
                 function(**keywords | {argument: value})
             except Exception as error:
-                if not str(error).startswith(f"pass_ext::{op}: ") or type(error) is AttributeError:
+                page = re.fullmatch(r"[^\[]*(?:\[.*)? \[(docs/[\w/]+\.md)\]", str(error), re.DOTALL)
+                own = str(error).startswith(f"pass_ext::{op}: ") and type(error) is not AttributeError
+                if not own or page is None or not (ROOT / page[1]).is_file():
                     strange.append(f"{argument}={value!r}: {type(error).__name__} {error}")
     assert strange == []
 

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
+from support.calls import DEVICES
 from support.faces import function_of
 from support.samples import SAMPLES
 
-import pass_ext
 from pass_ext import _library
-
-DEVICES = ["cpu"] + (["cuda"] if pass_ext.status().cuda_loaded and torch.cuda.is_available() else [])
 
 
 def test_every_op_has_samples():

@@ -1,18 +1,16 @@
 """Adapters of look-ahead slots in layer_before_attention and layer_after_attention on every backend: the bits of adapter_rows_
-after each product, rows of tokens to the bit, rows that do not depend on the rows beside them, and memory that must not be
-read.
+after each product, rows of tokens to the bit, and memory that must not be read.
 """
 
 import emulator
 import pytest
 import torch
-from layer_cases import adapters_for, after_by_ops, after_case, before_by_ops, before_case, doubled
+from layer_cases import adapters_for, after_by_ops, after_case, before_by_ops, before_case
 from support.each import each
 from support.pairwise import pairwise
 
 import pass_ext
-from pass_ext import reference
-from pass_ext.testing import assert_error_within, assert_same_bits
+from pass_ext.testing import assert_same_bits
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 WARPS = 8  # of a block
@@ -226,37 +224,6 @@ def test_numbers_of_other_rows_and_slots_do_not_matter(backend):
     assert got[2].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_row_has_the_same_bits_among_others(backend, dtype):
-    case = before_case(40, dtype) | dict(head_dim=16)
-    case |= adapters_for(case, dict(q=3, k=9, v=2), 3, ids_of(40))
-    whole = pass_ext.layers.layer_before_attention(**case)
-    after = after_case(40, dtype)
-    after |= adapters_for(after, dict(o=3, gate=9, up=2, down=4), 3, ids_of(40))
-    out = pass_ext.layers.layer_after_attention(**after)
-    for rows in (slice(1, 2), slice(7, 12), slice(20, 40)):
-        cut = case | {name: case[name][rows] for name in ("x", "cos", "sin", "ids")}
-        for ours, theirs in zip(pass_ext.layers.layer_before_attention(**cut), whole, strict=True):
-            assert_same_bits(ours, theirs[rows])
-        cut = after | {name: after[name][rows] for name in ("attended", "residual", "ids")}
-        assert_same_bits(pass_ext.layers.layer_after_attention(**cut), out[rows])
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_close_to_float64_as_the_reference_is(backend, dtype):
-    case = before_case(9, dtype) | dict(head_dim=16)
-    case |= adapters_for(case, dict(q=3, k=9, v=2), 3, MIXED)
-    exact = reference.layer_before_attention(**doubled(case))
-    for ours, near, truth in zip(
-        pass_ext.layers.layer_before_attention(**case), reference.layer_before_attention(**case), exact, strict=True
-    ):
-        assert_error_within(ours, near, truth)
-    case = after_case(9, dtype)
-    case |= adapters_for(case, dict(o=3, gate=9, up=2, down=4), 3, MIXED)
-    truth = reference.layer_after_attention(**doubled(case))
-    assert_error_within(pass_ext.layers.layer_after_attention(**case), reference.layer_after_attention(**case), truth)
-
-
 def test_no_rows(backend):
     case = before_case(0, torch.float32) | dict(head_dim=16)
     q, k, v = pass_ext.layers.layer_before_attention(**case, **adapters_for(case, dict(q=3), 2, []))
@@ -311,11 +278,3 @@ def test_linear_layers_of_the_other_half():
         torch.ops.pass_ext.layer_after_attention(*arguments, given["ids"], tensors, 1, 1.0)
     with pytest.raises(RuntimeError, match=r"adapters must have 2 tensors .adapted 8., got 1"):
         torch.ops.pass_ext.layer_after_attention(*arguments, given["ids"], tensors[:1], 8, 1.0)
-
-
-def test_gradients_are_refused():
-    case = before_case(2, torch.float32) | dict(head_dim=16)
-    given = adapters_for(case, dict(q=3), 1, [0, -1])
-    given["adapters"]["q"][0].requires_grad_(True)
-    with pytest.raises(RuntimeError, match="layer_before_attention: no gradient is implemented"):
-        pass_ext.layers.layer_before_attention(**case, **given)

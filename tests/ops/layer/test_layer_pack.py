@@ -151,15 +151,6 @@ def test_a_key_that_is_none_is_refused():
     _stack(*arguments)
 
 
-def test_a_packed_weight_that_requires_a_gradient_is_refused():
-    once = packed(case_of(torch.float32))
-    once["layers"].weights[3].requires_grad_()
-    with pytest.raises(RuntimeError, match="layer_stack: no gradient is implemented"):
-        pass_ext.layers.layer_stack(**once)
-    with torch.no_grad():
-        pass_ext.layers.layer_stack(**once)
-
-
 def test_a_released_key_is_refused():
     once = packed(case_of(torch.float32))
     arguments, other = key_arguments(once), packed(case_of(torch.float32, seed=1))

@@ -274,10 +274,3 @@ def test_misuse_is_refused(changed, message):
     arguments = a_step(cpu_backends()[-1], TREES["bushy"], 3, rank=3) | changed
     with pytest.raises(RuntimeError, match=f"pass_ext::next_rows_: {message}"):
         pass_ext.next_rows_(**arguments)
-
-
-def test_gradients_are_refused(backend):
-    arguments = a_step(backend, TREES["chain"], 1, rank=3)
-    arguments["left"].requires_grad_()
-    with pytest.raises(RuntimeError, match="next_rows_: no gradient is implemented"):
-        pass_ext.next_rows_(**arguments)

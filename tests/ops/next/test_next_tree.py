@@ -455,11 +455,3 @@ def test_misuse_is_refused(changed, message):
     arguments = a_step(on_cpu(), 3, rank=3) | changed
     with pytest.raises(RuntimeError, match=f"pass_ext::next_tree_: {message}"):
         pass_ext.next_tree_(**arguments)
-
-
-def test_gradients_are_refused(backend):
-    for name in ("left", "scores", "rates"):
-        arguments = a_step(backend, 1, rank=3)
-        arguments[name].requires_grad_()
-        with pytest.raises(RuntimeError, match="next_tree_: no gradient is implemented"):
-            pass_ext.next_tree_(**arguments)

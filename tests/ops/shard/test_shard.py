@@ -26,7 +26,6 @@ from pass_ext.distributed.steps import Shard, residual_rounds, residual_rounds_o
 from pass_ext.ops.shard import SELECT_ROUNDS, SLICE_COLUMNS
 
 CASES = 30  # of each rule and filter
-MORE = 1000
 
 
 @pytest.fixture(autouse=True)
@@ -57,11 +56,6 @@ def check_steps(seeds, **options):
 def test_ranks_decide_like_the_op_on_all_columns(rule, filter):
     filters = list(FILTERS) if filter == "all" else ["temperature", filter]
     assert check_steps(range(CASES), rule=rule, filters=filters) > 0
-
-
-@pytest.mark.slow  # test_ranks_decide_like_the_op_on_all_columns shows the same
-def test_thousands_of_steps_decide_alike():
-    check_steps(range(1000, 1000 + MORE))
 
 
 @pytest.mark.quick_on("best")
@@ -103,19 +97,6 @@ def test_a_shard_off_by_one_column_shows():
     for seed in range(40):
         step = random_step(seed, vocabulary=300)
         results, _ = step.on_ranks(equal_layout(300, 2), shift=seed % 2)
-        seen += not same(results, step.whole())
-    assert seen >= 20, seen
-
-
-def test_answers_in_the_wrong_order_show():
-    """Ranks that say they hold each other's columns."""
-    seen = 0
-    for seed in range(40):
-        step = random_step(seed, vocabulary=16384)
-        step.target = step.target.roll(8192, 1)
-        rolled = step.target.roll(8192, 1)
-        results, _ = step.on_ranks(equal_layout(16384, 2))
-        step.target = rolled
         seen += not same(results, step.whole())
     assert seen >= 20, seen
 

@@ -139,6 +139,8 @@ DAMAGE = [  # kind, name of the part, change of tensors and metadata
     ("lookahead", "greedy_hit_rates", lambda t, m: m.update(greedy_hit_rates="[[0.5]]")),
     ("lookahead", "greedy_hit_rates", lambda t, m: m.update(greedy_hit_rates="[[1.5], [0.5], [0.5]]")),
     ("lookahead", "deep", lambda t, m: t.update(deep=torch.zeros(0, 3, 16))),
+    ("lookahead", "deep", lambda t, m: t.update(deep=torch.zeros(5, 2, 16))),
+    ("lookahead", "transition_right", lambda t, m: t.update(transition_right=torch.zeros(16, 5))),
     ("lookahead", "deep", lambda t, m: t.update(deep=torch.tensor(0.0))),
     ("lookahead", "transition_left", lambda t, m: t.update(transition_left=torch.zeros(16, 0))),
     *(

