@@ -221,8 +221,8 @@ LIMITS = """## What takes the time
 
 - **A race**: one block alone finishes it. It bounds every group of 64 tokens, with random numbers that the scan has drawn if
   it knew the race. Each of its warps scores the tokens of one group, and their best dismisses most others. The tokens of the
-  rest that can still win are scored side by side. A race that begins anew, as under `rejection`, draws the numbers of all
-  groups itself.
+  rest that can still win are scored side by side. The scan draws for the race by which a walk that ends at the node ends: over
+  the residual if the node has children, else over the target. A walk that ends by the other one draws all numbers itself.
 - **Filters**: 128 sets of groups give a floor that enough tokens reach. The tokens above it, some tens, are listed, put in
   order by counting, cut, and raced; no other group is looked at again. A list too short for top-p, or for top-k above 96, and
   one too long for shared memory are narrowed from 256 bins as before; no step here does that.

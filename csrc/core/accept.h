@@ -24,7 +24,7 @@
 // cut. So a rule needs sums over a row, never a stored distribution.
 //
 // `Rows` is how a device works on rows: all its threads run this code together, and every method returns the same value
-// to all of them.
+// to all of them. One that sweeps over a row may take the Judge and put it back unchanged.
 #pragma once
 
 #include <cstdint>
@@ -331,12 +331,12 @@ class AcceptWalk {
   }
 
   // Draws y from p as it stands at a node; from p_0 if rounding left nothing of p.
-  PASS_EXT_HOST_DEVICE int32_t draw(const Judge& judge, const Weight& weight, bool rejected, int32_t depth) {
+  PASS_EXT_HOST_DEVICE int32_t draw(Judge& judge, const Weight& weight, bool rejected, int32_t depth) {
     const Noise chosen = noise(rejected ? Purpose::residual : Purpose::bonus, depth);
     const int32_t id = rows_.draw(judge, weight, request_, rejected, chosen);
     return id >= 0 ? id : rows_.draw(judge, {Weight::plain, 0, 0}, request_, false, chosen);
   }
-  PASS_EXT_HOST_DEVICE int32_t draw(const Judge& judge, bool rejected, int32_t depth) {
+  PASS_EXT_HOST_DEVICE int32_t draw(Judge& judge, bool rejected, int32_t depth) {
     const Weight weight{judge.beta > 0.0 ? Weight::residual : Weight::plain, static_cast<float>(judge.beta), 0};
     return draw(judge, weight, rejected, depth);
   }
@@ -417,7 +417,7 @@ class AcceptWalk {
     return -1;
   }
 
-  PASS_EXT_HOST_DEVICE int32_t judge_kseq(const Judge& judge, int32_t first, Weight& weight) {
+  PASS_EXT_HOST_DEVICE int32_t judge_kseq(Judge& judge, int32_t first, Weight& weight) {
     int32_t count = 0;
     for (int32_t child = first; child >= 0; child = next_child(judge.node, child + 1))
       count += draft_probability(judge, static_cast<int32_t>(request_.token(child))) > 0.0f;
@@ -433,7 +433,7 @@ class AcceptWalk {
   }
 
   // Any rho that meets the condition is exact; the smallest accepts most. Three sweeps narrow it to (K - 1) / 448.
-  PASS_EXT_HOST_DEVICE void choose_rho(const Judge& judge, int32_t count, double& rho, double& share) {
+  PASS_EXT_HOST_DEVICE void choose_rho(Judge& judge, int32_t count, double& rho, double& share) {
     double low = 1.0, high = count;
     bool done = false;
     for (int sweep = 0; sweep < 3 && !done; ++sweep) {
@@ -556,7 +556,7 @@ class AcceptWalk {
     stop_at(best, draw(judge, {Weight::plain, 0, 0}, false, best_depth));
   }
 
-  PASS_EXT_HOST_DEVICE void accept_typical(const Judge& judge, int32_t child, int32_t depth) {
+  PASS_EXT_HOST_DEVICE void accept_typical(Judge& judge, int32_t child, int32_t depth) {
     const float entropy = static_cast<float>(rows_.entropy(judge));
     const float bound =
         minimum(request_.problem.threshold, request_.problem.alpha * exponential(minimum(-entropy, 0.0f)));

@@ -12,7 +12,7 @@
 namespace pass_ext {
 namespace {
 
-static_assert(gpu::kMaxRowsBeforehand <= kCountersOfSlot, "a row has a counter");
+static_assert(gpu::kMaxRowsBeforehand <= kCountersOfSlot, "each row has a counter; of fewer rows the step has one too");
 
 void accept_on_cuda(const char* op, const AcceptProblem& problem, const LogprobArrays& logprobs,
                     const Tensor& target_logits) {

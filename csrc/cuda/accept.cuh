@@ -1,6 +1,14 @@
-// The accept step on the GPU. The rules: core/accept.h. If there are few rows, one kernel scans all of them and
-// describes each as a distribution, and a second kernel walks the trees. Otherwise each block scans the rows that its
-// walk visits.
+// The accept step on the GPU. The rules: core/accept.h. How a call runs, by the number of its rows (plan_accept):
+//
+//   few     accept_step_kernel, one launch. Up to 32 blocks scan a row: a warp summarises 1,024 logits (row_scan.cuh)
+//           and draws noise of the row's race. The last block to come finishes the row: it describes it as a
+//           distribution (rows.cuh) and, under rule coupled, runs its race. The block that finishes the last of all
+//           rows walks the tree.
+//   more    scan_rows_kernel does the same without the walk; accept_kernel walks, a block for each request.
+//   many    accept_kernel alone: each block scans the rows that its walk visits.
+//
+// One warp walks (core/accept.h, AcceptWalk); what takes a whole row, such as the race behind a rejection, is a job of
+// all warps of its block (accept_rows.cuh). With log-probabilities one more launch follows (logprobs.cuh).
 #pragma once
 
 #include <cstdint>
@@ -39,11 +47,12 @@ struct AcceptSource {
   PASS_EXT_DEVICE ScanSettings scan_settings(int64_t slot) const {
     const SamplingParameters parameters = parameters_of_row(slot);
     ScanSettings settings{parameters.scale, is_sum_needed(parameters, needs_mass(slot)), false, {}};
-    if (slot >= problem.nodes || problem.rule != Rule::coupled) return settings;
+    if (slot >= problem.nodes || problem.rule == Rule::coupled_inverse) return settings;
     const AcceptRequest request = request_of_row(slot);
     const int32_t node = node_of_row(slot, request);
     settings.races = holds(request, node) && !is_greedy_request(request.index);
-    if (settings.races) settings.noise = noise_at(problem, request.index, Purpose::coupled, depth_of(request, node));
+    if (settings.races)
+      settings.noise = noise_at(problem, request.index, expected_race(request, node), depth_of(request, node));
     return settings;
   }
 
@@ -53,6 +62,7 @@ struct AcceptSource {
     if (rows.is_leader()) workspace.distributions[row.slot] = distribution;
     if (distribution.status != 0) return;
     if (workspace.supports != nullptr && row.slot < problem.nodes) rows.keep_support(row.slot);
+    if (problem.rule != Rule::coupled) return;  // the walk draws, once
     // Computed again: keeping the settings would take registers that the scan needs.
     const ScanSettings settings = scan_settings(row.slot);
     if (!settings.races) return;
@@ -100,13 +110,7 @@ struct AcceptSource {
 
   // True if a node's children are judged by the distribution they were drawn from: only then is its draft row read.
   PASS_EXT_DEVICE bool is_judged(const AcceptRequest& request, int32_t node) const {
-    if (is_greedy_request(request.index)) return false;
-    if (problem.is_chain) return node + 1 < request.nodes;
-    bool has_child = false;
-    const int32_t lane = static_cast<int32_t>(lane_index());
-    for (int32_t base = node + 1; base < request.nodes && !has_child; base += 32)
-      has_child = any(base + lane < request.nodes && request.parent(base + lane) == node);
-    return has_child;
+    return !is_greedy_request(request.index) && has_child(request, node);
   }
 
   PASS_EXT_DEVICE int32_t depth_of(const AcceptRequest& request, int32_t node) const {
@@ -121,34 +125,67 @@ struct AcceptSource {
   }
 };
 
+// True if cu_nodes divides the rows: each request's range is valid. All threads of a block call it together.
+PASS_EXT_DEVICE bool divides_rows(const AcceptProblem& problem) {
+  if (problem.is_chain) return true;
+  bool broken = false;
+#pragma unroll 1
+  for (int64_t i = thread_rank(); i < problem.requests; i += block_size().x)
+    broken = broken || breaks_bounds(problem, i);
+  return sync_block_count(broken) == 0;
+}
+
+// A block walks one request: its first warp walks, and the others wait for jobs. `area`: see BlockRows.
+template <Route route, Scan scan>
+PASS_EXT_DEVICE void walk_request(const AcceptProblem& problem, const RowsWorkspace& workspace, int64_t area,
+                                  int64_t index, bool divided) {
+  const AcceptRequest request = request_of(problem, index);
+  JobRows<route, scan> jobs(workspace, area);
+  WalkRows<route, scan> rows(workspace, jobs, request);
+  if constexpr (scan == Scan::beforehand)  // not by the warp that walks, if there is another
+    if (divided && warp_index() == (walks_alone<route, scan>() ? 0 : 1)) rows.read_ahead();
+  if (warp_index() == 0) {
+    AcceptWalk<WalkRows<route, scan>>(rows, request).template run<route>(divided);
+    rows.end_jobs();
+  } else {
+    rows.run_jobs();
+  }
+  sync_block();
+}
+
+// A whole step in one launch. It is for few rows: its blocks have the registers of a walk, so that fewer are resident.
+constexpr int kStepsPerMultiprocessor = 4;  // blocks
+
+template <Route route>
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, kStepsPerMultiprocessor)
+    accept_step_kernel(PASS_EXT_PARAMETER AcceptSource source, PASS_EXT_PARAMETER RowsWorkspace workspace) {
+  if (!scan_row(source, workspace)) return;
+  int32_t* const finished = workspace.counters + workspace.rows;
+  if (!block_comes_last(finished, static_cast<int32_t>(workspace.rows), &row_shared().block.is_last)) return;
+  const AcceptProblem& problem = source.problem;
+  const bool divided = divides_rows(problem);
+  if constexpr (route == Route::coupled) {  // a walk without jobs: a warp for each
+    for (int64_t index = warp_index(); index < problem.requests; index += kScanWarps) {
+      const AcceptRequest request = request_of(problem, index);
+      JobRows<route, Scan::beforehand> jobs(workspace, 0);
+      WalkRows<route, Scan::beforehand> rows(workspace, jobs, request);
+      if (divided) rows.read_ahead();
+      AcceptWalk<WalkRows<route, Scan::beforehand>>(rows, request).template run<route>(divided);
+    }
+  } else {
+    for (int64_t index = 0; index < problem.requests; ++index)
+      walk_request<route, Scan::beforehand>(problem, workspace, 0, index, divided);
+  }
+}
+
 // `are_bounds_checked`: check_bounds_kernel has written workspace.divided.
 template <Route route, Scan scan>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(256, kBlocksPerMultiprocessor)
     accept_kernel(PASS_EXT_PARAMETER AcceptProblem problem, PASS_EXT_PARAMETER RowsWorkspace workspace,
                   bool are_bounds_checked) {
-  if constexpr (scan == Scan::beforehand) wait_for_launch_before();
-  bool divided = true;
-  if (are_bounds_checked) {
-    divided = *workspace.divided != 0;
-  } else if (!problem.is_chain) {
-    bool broken = false;
-#pragma unroll 1
-    for (int64_t i = thread_rank(); i < problem.requests; i += block_size().x)
-      broken = broken || breaks_bounds(problem, i);
-    divided = sync_block_count(broken) == 0;
-  }
-  for (int64_t index = block_index().x; index < problem.requests; index += grid_size().x) {
-    const AcceptRequest request = request_of(problem, index);
-    JobRows<route, scan> jobs(workspace);
-    WalkRows<route, scan> rows(workspace, jobs, request);
-    if (warp_index() == 0) {
-      AcceptWalk<WalkRows<route, scan>>(rows, request).template run<route>(divided);
-      rows.end_jobs();
-    } else {
-      rows.run_jobs();
-    }
-    sync_block();
-  }
+  const bool divided = are_bounds_checked ? *workspace.divided != 0 : divides_rows(problem);
+  for (int64_t index = block_index().x; index < problem.requests; index += grid_size().x)
+    walk_request<route, scan>(problem, workspace, block_index().x, index, divided);
 }
 
 // Up to 1,024 requests every block checks cu_nodes itself; above, one extra kernel does.
@@ -156,11 +193,8 @@ constexpr int64_t kMaxRequestsCheckedByEveryBlock = 1024;
 
 // divided: 1 if every request's range in cu_nodes is valid, else 0.
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(512) check_bounds_kernel(AcceptProblem problem, int32_t* divided) {
-  bool broken = false;
-  for (int64_t i = thread_rank(); i < problem.requests; i += block_size().x)
-    broken = broken || breaks_bounds(problem, i);
-  const int count = sync_block_count(broken);
-  if (thread_rank() == 0) *divided = count == 0;
+  const bool divides = divides_rows(problem);
+  if (thread_rank() == 0) *divided = divides;
 }
 
 inline RowsPlan plan_accept(const AcceptProblem& problem, int multiprocessors) {
@@ -168,10 +202,15 @@ inline RowsPlan plan_accept(const AcceptProblem& problem, int multiprocessors) {
   const int64_t rows_of_node = uses_draft ? 2 : 1;
   const int64_t levels = 1 + (problem.max_depth < 3 ? problem.max_depth : 3);  // a guess at the levels a walk visits
   RowsPlan plan = plan_rows(problem.nodes * rows_of_node, problem.requests, levels * rows_of_node, problem.nodes,
-                            problem.target.vocabulary, problem.rule == Rule::coupled, multiprocessors);
+                            problem.target.vocabulary, problem.rule != Rule::coupled_inverse, multiprocessors);
   const SamplingParameterArrays& sampling = problem.target_sampling;
   plan.lists_supports =
       plan.rows > 0 && needs_mass(problem.rule) && (sampling.top_k != nullptr || sampling.top_p != nullptr);
+  // A step of few rows, where a launch costs more than the blocks that it could have more of.
+  const Route route = route_of(problem.rule);
+  const int64_t walks = route == Route::coupled ? kScanWarps : route == Route::down ? 1 : 0;
+  plan.is_one_launch = plan.rows > 0 && plan.rows < kMaxRowsBeforehand && problem.requests <= walks &&
+                       plan.rows * plan.scan_blocks <= kStepsPerMultiprocessor * int64_t{multiprocessors};
   return plan;
 }
 
@@ -183,8 +222,8 @@ void launch_walk(const AcceptProblem& problem, const RowsWorkspace& workspace, i
                  Stream stream) {
   constexpr Route on_the_way = route == Route::coupled ? route : Route::any;
   const auto walk = [&](auto kernel, unsigned threads) {
-    launch("accept", kernel, LaunchShape{{blocks}, {threads}, sizeof(AcceptShared), workspace.rows > 0}, stream,
-           problem, workspace, are_bounds_checked);
+    launch("accept", kernel, LaunchShape{{blocks}, {threads}, sizeof(AcceptShared)}, stream, problem, workspace,
+           are_bounds_checked);
   };
   const int32_t vocabulary = problem.target.vocabulary;
   if (workspace.rows > 0)
@@ -199,6 +238,12 @@ inline void launch_accept(const AcceptProblem& problem, const RowsPlan& plan, co
   const bool is_checked = !problem.is_chain && problem.requests > kMaxRequestsCheckedByEveryBlock;
   if (is_checked)
     launch("accept (bounds)", check_bounds_kernel, LaunchShape{{1}, {512}}, stream, problem, workspace.divided);
+  if (plan.is_one_launch) {
+    const auto step =
+        route_of(problem.rule) == Route::coupled ? accept_step_kernel<Route::coupled> : accept_step_kernel<Route::down>;
+    return launch("accept", step, LaunchShape{{plan.scan_blocks, plan.rows}, {32 * kScanWarps}, sizeof(AcceptShared)},
+                  stream, AcceptSource{problem}, workspace);
+  }
   if (workspace.rows > 0) launch_scan_rows("accept (scan)", AcceptSource{problem}, workspace, stream);
   const Route route = route_of(problem.rule);
   const auto walk = route == Route::coupled     ? launch_walk<Route::coupled>

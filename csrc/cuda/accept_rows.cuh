@@ -38,7 +38,26 @@ struct AcceptShared {
   int32_t removed_count;  // deleted children of the node being judged; their ids and cuts follow
   int32_t removed_ids[kMaxTreeNodes];
   float removed_cuts[kMaxTreeNodes];
+  uint32_t read_ahead[32 * kScanWarps];  // of each thread that walks
 };
+
+// True if a node has a child. All lanes of a warp call it together.
+PASS_EXT_DEVICE bool has_child(const AcceptRequest& request, int32_t node) {
+  if (request.problem.is_chain) return node + 1 < request.nodes;
+  bool has_child = false;
+  const int32_t lane = static_cast<int32_t>(lane_index());
+  for (int32_t base = node + 1; base < request.nodes && !has_child; base += 32)
+    has_child = any(base + lane < request.nodes && request.parent(base + lane) == node);
+  return has_child;
+}
+
+// The race of a walk that ends at a node, as far as the scan can tell: it draws the noise of that one. A node with
+// children is an end if all of them are rejected.
+PASS_EXT_DEVICE Purpose expected_race(const AcceptRequest& request, int32_t node) {
+  const Rule rule = request.problem.rule;
+  if (rule == Rule::coupled) return Purpose::coupled;
+  return route_of(rule) != Route::longest && has_child(request, node) ? Purpose::residual : Purpose::bonus;
+}
 
 PASS_EXT_DEVICE AcceptShared& accept_shared() { return *dynamic_shared<AcceptShared>(); }
 
@@ -54,13 +73,19 @@ PASS_EXT_HOST_DEVICE constexpr bool has_job(Route route, Scan scan, JobKind kind
   return kind == JobKind::overlap_sums && route == Route::kseq;
 }
 
-// Threads of a walk's block: one warp if the walk has no jobs.
+// True if a walk has no jobs: then it needs no warp but its own.
+template <Route route, Scan scan>
+PASS_EXT_HOST_DEVICE constexpr bool walks_alone() {
+  constexpr bool has_none = !has_job(route, scan, JobKind::describe) && !has_job(route, scan, JobKind::draw) &&
+                            !has_job(route, scan, JobKind::invert);
+  static_assert(!has_none || route == Route::coupled, "other walks have jobs beside describe and draw");
+  return has_none;
+}
+
+// Threads of a walk's block.
 template <Route route, Scan scan>
 unsigned walk_threads(int32_t vocabulary) {
-  constexpr bool works_alone = !has_job(route, scan, JobKind::describe) && !has_job(route, scan, JobKind::draw) &&
-                               !has_job(route, scan, JobKind::invert);
-  static_assert(!works_alone || route == Route::coupled, "other walks have jobs beside describe and draw");
-  return works_alone ? 32 : threads_for(vocabulary);
+  return walks_alone<route, scan>() ? 32 : threads_for(vocabulary);
 }
 
 // The jobs. All threads of a block call every method together.
@@ -71,7 +96,7 @@ class JobRows : public BlockRows<scan> {
  public:
   using Base::is_leader;
 
-  PASS_EXT_DEVICE explicit JobRows(const RowsWorkspace& workspace) : Base(workspace, block_index().x) {}
+  PASS_EXT_DEVICE explicit JobRows(const RowsWorkspace& workspace, int64_t area) : Base(workspace, area) {}
 
   PASS_EXT_DEVICE_CALL void run(AcceptRequest whole) {
     Job& job = accept_shared().job;
@@ -83,7 +108,7 @@ class JobRows : public BlockRows<scan> {
       }
     if constexpr (has(JobKind::draw))
       if (job.kind == JobKind::draw) {
-        const int32_t id = draw(job.judge, job.weight, request, job.rejected, job.noise);
+        const int32_t id = draw(job.judge, job.weight, request, job.rejected, job.noise, is_drawn(whole, job));
         if (is_leader()) job.id = id;
       }
     if constexpr (has(JobKind::invert))
@@ -119,6 +144,12 @@ class JobRows : public BlockRows<scan> {
   using Base::summary_of_row;
 
   PASS_EXT_DEVICE static constexpr bool has(JobKind kind) { return has_job(route, scan, kind); }
+
+  // True if the scan has drawn the noise of a final race. `whole`: the request as the scan saw it.
+  PASS_EXT_DEVICE bool is_drawn(const AcceptRequest& whole, const Job& job) const {
+    if constexpr (scan == Scan::on_the_way) return false;
+    return this->workspace_.log_firsts != nullptr && job.noise.purpose == expected_race(whole, job.judge.node);
+  }
 
   // Every warp adds up its part of a range of the row; the part that holds the place is the next range, until one warp
   // holds a piece in each lane. It ends because a block with this job has several warps (walk_threads).
@@ -237,7 +268,7 @@ class JobRows : public BlockRows<scan> {
   }
 
   PASS_EXT_DEVICE int32_t draw(const Judge& judge, const Weight& weight, const AcceptRequest& request, bool rejected,
-                               const Noise& noise) {
+                               const Noise& noise, bool is_drawn) {
     if (rejected) collect_removed(judge, request);
     const bool is_plain = weight.kind == Weight::plain;
     const auto best = [&](const auto& score) {
@@ -248,7 +279,7 @@ class JobRows : public BlockRows<scan> {
                              this->workspace_.support_sizes[judge.p_row.slot], noise, score)
               .id;
       const float* const maxima =
-          this->bound_race(judge.p_row, judge.p, &noise, false, is_plain ? 0.0f : -judge.p.log_mass);
+          this->bound_race(judge.p_row, judge.p, &noise, is_drawn, is_plain ? 0.0f : -judge.p.log_mass);
       return this->next_best(judge.p_row, maxima, judge.p, &noise, {kInfinity, -1}, score).id;
     };
     if constexpr (!has(JobKind::residual_sums)) return best(PlainScore{judge.p});
@@ -312,8 +343,9 @@ class JobRows : public BlockRows<scan> {
   }
 };
 
-// The `Rows` of a walk. All lanes of the walking warp call every method together, except run_jobs: that is for the
-// other warps.
+// The `Rows` of a walk. All lanes of the walking warp call every method together, except run_jobs and read_ahead: those
+// are for the other warps too. After a job the walk takes its Judge back from shared memory, which is cheaper than
+// registers that keep it meanwhile.
 template <Route route, Scan scan>
 class WalkRows {
  public:
@@ -321,6 +353,40 @@ class WalkRows {
       : workspace_(workspace), jobs_(jobs), request_(request) {}
 
   PASS_EXT_DEVICE bool is_leader() const { return lane_index() == 0; }
+
+  // Reads what a walk may read of each node, all nodes side by side: a level then waits for L1 four times, not for L2.
+  // `cu_nodes` divides the rows.
+  PASS_EXT_DEVICE void read_ahead() const {
+    static_assert(scan == Scan::beforehand, "the scan has written it");
+    constexpr int32_t kMostNodes = 64;
+    const AcceptProblem& problem = request_.problem;
+    if (request_.nodes > kMostNodes) return;
+    const bool greedy = problem.target_sampling.temperature == nullptr ||
+                        is_greedy(problem.target_sampling.temperature[request_.index]);
+    uint32_t seen = 0;  // goes to shared memory: loads whose results nobody wants are left out
+    const auto see = [&](int64_t slot) {
+      const Distribution& distribution = workspace_.distributions[slot];
+      seen ^= bits_of(distribution.maximum) ^ static_cast<uint32_t>(distribution.status);  // it may lie in two lines
+      return distribution.status == 0;
+    };
+#pragma unroll 1
+    for (int32_t node = static_cast<int32_t>(lane_index()); node < request_.nodes; node += 32) {
+      const bool is_drawn = see(request_.first + node) && !greedy;
+      if (route == Route::coupled && is_drawn) seen ^= static_cast<uint32_t>(workspace_.winners[request_.first + node]);
+      if (node == 0) continue;
+      const int32_t parent = request_.parent(node);
+      const int64_t token = request_.token(node);
+      seen ^= static_cast<uint32_t>(token);
+      if (route == Route::coupled || greedy || parent < 0 || parent >= node) continue;
+      if (token < 0 || token >= problem.target.vocabulary) continue;
+      const int32_t id = static_cast<int32_t>(token), draft = request_.draft_index(parent);
+      seen ^= bits_of(logit_at(request_.target_row(parent), id));
+      if (!reads_drafts(problem.rule) || draft < 0 || draft >= problem.draft_row_count) continue;
+      see(problem.nodes + request_.first + parent);
+      seen ^= bits_of(logit_at(request_.draft_row(parent, draft), id));
+    }
+    accept_shared().read_ahead[thread_rank()] = seen;
+  }
 
   template <typename Predicate>
   PASS_EXT_DEVICE int32_t first_node(int32_t from, int32_t count, const Predicate& predicate) {
@@ -364,46 +430,38 @@ class WalkRows {
 
   PASS_EXT_DEVICE float logit(const LogitRow& row, int32_t id) const { return logit_at(row, id); }
 
-  PASS_EXT_DEVICE double entropy(const Judge& judge) {
-    if (is_leader()) accept_shared().job.judge = judge;
-    run_job(JobKind::entropy, request_.nodes);
+  PASS_EXT_DEVICE double entropy(Judge& judge) {
+    run_job_at(judge, JobKind::entropy, request_.nodes);
     return accept_shared().job.sums[0];
   }
 
-  PASS_EXT_DEVICE ResidualSums residual_sums(const Judge& judge, const AcceptRequest& request) {
-    if (is_leader()) accept_shared().job.judge = judge;
-    run_job(JobKind::residual_sums, request.nodes);
+  PASS_EXT_DEVICE ResidualSums residual_sums(Judge& judge, const AcceptRequest& request) {
+    run_job_at(judge, JobKind::residual_sums, request.nodes);
     return {accept_shared().job.sums[0], accept_shared().job.sums[1]};
   }
 
-  PASS_EXT_DEVICE void overlap_sums(const Judge& judge, const float* inverse_rho, double* sums) {
-    if (is_leader()) {
-      accept_shared().job.judge = judge;
+  PASS_EXT_DEVICE void overlap_sums(Judge& judge, const float* inverse_rho, double* sums) {
+    if (is_leader())
       for (int k = 0; k < kOverlaps; ++k) accept_shared().job.inverse_rho[k] = inverse_rho[k];
-    }
-    run_job(JobKind::overlap_sums, request_.nodes);
+    run_job_at(judge, JobKind::overlap_sums, request_.nodes);
     for (int k = 0; k < kOverlaps; ++k) sums[k] = accept_shared().job.sums[k];
   }
 
-  PASS_EXT_DEVICE int32_t draw(const Judge& judge, const Weight& weight, const AcceptRequest& request, bool rejected,
+  PASS_EXT_DEVICE int32_t draw(Judge& judge, const Weight& weight, const AcceptRequest& request, bool rejected,
                                const Noise& noise) {
     if constexpr (scan == Scan::beforehand && route == Route::coupled) return workspace_.winners[judge.p_row.slot];
     if (is_leader()) {
-      accept_shared().job.judge = judge;
       accept_shared().job.weight = weight;
       accept_shared().job.rejected = rejected;
       accept_shared().job.noise = noise;
     }
-    run_job(JobKind::draw, request.nodes);
+    run_job_at(judge, JobKind::draw, request.nodes);
     return accept_shared().job.id;
   }
 
-  PASS_EXT_DEVICE int32_t invert(const Judge& judge, uint64_t uniform) {
-    if (is_leader()) {
-      accept_shared().job.judge = judge;
-      accept_shared().job.uniform = uniform;
-    }
-    run_job(JobKind::invert, request_.nodes);
+  PASS_EXT_DEVICE int32_t invert(Judge& judge, uint64_t uniform) {
+    if (is_leader()) accept_shared().job.uniform = uniform;
+    run_job_at(judge, JobKind::invert, request_.nodes);
     return accept_shared().job.id;
   }
 
@@ -422,6 +480,14 @@ class WalkRows {
   }
 
  private:
+  PASS_EXT_DEVICE void run_job_at(Judge& judge, JobKind kind, int32_t nodes) {
+    Judge& shared = accept_shared().job.judge;
+    sync_warp();  // lanes may still take the last one back
+    if (is_leader()) shared = judge;
+    run_job(kind, nodes);
+    judge = shared;
+  }
+
   // Runs a job, whose arguments are in shared memory, on all warps of the block.
   PASS_EXT_DEVICE_CALL void run_job(JobKind kind, int32_t nodes) {
     if (is_leader()) {

@@ -46,7 +46,7 @@ void launch_row_products(const char* name, const RowProducts<T>& problem, int64_
   LaunchShape shape{{tiles, (rows + of_block - 1) / of_block}, {kLinearThreads}};
   shape.dynamic_shared_bytes = sum_bytes(of_block, gated ? 2 : 1);
   if (problem.norm.weight) shape.dynamic_shared_bytes += normed_bytes<T>(rows, problem.product[0].in);
-  shape.overlaps = overlaps;
+  if (overlaps) shape.overlap = Overlap::if_asked;
   launch(name, of_block == 8 ? linear_kernel<T, 1, gated, wide> : linear_kernel<T, kMostTiles, gated, wide>, shape,
          stream, problem);
 }

@@ -38,8 +38,7 @@ PASS_EXT_DEVICE Index3 block_index() { return {blockIdx.x, blockIdx.y, blockIdx.
 PASS_EXT_DEVICE Index3 block_size() { return {blockDim.x, blockDim.y, blockDim.z}; }
 PASS_EXT_DEVICE Index3 grid_size() { return {gridDim.x, gridDim.y, gridDim.z}; }
 
-// A thread's place in its block, which has one dimension (LaunchShape): that of y and z would cost each use 3
-// instructions.
+// Blocks have one dimension (LaunchShape): ranks along y and z would cost each use three instructions.
 PASS_EXT_DEVICE unsigned thread_rank() { return threadIdx.x; }
 PASS_EXT_DEVICE unsigned lane_index() { return thread_rank() % 32; }
 PASS_EXT_DEVICE unsigned warp_index() { return thread_rank() / 32; }
@@ -67,7 +66,7 @@ PASS_EXT_DEVICE void sync_warp(unsigned mask = kFullWarp) { __syncwarp(mask); }
 // needed.
 PASS_EXT_DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// A launch that overlaps (LaunchShape) may begin when all blocks of the one in front of it have called let_next_begin
+// A launch that overlaps (Overlap) may begin when all blocks of the one in front of it have called let_next_begin
 // or ended. It must call wait_for_launch_before before it reads or writes memory that the one in front uses: the call
 // returns when that one has ended. Otherwise both do nothing.
 PASS_EXT_DEVICE void let_next_begin() {
@@ -321,6 +320,9 @@ PASS_EXT_DEVICE void multiply_m16n8k16<float16>(float (&d)[4], const uint32_t (&
 
 using Stream = cudaStream_t;
 
+// With the launch in front, for a kernel that calls wait_for_launch_before.
+enum class Overlap { none, if_asked, always };
+
 struct BlockSize {
   unsigned x;
 };
@@ -329,15 +331,14 @@ struct LaunchShape {
   Grid grid;
   BlockSize block;
   size_t dynamic_shared_bytes = 0;
-  bool overlaps = false;  // its kernel calls wait_for_launch_before
+  Overlap overlap = Overlap::none;
 };
 
-// Whether launches overlap where they may (runtime.h sets it).
+// Whether launches of Overlap::if_asked do (runtime.h sets it).
 inline std::atomic<bool> g_launches_overlap{false};
 
 // True if a kernel's launch may overlap: its code for the current device is for a GPU that can.
 inline bool may_overlap(const void* kernel) {
-  if (!g_launches_overlap) return false;
   static std::mutex mutex;
   static auto* const known = new std::map<std::pair<const void*, int>, bool>;  // never destroyed: exit order
   int device = 0;
@@ -375,7 +376,8 @@ void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& 
   check_grid(name, shape.grid);
   const dim3 grid(static_cast<unsigned>(shape.grid.x), static_cast<unsigned>(shape.grid.y),
                   static_cast<unsigned>(shape.grid.z));
-  if (shape.overlaps && may_overlap(reinterpret_cast<const void*>(kernel))) {
+  const bool overlaps = shape.overlap == Overlap::always || (shape.overlap == Overlap::if_asked && g_launches_overlap);
+  if (overlaps && may_overlap(reinterpret_cast<const void*>(kernel))) {
     cudaLaunchAttribute overlap{};
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;

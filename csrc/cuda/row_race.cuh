@@ -65,9 +65,10 @@ PASS_EXT_DEVICE float bound_of_token(float bound, float gap) {
   return bound - gap + (kBoundSlack + size * 0x1p-20f);
 }
 
-// A block writes the groups' bounds for a race whose ln first_g the scan has drawn. `groups`: a multiple of four.
+// A block writes the groups' bounds for a race whose ln first_g the scan has drawn; adds `offset` to each. `groups`: a
+// multiple of four.
 PASS_EXT_DEVICE void bound_drawn_groups(const float* maxima, const float* log_firsts, int32_t groups, float* bounds,
-                                        const Distribution& distribution) {
+                                        const Distribution& distribution, float offset) {
   constexpr int kAtOnce = 4;  // pairs of loads, all under way before the first bound
   const int32_t stride = static_cast<int32_t>(block_size().x) * 4;
   sync_block();
@@ -86,7 +87,7 @@ PASS_EXT_DEVICE void bound_drawn_groups(const float* maxima, const float* log_fi
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         bound.word[i] =
-            bits_of(bound_of_group(distribution, float_of(largest[k].word[i]), float_of(log_e[k].word[i]), 0.0f));
+            bits_of(bound_of_group(distribution, float_of(largest[k].word[i]), float_of(log_e[k].word[i]), offset));
       store16(bounds + base + k * stride, bound);
     }
   }

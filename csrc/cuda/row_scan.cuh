@@ -48,10 +48,56 @@ PASS_EXT_DEVICE bool is_sum_needed(const SamplingParameters& parameters, bool ne
   return has_filter(parameters) ? parameters.top_p < 1.0f && parameters.top_k == 0 : needs_mass;
 }
 
+// The largest logit of a lane's piece, then of more lanes; NaN or +inf among them is seen. With `packed` two bfloat16
+// at a time, which needs half the instructions.
+template <bool packed>
+struct Peak {
+  float largest = -kInfinity;
+  bool is_good = true;  // of this lane's own logits
+
+  PASS_EXT_DEVICE void take(const RawPiece&, const float (&z)[kPiece]) {
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) {
+      is_good = is_good && z[i] < kInfinity;
+      largest = larger(z[i], largest);
+    }
+  }
+  PASS_EXT_DEVICE void take(const Peak& other) {
+    largest = larger(largest, other.largest);
+    is_good = is_good && other.is_good;
+  }
+  PASS_EXT_DEVICE void take_lane(int step) { largest = larger(largest, shuffle_xor(largest, step)); }
+  PASS_EXT_DEVICE float value() const { return largest; }
+  PASS_EXT_DEVICE bool is_good_everywhere() const { return all(is_good); }
+};
+
+template <>
+struct Peak<true> {
+  uint32_t pair = 0xff80ff80u;  // -inf, -inf
+
+  PASS_EXT_DEVICE void take(const RawPiece& raw, const float (&)[kPiece]) {
+    pair = larger_bfloat16s(larger_bfloat16s(raw.word[0], raw.word[1]), larger_bfloat16s(raw.word[2], raw.word[3]));
+  }
+  PASS_EXT_DEVICE void take(const Peak& other) { pair = larger_bfloat16s(pair, other.pair); }
+  PASS_EXT_DEVICE void take_lane(int step) { pair = larger_bfloat16s(pair, shuffle_xor(pair, step)); }
+  PASS_EXT_DEVICE float value() const { return larger(unpack_low<bfloat16>(pair), unpack_high<bfloat16>(pair)); }
+  PASS_EXT_DEVICE bool is_good_everywhere() const {  // a NaN has come along
+    return unpack_low<bfloat16>(pair) < kInfinity && unpack_high<bfloat16>(pair) < kInfinity;
+  }
+};
+
+PASS_EXT_DEVICE void forbid_pairs(uint32_t allowed, RawPiece& raw) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t low = allowed >> 2 * i & 1u ? raw.word[i] & 0xffffu : 0xff80u;
+    raw.word[i] = (allowed >> 2 * i & 2u ? raw.word[i] & 0xffff0000u : 0xff800000u) | low;
+  }
+}
+
 // One warp: computes the summary of one chunk. read_settings() returns the ScanSettings; it is called after the loads
 // of the logits, so that both take place at the same time. If `races`, and log_firsts [groups] is not null, it gets ln
 // first_g of the chunk's groups.
-template <typename ReadSettings>
+template <bool packed, typename ReadSettings>
 PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSummary& summary, float* log_firsts,
                                 const ReadSettings& read_settings) {
   RawPiece raw[kPieces];
@@ -66,26 +112,23 @@ PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSum
     if (lane < kGroupsPerChunk && group < summary.groups) log_firsts[group] = log_first(settings.noise, group);
   }
   float z[kPieces][kPiece];
-  bool good = true;
-  float largest = -kInfinity;
+  Peak<packed> peak;
 #pragma unroll
   for (int k = 0; k < kPieces; ++k) {
+    if (packed && row.allowed != nullptr) forbid_pairs(allowed[k], raw[k]);
     convert(row.type, raw[k], z[k]);
-    if (row.allowed != nullptr) forbid(allowed[k], z[k]);
-    float piece = -kInfinity;
+    if (!packed && row.allowed != nullptr) forbid(allowed[k], z[k]);
+    Peak<packed> piece;
+    piece.take(raw[k], z[k]);
 #pragma unroll
-    for (int i = 0; i < kPiece; ++i) {
-      good = good && z[k][i] < kInfinity;
-      piece = larger(z[k][i], piece);
-    }
-#pragma unroll
-    for (int step = kLanesPerGroup / 2; step > 0; step /= 2) piece = larger(piece, shuffle_xor(piece, step));
+    for (int step = kLanesPerGroup / 2; step > 0; step /= 2) piece.take_lane(step);
     const int32_t group = chunk * kGroupsPerChunk + k * (32 / kLanesPerGroup) + lane / kLanesPerGroup;
-    if (lane % kLanesPerGroup == 0 && group < summary.groups) summary.maxima[group] = piece;
-    largest = larger(largest, piece);
+    if (lane % kLanesPerGroup == 0 && group < summary.groups) summary.maxima[group] = piece.value();
+    peak.take(piece);
   }
 #pragma unroll
-  for (int step = 16; step >= kLanesPerGroup; step /= 2) largest = larger(largest, shuffle_xor(largest, step));
+  for (int step = 16; step >= kLanesPerGroup; step /= 2) peak.take_lane(step);
+  const float largest = peak.value();
   float sum = 0.0f;
   if (settings.needs_sum && largest > -kInfinity) {
     const float scale = settings.scale * kLog2E;
@@ -96,7 +139,7 @@ PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSum
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += shuffle_xor(sum, step);
   }
-  good = all(good);
+  const bool good = peak.is_good_everywhere();
   if (lane == 0) summary.chunks[chunk] = {largest, good ? sum : float_of(0x7fc00000u)};
 }
 
@@ -106,13 +149,13 @@ PASS_EXT_DEVICE void scan_chunk_of_any_type(LogitRow row, int32_t chunk, const R
                                             const ReadSettings& read_settings) {
   if (row.type == LogitType::bfloat16) {
     row.type = LogitType::bfloat16;
-    scan_chunk(row, chunk, summary, log_firsts, read_settings);
+    scan_chunk<true>(row, chunk, summary, log_firsts, read_settings);
   } else if (row.type == LogitType::float16) {
     row.type = LogitType::float16;
-    scan_chunk(row, chunk, summary, log_firsts, read_settings);
+    scan_chunk<false>(row, chunk, summary, log_firsts, read_settings);
   } else {
     row.type = LogitType::float32;
-    scan_chunk(row, chunk, summary, log_firsts, read_settings);
+    scan_chunk<false>(row, chunk, summary, log_firsts, read_settings);
   }
 }
 

@@ -20,14 +20,9 @@ constexpr int kSets = 128;             // no block that describes a row has fewe
 constexpr int32_t kMostWanted = 96;    // with more, the smallest of the sets decides, and the list grows too long
 constexpr int32_t kWantedOfTopP = 64;  // where top-p alone must say how many tokens remain
 
-struct alignas(16) ListedToken {
-  uint64_t key;             // key_of its logit, later of its score in a race
-  unsigned long long mass;  // integer_mass
-};
-
 // In shared memory.
 struct Shortlist {
-  ListedToken found[kShortlist];  // in any order
+  alignas(16) uint64_t found[kShortlist];  // keys of the tokens' logits, later of their scores in a race, in any order
   union {
     int32_t groups[kShortlist];  // those that have a token above the floor
     uint64_t keys[kShortlist];   // in order
@@ -75,23 +70,36 @@ PASS_EXT_DEVICE float ranked_of_warps(const ShortlistScratch& scratch, int32_t r
   return result;
 }
 
-// The number of listed tokens before a key, and the mass up to it.
-struct Place {
-  int32_t before;
-  unsigned long long up_to;
-};
-
-PASS_EXT_DEVICE Place place_of(const Shortlist& list, int32_t count, const ListedToken& token) {
-  Place place{0, token.mass};
+// The number of listed tokens before a key. Two of them come with a load.
+PASS_EXT_DEVICE int32_t place_of(const Shortlist& list, int32_t count, uint64_t key) {
+  int32_t before = 0;
 #pragma unroll 4
-  for (int32_t i = 0; i < count; ++i) {
-    const ListedToken other = list.found[i];
-    if (other.key > token.key) {
-      ++place.before;
-      place.up_to += other.mass;
-    }
+  for (int32_t i = 0; i + 1 < count; i += 2) {
+    const Bytes16 pair = load16(list.found + i);
+    before += (static_cast<uint64_t>(pair.word[1]) << 32 | pair.word[0]) > key;
+    before += (static_cast<uint64_t>(pair.word[3]) << 32 | pair.word[2]) > key;
   }
-  return place;
+  if (count % 2 != 0) before += list.found[count - 1] > key;
+  return before;
+}
+
+// A warp turns the masses in `up_to` into their sums.
+PASS_EXT_DEVICE void add_up(Shortlist& list, int32_t count) {
+  const int32_t share = (count + 31) / 32, begin = static_cast<int32_t>(lane_index()) * share;
+  const int32_t end = begin + share < count ? begin + share : count;
+  unsigned long long sum = 0;
+  for (int32_t i = begin; i < end; ++i) sum += list.up_to[i];
+  unsigned long long up_to = sum;
+#pragma unroll
+  for (unsigned step = 1; step < 32; step *= 2) {
+    const unsigned long long before = shuffle_up(up_to, step);
+    if (lane_index() >= step) up_to += before;
+  }
+  up_to -= sum;
+  for (int32_t i = begin; i < end; ++i) {
+    up_to += list.up_to[i];
+    list.up_to[i] = up_to;
+  }
 }
 
 struct ShortlistSize {
@@ -133,22 +141,20 @@ PASS_EXT_DEVICE_CALL ShortlistSize make_shortlist(Shortlist& list, ShortlistScra
   for_each_listed_piece(row, list.groups, scratch.groups, [&](int32_t first, const float (&z)[kPiece]) {
     for_each_element(z, is_high, [&](int i, float logit) {
       const int32_t place = atomic_add(&scratch.tokens, 1);
-      if (place < kShortlist) list.found[place].key = key_of(logit, first + i);
+      if (place < kShortlist) list.found[place] = key_of(logit, first + i);
     });
   });
   sync_block();
   const int32_t count = scratch.tokens;
   if (count > kShortlist) return {-1, false};
-  // Not where a token is found: the pieces on their way there need the registers.
-  for (int32_t i = thread; i < count; i += stride)
-    list.found[i].mass = integer_mass(exponential(log_weight(distribution, logit_of_key(list.found[i].key))));
-  sync_block();
   for (int32_t i = thread; i < count; i += stride) {
-    const ListedToken token = list.found[i];
-    const Place place = place_of(list, count, token);
-    list.keys[place.before] = token.key;
-    list.up_to[place.before] = place.up_to;
+    const uint64_t key = list.found[i];
+    const int32_t place = place_of(list, count, key);
+    list.keys[place] = key;
+    list.up_to[place] = integer_mass(exponential(log_weight(distribution, logit_of_key(key))));
   }
+  sync_block();
+  if (warp_index() == 0) add_up(list, count);
   sync_block();
   return {count, floor == -kInfinity};
 }

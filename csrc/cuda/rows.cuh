@@ -43,7 +43,7 @@ struct RowsWorkspace {
   int32_t* support_sizes;       // [rows]; 0: the row has more
   Judge* judges;                // [nodes]
   int32_t* divided;             // [1]: 1 if cu_nodes divides the rows, else 0
-  int32_t* counters;            // [rows], zero before and after: blocks that have scanned a row
+  int32_t* counters;            // [rows + 1], zero before and after: blocks that have scanned a row; finished rows
   int64_t rows;
   int32_t groups;  // rounded up to a multiple of four, so that four of a row are read at once
   int32_t chunks_per_row, scan_blocks;
@@ -56,6 +56,7 @@ struct RowsPlan {
   int32_t groups, chunks_per_row, scan_blocks;  // for each row
   bool draws;                                   // the scan draws the noise of the rows' races
   bool lists_supports = false;                  // rows are filtered, and drawn from after the scan
+  bool is_one_launch = false;                   // accept: the block that finishes the last row walks
 
   int64_t summaries() const { return rows > 0 ? rows : 2 * blocks; }
   int64_t bounds() const { return groups <= kGroupsInShared ? 0 : rows > blocks ? rows : blocks; }
@@ -484,7 +485,8 @@ class BlockRows {
     const float* const maxima = summary_of_row(row, distribution.scale, false).maxima;
     if constexpr (scan == Scan::beforehand)
       if (is_drawn) {
-        bound_drawn_groups(maxima, log_firsts_of(workspace_, row.slot), workspace_.groups, bounds(), distribution);
+        bound_drawn_groups(maxima, log_firsts_of(workspace_, row.slot), workspace_.groups, bounds(), distribution,
+                           offset);
         return maxima;
       }
     bound_groups(maxima, workspace_.groups, bounds(), distribution, noise, offset);
@@ -535,13 +537,13 @@ class BlockRows {
     for (int32_t i = first_index(); i < listed; i += stride()) {
       const int32_t id = id_of_key(list.keys[i]);
       const float log_e = noise == nullptr ? 0.0f : log_noise(*noise, id);
-      list.found[i] = {key_of(PlainScore{distribution}(id, logit_of_key(list.keys[i]), log_e), id), 1};
+      list.found[i] = key_of(PlainScore{distribution}(id, logit_of_key(list.keys[i]), log_e), id);
     }
     sync_block();
     for (int32_t i = first_index(); i < listed; i += stride()) {
-      const int32_t place = place_of(list, listed, list.found[i]).before;
+      const int32_t place = place_of(list, listed, list.found[i]);
       if (place >= count) continue;
-      const bool races = list.found[i].key >= kLowestKey;  // its score is above -inf
+      const bool races = list.found[i] >= kLowestKey;  // its score is above -inf
       tokens[place] = races ? id_of_key(list.keys[i]) : -1;
       logprobs[place] =
           races ? log_weight(distribution, logit_of_key(list.keys[i])) - distribution.log_mass : -kInfinity;
@@ -593,19 +595,18 @@ class BlockRows {
   int next_summary_ = 0;
 };
 
-// Scans rows, one warp for a chunk; the last block to finish the scan of a row then finishes the row. `slot` is a row's
-// index in the workspace.
+// A block's part of the scan of rows, one warp for a chunk; the last block to finish the scan of a row then finishes
+// the row. True for that block, and for the first block of a row that is not to be read. `slot` is a row's index in the
+// workspace.
 //   source.find(slot, row)                 sets `row`; false if the row is not to be read
 //   source.scan_settings(slot)             ScanSettings
 //   source.finish(rows, row, workspace)    the work on the scanned row
 template <typename Source>
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, kScansPerMultiprocessor)
-    scan_rows_kernel(PASS_EXT_PARAMETER Source source, PASS_EXT_PARAMETER RowsWorkspace workspace) {
-  let_next_begin();
+PASS_EXT_DEVICE bool scan_row(const Source& source, const RowsWorkspace& workspace) {
   const int64_t slot = block_index().y;
   LogitRow row;
   // All blocks of a row return here or none: else its counter would not return to 0.
-  if (!source.find(slot, row)) return;
+  if (!source.find(slot, row)) return block_index().x == 0;
   const RowSummary summary = summary_of(workspace, slot);
   ScanSettings settings{};
   bool is_first = true;
@@ -618,10 +619,17 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, kScansPerMultiprocessor)
       return settings;
     });
   if (!block_comes_last(workspace.counters + slot, static_cast<int32_t>(grid_size().x), &row_shared().block.is_last))
-    return;
+    return false;
   BlockRows<Scan::beforehand> rows(workspace, slot);
   const LogitRow finished = row;  // a copy that calls may point to: `row` stays in registers
   source.finish(rows, finished, workspace);
+  return true;
+}
+
+template <typename Source>
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, kScansPerMultiprocessor)
+    scan_rows_kernel(PASS_EXT_PARAMETER Source source, PASS_EXT_PARAMETER RowsWorkspace workspace) {
+  scan_row(source, workspace);
 }
 
 template <typename Source>

@@ -27,7 +27,7 @@ constexpr int kMostDevices = 64;
 inline std::atomic<bool> g_checks_earlier_errors{std::getenv("PASS_EXT_DEBUG") != nullptr &&
                                                  std::string(std::getenv("PASS_EXT_DEBUG")) == "1"};
 
-// PASS_EXT_OVERLAP=1: a kernel may begin while the one in front of it ends, where both are made for it.
+// PASS_EXT_OVERLAP=1: kernels of a layer may begin while the one in front of them ends.
 inline const bool g_overlap_is_set = [] {
   const char* const value = std::getenv("PASS_EXT_OVERLAP");
   gpu::g_launches_overlap = value != nullptr && std::string(value) == "1";

@@ -550,6 +550,16 @@ static Past fenced_past() {
   return past;
 }
 
+uint32_t larger_bfloat16s(uint32_t a, uint32_t b) {
+  const auto larger = [](uint32_t x, uint32_t y) -> uint32_t {
+    const float left = pass_ext::to_float(pass_ext::bfloat16{static_cast<uint16_t>(x)});
+    const float right = pass_ext::to_float(pass_ext::bfloat16{static_cast<uint16_t>(y)});
+    if (std::isnan(left) || std::isnan(right)) return 0x7fff;
+    return pass_ext::from_float<pass_ext::bfloat16>(std::fmax(left, right)).bits;
+  };
+  return larger(a & 0xffff, b & 0xffff) | larger(a >> 16, b >> 16) << 16;
+}
+
 float exp2_approximate(float x) {
   constexpr int32_t kUlps = 2;
   const float rounded = static_cast<float>(std::exp2(static_cast<double>(x)));

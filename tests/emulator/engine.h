@@ -77,6 +77,7 @@ enum class Access { read, write, atomic };
 // Checks an access that the compiler does not report itself, or one that must be aligned to its size.
 void check_access(const void* address, size_t bytes, Access access, bool aligned);
 float exp2_approximate(float x);
+uint32_t larger_bfloat16s(uint32_t a, uint32_t b);  // here, so that a path counts few instructions for it
 // Copies without a check; the caller has made its own.
 void copy_bytes(void* to, const void* from, size_t bytes);
 void enter_code(const void* address);                     // a basic block begins

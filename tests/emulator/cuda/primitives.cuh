@@ -201,11 +201,7 @@ float unpack_high(uint32_t pair) {
   return to_float(T{static_cast<uint16_t>(pair >> 16)});
 }
 
-inline uint32_t larger_bfloat16s(uint32_t a, uint32_t b) {
-  const auto larger = [](float x, float y) { return std::isnan(x) || std::isnan(y) ? NAN : std::fmax(x, y); };
-  return pack2<bfloat16>(larger(unpack_low<bfloat16>(a), unpack_low<bfloat16>(b)),
-                         larger(unpack_high<bfloat16>(a), unpack_high<bfloat16>(b)));
-}
+using emulator::larger_bfloat16s;
 
 // ---- matrix fragments ----
 
@@ -229,6 +225,8 @@ void multiply_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b
 
 struct Stream {};
 
+enum class Overlap { none, if_asked, always };  // launches run one after the other
+
 struct BlockSize {
   unsigned x;
 };
@@ -237,7 +235,7 @@ struct LaunchShape {
   Grid grid;
   BlockSize block;
   size_t dynamic_shared_bytes = 0;
-  bool overlaps = false;  // launches run one after the other
+  Overlap overlap = Overlap::none;
 };
 
 template <typename... Parameters>

@@ -50,6 +50,9 @@ auto plan(const LogitArguments& given) {
 
 int64_t accept_workspace(const Arguments& arguments) { return plan({arguments}).bytes(); }
 
+// Of the accept step itself, if the rows are scanned beforehand.
+int64_t accept_launches(const Arguments& arguments) { return plan({arguments}).is_one_launch ? 1 : 2; }
+
 void accept(const Arguments& arguments) {
   const LogitArguments given{arguments};
   const auto steps = plan(given);
@@ -58,7 +61,8 @@ void accept(const Arguments& arguments) {
   pass_ext::gpu::launch_logprobs(accept_problem(given), logprob_arrays(given), {});
 }
 
-const Registration kLaunches[] = {{"accept", accept}, {"accept_workspace", accept_workspace}};
+const Registration kLaunches[] = {
+    {"accept", accept}, {"accept_workspace", accept_workspace}, {"accept_launches", accept_launches}};
 
 }  // namespace
 }  // namespace emulator

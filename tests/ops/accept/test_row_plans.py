@@ -35,7 +35,7 @@ def draft_bytes(rows, mode="without"):
 
 @pytest.mark.parametrize(("requests", "rows"), [(1, 10), (8, 80), (64, 640), (128, 1280), (409, 4090)])
 def test_few_rows_are_scanned_beforehand(requests, rows):
-    expected = rows * (SUMMARY + LAW + WINNER) + 5 * requests * JUDGE
+    expected = rows * (SUMMARY + (RACE if rows <= 99 else 0) + LAW + WINNER) + 5 * requests * JUDGE
     assert expected <= accept_bytes(requests) <= expected + ROUNDING
 
 
@@ -56,6 +56,7 @@ def test_the_scan_of_few_rows_draws_the_noise_of_their_races(requests, draws):
     """99 rows at most, 32 blocks each, are four waves of 6 blocks on each of 132 multiprocessors."""
     expected = requests * 5 * (SUMMARY + (RACE if draws else 0) + LAW + WINNER + JUDGE)
     assert expected <= accept_bytes(requests, rule="coupled") <= expected + ROUNDING
+    assert expected <= accept_bytes(requests, rule="typical") <= expected + ROUNDING
 
 
 def test_trees_are_walked_where_most_rows_are_never_read():
@@ -171,3 +172,15 @@ def test_rows_that_begin_between_two_wide_loads_take_one_more_for_each_piece(dty
         counts.append(accesses[-1])  # the one before is of the question for the workspace
     pieces = vocabulary / 8
     assert pieces < min(counts[1:]) - counts[0] and max(counts[1:]) - counts[0] < 1.2 * pieces, counts
+
+
+@pytest.mark.parametrize(
+    ("rule", "requests", "launches"),
+    [("coupled", 1, 1), ("coupled", 3, 1), ("coupled", 4, 2), ("rejection", 1, 1), ("rejection", 2, 2), ("kseq", 1, 2)],
+)
+def test_a_step_of_few_rows_is_one_launch(rule, requests, launches):
+    """5 or 10 rows a request, 32 blocks a row; four of these blocks fit on each of 132 multiprocessors."""
+    numbers = dict(is_chain=1, chain_nodes=5, requests=requests, nodes=requests * 5, vocabulary=VOCABULARY, max_depth=4)
+    numbers |= dict(rule=list(pass_ext.RULES).index(rule), has_draft=1, multiprocessors=132)
+    with emulator.session({}) as machine:
+        assert machine.accept_launches(numbers) == launches

@@ -87,11 +87,11 @@ def test_parts_of_very_different_weight_are_merged():
 
 
 @pytest.mark.parametrize(
-    ("tiles", "busy"), [([8], 4), ([32], 8), ([96], 12), ([200], 16), ([20, 12], 8)],
+    ("tiles", "busy"), [([8], 4), ([32], 8), ([48], 12), ([200], 16), ([20, 12], 8)],
     ids=["fewest tiles", "one a multiprocessor", "between", "all", "two requests"],
 )  # fmt: skip
 def test_short_shares_go_to_one_block_of_a_multiprocessor(tiles, busy):
-    """16 blocks fit on 8 multiprocessors: a block has two tiles at least, and more blocks than 8 have eight each."""
+    """16 blocks fit on 8 multiprocessors: a block has two tiles at least, and more blocks than 8 have four each."""
     case = attention_case([64 * count - 3 for count in tiles], [3] * len(tiles), heads=(1, 2))
     assert busy_blocks(case, blocks=16, multiprocessors=8) == busy
 
