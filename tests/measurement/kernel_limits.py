@@ -70,6 +70,8 @@ LIMITS = (
     Limit("heads_kernel<*16, true>", "sm_100", "stack", 8, "two spilled registers, once a head"),
     Limit("linear_kernel*2, false, true>", "sm_90", "stack", 8, "two spilled registers of 16 rows"),
     Limit("walk_kernel<32, true, element>", "sm_80", "stack", 8, "one spilled register beside 32 rows and their rates"),
+    Limit("walk_kernel<32, true, head>", "sm_100", "stack", 16, "a few spilled registers beside 32 rows"),
+    Limit("walk_kernel<64, true, element>", "sm_100", "stack", 16, "the same beside 64 rows and their rates"),
     Limit("replay_kernel<false, 4, channel>", "sm_80", "stack", 8, "one spilled register"),
     Limit("*", ALL, "stack", 0, "local memory is device memory: one access costs as much as a miss"),
 
@@ -99,6 +101,7 @@ LIMITS = (
     Limit("walk_kernel<64*", ALL, "registers", 255, "two blocks of 128 threads, each lane with 64 rows of a state"),
     Limit("walk_kernel<32*element>", ALL, "registers", 168, "three blocks of 128 threads: 32 rows and their rates"),
     Limit("walk_kernel<32*", ALL, "registers", 128, "four blocks of 128 threads: 32 rows"),
+    Limit("walk_kernel<4, false, element>", "sm_100", "registers", 96, "five blocks of 128 threads"),
     Limit("walk_kernel<4, false*", ALL, "registers", 84, "six blocks of 128 threads"),
     Limit("replay_kernel*4, element>", ALL, "registers", 128, "four blocks of 128 threads: eight rows and their rates"),
     Limit("replay_kernel*", ALL, "registers", 96, "five blocks of 128 threads: 80 KB of loads in flight"),
