@@ -10,6 +10,7 @@ from vllm_job import run_engine
 import pass_ext
 from benchmarks.decoding.prompts import read_prompts
 from pass_ext.checkpoint import load_checkpoint
+from pass_ext.decoding.stats import GenerationStats
 from pass_ext.modules.lookahead import LookaheadEmbedding
 
 NEW = 48
@@ -81,7 +82,7 @@ def test_acceptance_is_that_of_generate(loaded, prompts, two_calls):
     method = pass_ext.PaSS(LookaheadEmbedding.from_pretrained(SLOTS), passes=2, tree=pass_ext.Tree.chain(4))
     stats = sum(
         (pass_ext.generate(loaded[0], torch.tensor([ids]), method, max_new_tokens=NEW).stats for ids in prompts),
-        start=pass_ext.decoding.stats.GenerationStats(),
+        start=GenerationStats(),
     )
     counters = two_calls["counters"]
     length = 1 + counters["spec_decode_num_accepted_tokens"] / counters["spec_decode_num_drafts"]
