@@ -12,7 +12,6 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -77,18 +76,16 @@ def _timed(case: Case, device: torch.device, seconds: float) -> tuple[float, flo
     if case.is_same and not torch.allclose(ours.float(), theirs.float(), rtol=0.05, atol=0.05):
         raise AssertionError(f"{case.op}: the op and PyTorch differ by {(ours.float() - theirs.float()).abs().max():g}")
     samples: tuple[list[float], list[float]] = [], []
-    end = time.perf_counter() + seconds
-    for turn in count():
-        if turn >= _ROUNDS[1] or (turn >= _ROUNDS[0] and time.perf_counter() > end):
-            return median(samples[0]), median(samples[1])
+    end, (fewest, most) = time.perf_counter() + seconds, _ROUNDS
+    while len(samples[0]) < fewest or (len(samples[0]) < most and time.perf_counter() < end):
         for number, call in enumerate((case.ours, case.torch)):
-            chosen = sets[(2 * turn + number) % len(sets)]
+            chosen = sets[(2 * len(samples[1]) + number) % len(sets)]
             _wait(device)
             begin = time.perf_counter()
             call(*chosen)
             _wait(device)
             samples[number].append(time.perf_counter() - begin)
-    raise AssertionError("unreachable")
+    return median(samples[0]), median(samples[1])
 
 
 def _wait(device: torch.device) -> None:

@@ -195,9 +195,8 @@ def _first_keys(model: Any, **inputs: Tensor) -> Tensor:
     seen = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device)
 
     try:
-        with our_call(
-            OurCall(_FirstLayer(), seen=seen, numbers={})
-        ):  # all at one position, so that equal tokens have equal keys
+        # All at one position, so that equal tokens have equal keys.
+        with our_call(OurCall(_FirstLayer(), seen=seen, numbers={})):
             model(**inputs, attention_mask=seen, position_ids=torch.zeros_like(seen).long(), use_cache=False)
     except _Keys as found:
         return found.keys

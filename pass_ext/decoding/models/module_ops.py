@@ -5,8 +5,8 @@ bf16 or fp16 for any number of them. On a GPU it is not, but small weights are r
 layer ops, which need fewer launches, have the bits of ``linear_rows``.
 A norm or gated MLP is recognised by what it computes: its class's code runs on random numbers, with a stand-in in place of the
 module, and must give the op's numbers. Whatever is not recognised stays as it is.
-Attention whose code calls ``apply_rotary_pos_emb`` calls the op there, if the function has the op's bits: PyTorch's costs
-4 % of reading a prompt.
+Attention whose code calls ``apply_rotary_pos_emb`` calls the op there, if the function has the op's bits: for the many rows of
+a prompt it is faster.
 """
 
 from __future__ import annotations
