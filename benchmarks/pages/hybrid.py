@@ -121,8 +121,8 @@ def render(result: dict[str, Any]) -> str:
         "Written by `python -m benchmarks.pages.hybrid`; do not edit.",
         "",
         f"Random weights in bfloat16, hidden size {settings['hidden']:,}, {settings['layers']} layers, heads of real sizes; "
-        f"{settings['tokens']} tokens after {settings['prompt']}, prompts included in the time, greedy. The embeddings are large, "
-        "so texts repeat: NGram's drafts are right as often as they can be, which real texts never reach. "
+        f"{settings['tokens']} tokens after {settings['prompt']}, prompts included in the time, greedy. The embeddings are "
+        "large, so texts repeat: NGram's drafts are right as often as they can be, which real texts never reach. "
         f"{result['machine']['model']}, {result['machine']['torch_threads']} threads. {result['date'][:10]}, commit "
         f"{result['commit']}, {versions}. Ratios against transformers' generate on the same prompts, medians of "
         f"{len(result['rows'][0]['seconds']['Plain'])} rounds in turn.",
