@@ -4,12 +4,12 @@ PyTorch node by node, transformers' own functions of one token with a state per 
 
 A case is one layer of one request: a binary tree of so many rows, a chain of as many, and the commit of the path to the tree's
 last node. Cold: the caches are swept, as the layers between two uses of a state sweep them.
-A tree's limit: its bytes, of which the state is most; or, if it takes longer, its arithmetic. For each node that is three (delta:
-four) vector operations for as many elements of the state as a vector has, at the speed of a large float32 product.
+A tree's limit: its bytes, of which the state is most; or, if it takes longer, its arithmetic. A node takes three (delta: four)
+vector operations for as many elements of the state as a vector has, at the speed of a large float32 product.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -179,13 +179,13 @@ def check_errors(case: Case) -> None:
         exact = [state.double() for state in exact]
         reference.state_commit_(exact, inputs[1], *inputs[2])
         return assert_error_within(ours[0], near[0], exact[0])
-    plain = plain_convolution if case.labels["op"] == "convolution" else plain_tree
+    plain: Callable[..., Tensor] = plain_convolution if case.labels["op"] == "convolution" else plain_tree
     tensors = next(part for part in inputs if isinstance(part, tuple))
     doubled = [tuple(x.double() for x in part) if part is tensors else part for part in inputs]
-    exact = plain(*doubled)
-    assert_error_within(case.contenders[0](*inputs), plain(*inputs), exact)
+    expected = plain(*doubled)
+    assert_error_within(case.contenders[0](*inputs), plain(*inputs), expected)
     for other in case.contenders[1:]:  # they do the same job, by other roundings
-        torch.testing.assert_close(other(*inputs).double(), exact, rtol=0.05, atol=0.05)
+        torch.testing.assert_close(other(*inputs).double(), expected, rtol=0.05, atol=0.05)
     return None
 
 
