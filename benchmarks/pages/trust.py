@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,24 +54,10 @@ OTHERS = (
 
 
 def render(root: Path) -> str:
-    """The page."""
-
-    def part(name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((root / RESULTS / f"{name}.json").read_text())
-        return found
-
-    parts = [
-        HEAD,
-        laws(part("laws")),
-        errors(part("errors")),
-        bits(part("bits")),
-        faults(part("mutants")),
-        memory(part("random"), part("sanitized")),
-        branches(part("coverage"), part("lines")),
-        gpu(root),
-        others(),
-    ]
-    return "\n\n".join(parts) + "\n"
+    """The page: each part whose results are there."""
+    results = {path.stem: json.loads(path.read_text()) for path in (root / RESULTS).glob("*.json")}
+    shown = [part(*(results[name] for name in names)) for part, names in PARTS.items() if results.keys() >= set(names)]
+    return "\n\n".join([HEAD, *shown, gpu(root), others()]) + "\n"
 
 
 def measured(name: str, result: dict[str, Any]) -> str:
@@ -225,6 +212,17 @@ def branches(result: dict[str, Any], counted: dict[str, Any]) -> str:
             below,
         ]
     )
+
+
+PARTS: dict[Callable[..., str], tuple[str, ...]] = {
+    laws: ("laws",),
+    errors: ("errors",),
+    bits: ("bits",),
+    faults: ("mutants",),
+    memory: ("random", "sanitized"),
+    branches: ("coverage", "lines"),
+}
+"""Part of the page -> the results that it shows."""
 
 
 def gpu(root: Path) -> str:

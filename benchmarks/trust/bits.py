@@ -122,7 +122,7 @@ def _texts() -> dict[str, dict[str, int]]:
     file = "smollm2-135m-instruct"
     methods: dict[str, Any] = {
         "NGram": pass_ext.NGram(),
-        "PaSS": pass_ext.PaSS(f"{file}-adapters", rows=8),
+        "PaSS": pass_ext.PaSS(file, rows=8),
         "Speculative": pass_ext.Speculative(pass_ext.EarlyExitDraft(model, adapter=file), length=4),
     }
     found: dict[str, dict[str, int]] = {}

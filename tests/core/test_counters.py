@@ -1,4 +1,4 @@
-"""The counters of csrc/cuda/counters.h, on a stand-in for the CUDA runtime: streams that come and go, captures, lack of memory."""
+"""The counters of csrc/cuda/counters.h, on a stand-in for the CUDA runtime: streams that come and go, captures, no memory."""
 
 from functools import cache
 

@@ -47,7 +47,6 @@ def test_the_results_are_right_and_name_no_path():
     small = {name: one for name, one in compared.items() if "batches of 6" not in name}
     assert {one["differ"] for one in small.values()} == {0} and len(small) > 10
     assert all(row["nmse"] < 5e-4 for row in result_of("errors")["rows"])
-    assert result_of("random")["wrong"] == 0
     assert str(ROOT) not in "".join(path.read_text() for path in (ROOT / RESULTS).glob("*.json"))
 
 
