@@ -308,6 +308,20 @@ def test_layers_that_are_not_plain_are_left_alone():
     assert has_own_forward(model) == []
 
 
+def test_a_layer_with_one_heavy_product_keeps_all_of_them(monkeypatch):
+    """As k and v of an 8B model beside its q on a GPU."""
+    monkeypatch.setattr(module_ops, "is_heavy", lambda weight: weight.numel() > 512)
+
+    def layer(outputs):
+        return nn.ModuleDict({"q": nn.Linear(16, outputs), "k": nn.Linear(16, 8), "norm": nn.LayerNorm(16)})
+
+    model = nn.ModuleDict({"layers": nn.ModuleList([layer(32), layer(64)]), "head": nn.Linear(16, 20)})
+    computes_by_ops(model, are_few)
+    assert has_own_forward(model) == ["layers.0.q", "layers.0.k", "head"]
+    monkeypatch.undo()
+    assert not module_ops.is_heavy(torch.empty(1 << 25)), "the limit is one of GPUs"
+
+
 class Own(torch.Tensor):
     """A subclass, as torchao's and distributed tensors are."""
 
