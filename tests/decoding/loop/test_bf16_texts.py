@@ -71,15 +71,14 @@ def test_texts_of_a_batch_are_those_alone(model, lengths):
     mask = torch.zeros_like(ids)
     for row, length in enumerate(lengths):
         ids[row, -length:], mask[row, -length:] = prompt(length, seed=row)[0], 1
-    options = dict(max_new_tokens=NEW, eos_token_id=[])
-    alone = [
-        generate(model, prompt(length, seed=row), Plain(), **options).sequences[0, length:]
-        for row, length in enumerate(lengths)
-    ]
+    alone = [text_of(model, prompt(length, seed=row), Plain()) for row, length in enumerate(lengths)]
     method = PaSS(methods_for(model)["one pass"].lookahead, rows=16)
     for each in (Plain(), NGram(tokens=5), method):
-        got = generate(model, ids, each, attention_mask=mask, **options)
-        assert torch.equal(got.sequences[:, max(lengths) :], torch.stack(alone)), each
+        got, caches = text_of(model, ids, each, attention_mask=mask)
+        for row, (length, (want, cache)) in enumerate(zip(lengths, alone, strict=True)):
+            assert torch.equal(got.sequences[row, max(lengths) :], want.sequences[0, length:]), (each, row)
+            differing = (caches[:, :, row, : cache.shape[3]] != cache[:, :, 0]).any(-1).nonzero().tolist()
+            assert not differing, (each, row, "layer, K or V, place, head", differing[:3])
 
 
 @pytest.mark.parametrize("length", [FEW - 2, FEW, FEW + 1])
