@@ -76,7 +76,15 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, name: str, models: str
     """The seed, the device, and the result's name, which is ``name`` where the user gives none."""
     add = adder(parser)
     add("--seed", type=int, default=0, help="of samples, windows, places and the start")
-    add("--device", default="cpu", help="cpu, cuda or cuda:N")
+    add("--device", default="cpu", help="cpu, cuda or cuda:N; cuda is a GPU of its own for each rank of torchrun")
+    add(
+        "--rank-timeout",
+        type=float,
+        least=0.1,
+        default=60,
+        metavar="MINUTES",
+        help="how long a rank of torchrun waits for the others, who may be sampling, before it ends",
+    )
     add(
         "--dtype",
         choices=("float32", "bfloat16"),

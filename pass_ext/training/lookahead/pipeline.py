@@ -33,7 +33,10 @@ _OF_RUN = ("command", "date", "machine", "steps", "data")  # what a card tells o
 
 def train(run: Run) -> Path:
     """The path of the safetensors file, beside which the record, the card and the curve lie."""
-    options, texts = run.options, run.texts()
+    options = run.options
+    if run.ranks.count > (most := options.batch * options.anchors):
+        raise SystemExit(f"{run.ranks.count} ranks cannot share a step of --batch × --anchors = {most} groups")
+    texts = run.texts()
     options.step_dtype = options.step_dtype or options.dtype
     model = with_dtype(run.model, getattr(torch, options.step_dtype))
     windows = windows_of(run, texts, batch=options.batch, anchors=options.anchors, lookahead=options.lookahead)
@@ -46,7 +49,7 @@ def train(run: Run) -> Path:
     model = with_states(model)
     embedding, earlier = _start(run, windows)
     identity = run.identity(texts, **described, anchors=options.anchors, share=options.sample_share)
-    trainer = LookaheadTrainer(model, embedding, windows, settings)
+    trainer = LookaheadTrainer(model, embedding, windows, settings, run.ranks)
     checkpoint = Checkpoint(run.out / "checkpoint.pt", identity)
     seconds = take_steps(
         trainer, run.console, every=options.checkpoint_every, checkpoint=checkpoint, minutes=options.minutes
@@ -66,8 +69,9 @@ def train(run: Run) -> Path:
     )
     save_before_evaluation(run, embedding, facts)
     embedding.to(next(model.parameters()).dtype)
-    held_out = watched(run.console, "evaluating, held-out texts", texts.held_out, len(texts.held_out))
-    evaluation = evaluate(model, embedding, held_out, options.evaluation_anchors)
+    mine = run.ranks.share_of(texts.held_out)
+    held_out = watched(run.console, "evaluating, held-out texts", mine, len(mine))
+    evaluation = evaluate(model, embedding, held_out, options.evaluation_anchors, run.ranks)
     if evaluation["places"]:
         embedding.hit_rates, embedding.greedy_hit_rates = evaluation["hit_rates"], evaluation.get("greedy_hit_rates")
     facts |= {"evaluation": evaluation}
