@@ -18,8 +18,16 @@ FOLDERS = {"train": "lookahead", "train-draft": "draft", "train-decision": "deci
 """Command -> its folder."""
 
 
-def run(command: str, options: argparse.Namespace, line: Sequence[str]) -> Path:
-    """Trains and evaluates; the path of the safetensors file. ``line``: the words of the command line, for the record.
+def with_config(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """The words after a command's name, after those of its --preset and --config; ``parser`` is the command's."""
+    from pass_ext.training.common import config
+
+    return config.with_config(parser, words)
+
+
+def run(command: str, options: argparse.Namespace, line: Sequence[str]) -> Path | None:
+    """Trains and evaluates; the path of the safetensors file, None for a dry run. ``line``: the words of the command line, for
+    the record.
 
     A launcher may start the same call in several processes (``training.common.ranks``).
     """
@@ -30,4 +38,4 @@ def run(command: str, options: argparse.Namespace, line: Sequence[str]) -> Path:
     from pass_ext.training.common.steps import ended_by_signals
 
     with ended_by_signals(options.out), launched(options.rank_timeout) as ranks:
-        return cast(Path, import_module(f"{folder}.pipeline").train(load_run(options, line, ranks)))
+        return cast("Path | None", import_module(f"{folder}.pipeline").train(load_run(options, line, ranks)))

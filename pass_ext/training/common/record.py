@@ -45,6 +45,7 @@ def facts_of(run: Run, module: Any, data: dict[str, str], **others: Any) -> dict
         "versions": versions(),
         **({"ranks": run.ranks.count, "by_rank": run.ranks.report()} if run.ranks.count > 1 else {"ranks": 1}),
         "data": data,
+        "options": run.settings,
         **others,
     }
 

@@ -14,7 +14,7 @@ import hashlib
 import json
 import random
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,8 +25,9 @@ from torch import Tensor
 
 from pass_ext.training.common.documents import Document, fingerprint, is_held_out
 from pass_ext.training.common.frozen_model import load_frozen, weights_digest
+from pass_ext.training.common.logs import Log, open_logs
 from pass_ext.training.common.options import check_packages, read_texts
-from pass_ext.training.common.own_texts import Sample, collect, plan_batches
+from pass_ext.training.common.own_texts import Batch, Sample, collect, plan_batches
 from pass_ext.training.common.ranks import Ranks, local_device
 from pass_ext.training.common.steps import watched
 
@@ -70,6 +71,17 @@ class Run:
         """The model's name, as the trained file keeps it."""
         return Path(self.options.model).name.removesuffix(".gguf")
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Every option with its value, for the record."""
+        return {name: value for name, value in vars(self.options).items() if name not in ("command", "least")}
+
+    def logs(self, part: str = "") -> Callable[[int], list[Log]]:
+        """What opens the logs of --log, after so many steps, for a part of the run; on the first rank."""
+        name = f"{self.options.name}{part}"
+        names = self.options.log if self.ranks.is_first else ()
+        return lambda step: open_logs(names, self.out, name, self.settings, step)
+
     def texts(self) -> Texts:
         """All texts; samples that the folder lacks are written now."""
         samples = self._samples()
@@ -93,9 +105,10 @@ class Run:
                 )
         return described
 
-    def _samples(self) -> list[Sample]:
+    def planned(self) -> tuple[list[Batch], list[Batch]]:
+        """The batches of training and of held-out samples."""
         options = self.options
-        training, held_out = plan_batches(
+        return plan_batches(
             self.tokenizer,
             self.documents,
             self.instructions,
@@ -105,6 +118,9 @@ class Run:
             prefix_tokens=min(48, options.length // 2),
             seed=options.seed,
         )
+
+    def _samples(self) -> list[Sample]:
+        options, (training, held_out) = self.options, self.planned()
         settings = {
             **{"name": Path(options.model).name, "new_tokens": options.sample_tokens},
             **{"seed": options.seed, "ranks": self.ranks},

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -24,9 +24,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from pass_ext.training.common.logs import Log
 from pass_ext.training.common.ranks import Ranks
 
 _RECENT = 25  # steps whose mean loss is shown
+_TIMED = 20  # of so many steps, one is timed in parts
 _SILENT = 30.0  # seconds at most between two lines of a log, if the parts of the work are not longer
 _Item = TypeVar("_Item")
 
@@ -61,6 +63,14 @@ class Trainer(ABC):
     ) -> None:
         self.module, self.steps, self.ranks = module, steps, ranks or Ranks()
         self.losses: list[float] = []
+        self.scores: dict[int, float] = {}
+        """Steps -> the held-out score after them, for early stopping."""
+        self.best: dict[str, Tensor] | None = None
+        """The module's state where the score was best."""
+        self.tokens = 0
+        """Of all ranks, read by the steps of this call."""
+        self.seconds: dict[str, list[float]] = {}
+        """Part of a step -> its seconds in some steps of this call."""
         self._optimizer, self._schedule, self._clip = optimizer, schedule, clip
         self._rates = [group["lr"] for group in optimizer.param_groups]
 
@@ -74,6 +84,24 @@ class Trainer(ABC):
         """How many steps are done."""
         return len(self.losses)
 
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Times a part of a step, in every so many-th step: a GPU must be waited for."""
+        if self.step % _TIMED:
+            yield
+            return
+        started = _now()
+        yield
+        self.seconds.setdefault(name, []).append(_now() - started)
+
+    def note_score(self, score: float) -> bool:
+        """Keeps a held-out score of the parameters as they are; True if it is the best so far."""
+        is_best = score > max(self.scores.values(), default=-math.inf)
+        self.scores[self.step] = score
+        if is_best:
+            self.best = {name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()}
+        return is_best
+
     @torch.enable_grad()
     def run(self, until: int | None = None) -> None:
         """Steps until ``until`` of them are done; None: all. Raises NotFinite."""
@@ -83,16 +111,19 @@ class Trainer(ABC):
                 settings["lr"] = rate * factor
             loss = self.loss(self.step)
             self._optimizer.zero_grad()
-            loss.backward()
+            with self.part("backward"):
+                loss.backward()
             total = loss.detach().float()
-            self.ranks.total_([total, *self._gradients()])
+            with self.part("exchange"):
+                self.ranks.total_([total, *self._gradients()])
             groups: list[list[nn.Parameter]] = [group["params"] for group in self._optimizer.param_groups]
             norms = [nn.utils.get_total_norm([one.grad for one in group if one.grad is not None]) for group in groups]
             self._check_finite(total, norms)
-            if self._clip is not None:
-                for group, norm in zip(groups, norms, strict=True):
-                    nn.utils.clip_grads_with_norm_(group, self._clip, norm)
-            self._optimizer.step()
+            with self.part("optimiser"):
+                if self._clip is not None:
+                    for group, norm in zip(groups, norms, strict=True):
+                        nn.utils.clip_grads_with_norm_(group, self._clip, norm)
+                self._optimizer.step()
             self.losses.append(total.item())
 
     def _gradients(self) -> list[Tensor]:
@@ -122,6 +153,8 @@ class Trainer(ABC):
             "module": self.module.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "losses": self.losses,
+            "scores": self.scores,
+            "best": self.best,
             "seconds": seconds,
         }
         fresh = path.with_suffix(".new")
@@ -143,7 +176,11 @@ class Trainer(ABC):
             state = self.ranks.first(lambda: _read(path, identity))
             self.module.load_state_dict(state["module"])
             self._optimizer.load_state_dict(state["optimizer"])
-            self.losses = list(map(float, state["losses"]))
+            self.losses, self.scores, self.best = (
+                list(map(float, state["losses"])),
+                dict(state["scores"]),
+                state["best"],
+            )
             return float(state["seconds"])
         except Exception as error:
             raise SystemExit(
@@ -164,6 +201,22 @@ def _read(path: Path, identity: str) -> dict[str, Any]:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _now() -> float:
+    """Seconds, when what was given to a GPU is done."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class HeldOut(NamedTuple):
+    """Early stopping: ``score()``, the larger the better, ``every`` so many steps; after ``patience`` scores below the best the
+    steps end, and the module gets the parameters of the best one."""
+
+    score: Callable[[], float]
+    every: int
+    patience: int
 
 
 class Checkpoint(NamedTuple):
@@ -229,13 +282,16 @@ def take_steps(
     every: int = 50,
     checkpoint: Checkpoint | None = None,
     minutes: float = 0,
+    held_out: HeldOut | None = None,
+    logs: Callable[[int], Sequence[Log]] = lambda step: (),
 ) -> float:
     """Runs the steps that are left; seconds of training, those of earlier parts of the run counted in.
 
     ``every`` so many steps, and at the end, the state goes into ``checkpoint``, and a line to a console that is no terminal.
     ``minutes``: stop after this long; 0: never. Ctrl-C ends the step that is going on, saves and raises KeyboardInterrupt;
     SIGTERM raises Terminated. What any rank is told, all do after the same step. A step that is not finite, or a rank that is
-    gone, ends the program with a sentence, after the steps before were saved.
+    gone, ends the program with a sentence, after the steps before were saved. ``logs(step)`` gives where the numbers of the
+    steps after ``step`` go.
     """
     earlier = _resume(trainer, checkpoint, console)
     started = time.monotonic()
@@ -244,7 +300,14 @@ def take_steps(
         if checkpoint is not None:
             trainer.save(*checkpoint, earlier + time.monotonic() - started)
 
-    end = ""
+    end, opened, began = "", logs(trainer.step), trainer.step
+
+    def log(**values: float) -> None:
+        for one in opened:
+            one.add(trainer.step, values)
+
+    if held_out and _is_stale(trainer, held_out):
+        end = "PATIENCE"
     with (
         _noted_signals(trainer.ranks.count) as noted,
         Phase(console, description, trainer.steps, done=trainer.step) as phase,
@@ -261,16 +324,43 @@ def take_steps(
                 save()
                 raise
             recent = trainer.losses[-_RECENT:]
-            is_saved = trainer.step % every == 0
-            phase.advance(1, f"loss {sum(recent) / len(recent):.3f}", is_worth_a_line=is_saved)
+            rate = trainer.tokens / (time.monotonic() - started)
+            is_saved, shown = trainer.step % every == 0, f"loss {sum(recent) / len(recent):.3f}, {rate:,.0f} tokens/s"
+            log(loss=trainer.losses[-1], tokens_per_second=rate)
+            if held_out and trainer.step % held_out.every == 0:
+                trainer.note_score(score := held_out.score())
+                log(held_out_score=score)
+                shown += f", held out {score:.3f}"
+                end = "PATIENCE" if _is_stale(trainer, held_out) else ""
+            phase.advance(1, shown, is_worth_a_line=is_saved)
             if is_saved:
                 save()
             is_late = bool(minutes) and time.monotonic() - started > 60 * minutes
-            end = max(trainer.ranks.gather(noted[-1] if noted else "MINUTES" if is_late else ""))  # a signal last
+            # in the order of letters a signal is the last
+            end = max(trainer.ranks.gather(noted[-1] if noted else "MINUTES" if is_late else end))
         save()
+    for one in opened:
+        one.close()
     if end in _ENDED_BY:
         raise _ENDED_BY[end]
+    if trainer.best is not None:
+        best = max(trainer.scores, key=lambda step: trainer.scores[step])
+        console.print(f"the parameters of step {best}, the best on held-out texts: {trainer.scores[best]:.3f}")
+        trainer.module.load_state_dict(trainer.best)
+    if trainer.seconds and trainer.step > began:
+        console.print(f"a step: {parts_of_step(trainer)}", markup=False, soft_wrap=True)
     return earlier + time.monotonic() - started
+
+
+def parts_of_step(trainer: Trainer) -> str:
+    """The mean seconds of each part of a step."""
+    return ", ".join(f"{name} {sum(each) / len(each):.3f} s" for name, each in trainer.seconds.items())
+
+
+def _is_stale(trainer: Trainer, held_out: HeldOut) -> bool:
+    """True if none of the last scores is the best."""
+    scores = list(trainer.scores.values())
+    return len(scores) > held_out.patience and max(scores) not in scores[-held_out.patience :]
 
 
 def _kept(trainer: Trainer, checkpoint: Checkpoint | None) -> str:

@@ -204,6 +204,7 @@ class DecisionTrainer(Trainer):
         batch = self._batches[step]
         picked = batch[self.ranks.rank :: self.ranks.count]
         self.ranks.did("places", len(picked))
+        self.tokens += len(batch)
         logits = self._decision.logit(self._rows[picked])
         labels, weights = self._labels[picked], self._weights[picked]
         return F.binary_cross_entropy_with_logits(logits, labels, weights, reduction="sum") / len(batch)

@@ -72,7 +72,7 @@ def train_for(draft_model: Any, run: Run) -> Path:
             run, [read_places(pair, [text], decision.features, options.temperature) for text in shown]
         )
         trainer = _trainer(run, decision, places)
-        take_steps(trainer, run.console)
+        take_steps(trainer, run.console, logs=run.logs())
         trainer.finish()
         if options.threshold == "auto":
             some = _chain_texts(options, map(_whole_sample, texts.samples[:_THRESHOLD_TEXTS])) or _chain_texts(

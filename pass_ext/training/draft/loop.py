@@ -192,6 +192,7 @@ class DraftTrainer(Trainer):
         picked = self._place[chosen]
         picked = picked[picked >= 0]
         self.ranks.did("rows", len(picked))
+        self.tokens += len(chosen)
         behind = self._hidden.behind[self.adapter.layers][picked].to(device, torch.float32)  # as the adapter's numbers
         final = self._hidden.final[picked].to(device, dtype)
         weights = torch.full((len(picked),), 1 / len(chosen), device=device)

@@ -70,7 +70,9 @@ def train(run: Run) -> Path:
             model, _start(run, count, vocabulary), hidden, settings, ranks, [len(text) for text in training]
         )
         checkpoint = _checkpoint(run, identity, count, settings)
-        seconds += take_steps(trainer, run.console, f"{count} layers, steps", checkpoint=checkpoint)
+        seconds += take_steps(
+            trainer, run.console, f"{count} layers, steps", checkpoint=checkpoint, logs=run.logs(f"-{count}")
+        )
         trainers[count] = trainer
     adapters = {count: trainer.adapter.to(torch.bfloat16) for count, trainer in trainers.items()}
 

@@ -11,7 +11,7 @@ w_i is decay^i, or a number of --slot-weights. With a curriculum the first steps
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -132,14 +132,18 @@ def step_loss(
     loss: str = "kl",
     temperature: float = 1.0,
     groups: int | None = None,
+    part: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
 ) -> Tensor:
     """The loss of one step's groups, each of as many slots as there are weights; its graph reaches the look-ahead parameters
-    only. groups: how many the step has, if the window is one rank's share of them."""
+    only. groups: how many the step has, if the window is one rank's share of them. part: a context around each part, by its
+    name."""
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     slots, (batch, count) = len(slot_weights), window.anchors.shape
     ids, anchors = window.ids.to(table.device), window.anchors.to(table.device)
-    text, past = read_texts(model, ids)
-    rows = [slot_rows(model, embedding, anchors, past, slots).flatten(0, 2)]
+    with part("teacher pass"):
+        text, past = read_texts(model, ids)
+    with part("slots pass"):
+        rows = [slot_rows(model, embedding, anchors, past, slots).flatten(0, 2)]
     tables = [head.weight]
     # Slot i stands where the ordinary row at a + 1 + i stands, which is its teacher and whose token precedes the one sought.
     place = anchors[..., None] + 1 + torch.arange(slots, device=anchors.device)
@@ -153,10 +157,11 @@ def step_loss(
     powers = torch.tensor(slot_weights, dtype=torch.float32, device=table.device)
     weights = (powers / powers.sum() / (groups or batch * count)).repeat(batch * count)
     fixed = {"bias": head.bias, "temperature": temperature}
-    if loss == "cross-entropy":
-        return distillation_loss(rows, tables, weights, labels=ids.flatten()[flat + 1], **fixed)
-    text = text.flatten(0, 1)
-    return distillation_loss(rows, tables, weights, teacher_rows=text, teacher=flat, divergence=loss, **fixed)
+    with part("loss"):
+        if loss == "cross-entropy":
+            return distillation_loss(rows, tables, weights, labels=ids.flatten()[flat + 1], **fixed)
+        text = text.flatten(0, 1)
+        return distillation_loss(rows, tables, weights, teacher_rows=text, teacher=flat, divergence=loss, **fixed)
 
 
 class LookaheadTrainer(Trainer):
@@ -193,8 +198,10 @@ class LookaheadTrainer(Trainer):
 
     def loss(self, step: int) -> Tensor:
         """This rank's part of the loss of the windows of this step."""
-        window, settings = self._windows.at(step), self._settings
+        with self.part("texts"):
+            window, settings = self._windows.at(step), self._settings
         weights = settings.weights_of(settings.slots_at(step, self._embedding.num_lookahead))
+        self.tokens += window.ids.numel() + window.anchors.numel() * len(weights)
         share, how = window.share(self.ranks), (settings.loss, settings.loss_temperature, window.anchors.numel())
         self.ranks.did("groups", share.anchors.numel())
-        return step_loss(self._model, self._embedding, share, weights, *how)
+        return step_loss(self._model, self._embedding, share, weights, *how, self.part)
