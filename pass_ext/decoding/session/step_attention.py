@@ -42,6 +42,7 @@ class StepAttention(StepAttend):
         scale: float | None = None,
         softcap: float = 0.0,
         window: int = -1,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         session, trees = self._session, self._trees
         if layer != self.layers:
@@ -57,11 +58,12 @@ class StepAttention(StepAttend):
         session.check_rows(layer, k, v)
         self._new += k, v
         self.layers += 1
-        self.options.append(dict(scale=scale, softcap=softcap, window=window))
+        self.options.append(dict(scale=scale, softcap=softcap, window=window, sinks=sinks))
         keys, values = session.caches[layer]
         out, _ = attention_tree(
             q, keys, values, session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes, k_new=k, v_new=v,
             depths=trees.depths if window >= 0 else None, scale=scale, softcap=softcap, window=window,
+            sinks=sinks,
         )  # fmt: skip
         return out[..., : dims[1]].contiguous()  # models call view() on it
 
