@@ -410,7 +410,8 @@ def accept_tree(draw: Draw):
     arguments = draw.damaged(dict(
         target_logits=draw.floats(nodes, vocabulary, dtype=draw.pick(FLOATS)),
         tokens=draw.integers(-1, vocabulary, nodes, dtype=torch.int64),
-        parents=draw.parents(sizes), cu_nodes=draw.bounds(sizes), max_depth=draw.pick((0, 1, 3, 8, 40)),
+        parents=None if draw.chance(0.2) else draw.parents(sizes),  # None: chains
+        cu_nodes=draw.bounds(sizes), max_depth=draw.pick((0, 1, 3, 8, 40)),
         rule=draw.pick(tuple(pass_ext.RULES)),
         draft_logits=draw.floats(rows if shares else nodes, vocabulary, dtype=draw.pick(FLOATS)),
         draft_rows=draw.integers(-1, rows, nodes) if shares else None,
