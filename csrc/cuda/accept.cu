@@ -20,10 +20,11 @@ void accept_on_cuda(const char* op, const AcceptProblem& problem, const LogprobA
   if (problem.requests == 0) return;
   const CudaScope scope(target_logits);
   const gpu::RowsPlan plan = gpu::plan_accept(problem, scope.multiprocessors());
-  const Tensor workspace = empty_of_shape(op, target_logits, {plan.bytes()}, ScalarType::Byte);
+  const Tensor workspace = empty_of_shape(op, target_logits, {kSlotBytes + plan.bytes()}, ScalarType::Byte);
+  char* const memory = output_of<char>(workspace);
   int32_t* const counters =
-      plan.rows > 0 ? CounterSlots::of_device(scope.device()).slot_for(op, scope.stream()) : nullptr;
-  gpu::launch_accept(problem, plan, plan.carve(output_of<void>(workspace), counters), scope.stream());
+      plan.rows > 0 ? CounterSlots::of_device(scope.device()).slot_for(op, scope.stream(), memory) : nullptr;
+  gpu::launch_accept(problem, plan, plan.carve(memory + kSlotBytes, counters), scope.stream());
   gpu::launch_logprobs(problem, logprobs, scope.stream());
   gpu::launch_supports(problem, supports, scope.stream());
   check_launch(op);

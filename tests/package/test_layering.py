@@ -101,7 +101,7 @@ DECODING_FLOORS = (
 BENCHMARKS_FLOORS = (
     ("harness",),
     ("ops", "decoding", "architectures", "kernel_code"),
-    ("pages", "kernel_time", "serving", "grammar", "samples", "accepted"),
+    ("pages", "kernel_time", "serving", "grammar", "samples", "accepted", "trust"),
     ("gpu", "contenders", "versions"),
 )
 

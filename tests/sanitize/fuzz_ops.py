@@ -225,10 +225,11 @@ def attention_tree(draw: Draw):
     has_new, page = draw.chance(0.5), draw.pick((0, 0, 1, 3, 16))
     slots = max([0, *map(sum, zip(prefixes, [0] * len(sizes) if has_new else sizes, strict=True))]) + draw.pick((0, 2))
     pages = -(-slots // page) if page else 0
+    heads = kv_heads * draw.pick((1, 2, 5))
     shape = (len(sizes) * pages + 1, page, kv_heads, dim) if page else (len(sizes), slots, kv_heads, dim)
     fresh = [draw.floats(nodes, kv_heads, dim, dtype=dtype) if has_new else None for _ in range(2)]
     arguments = draw.damaged(dict(
-        q=draw.floats(nodes, kv_heads * draw.pick((1, 2, 5)), dim, dtype=dtype),
+        q=draw.floats(nodes, heads, dim, dtype=dtype),
         k_cache=draw.floats(*shape, dtype=dtype), v_cache=draw.floats(*shape, dtype=dtype),
         prefix_lens=draw.spoilt(prefixes), cu_nodes=draw.bounds(sizes),
         visible=draw.integers(-(2**63), 2**63 - 1, nodes, -(-max_nodes // 64), dtype=torch.int64), max_nodes=max_nodes,
@@ -236,12 +237,13 @@ def attention_tree(draw: Draw):
         block_table=draw.integers(0, shape[0], len(sizes), pages + draw.pick((0, 1))) if page else None,
         depths=draw.integers(0, 1, nodes) if draw.chance(0.5) else None,
         scale=draw.pick((None, 0.1)), softcap=draw.pick((0.0, 0.0, 30.0)), window=draw.pick((-1, -1, 1, 7, 100)),
+        sinks=draw.floats(heads, dtype=torch.float32) if draw.chance(0.3) else None,
     ))  # fmt: skip
     out, lse = yield arguments
     q = arguments["q"]
     demand(out.shape == q.shape and out.dtype == q.dtype, f"out is {out.dtype}{list(out.shape)}")
     demand(lse.shape == q.shape[:2] and lse.dtype == torch.float32, f"lse is {lse.dtype}{list(lse.shape)}")
-    floats = [arguments[name] for name in ("q", "k_cache", "v_cache", "k_new", "v_new")]
+    floats = [arguments[name] for name in ("q", "k_cache", "v_cache", "k_new", "v_new", "sinks")]
     if all(is_tame(given) for given in floats if given is not None) and abs(arguments["scale"] or 0.1) < 10:
         demand(bool(out.isfinite().all()), "out holds NaN or infinity, though no input does")
         exact = reference.attention_tree(**arguments)
@@ -255,10 +257,11 @@ def attention_merge(draw: Draw):
     arguments = draw.damaged(dict(
         out_a=draw.floats(*shape, dim, dtype=dtype), lse_a=draw.floats(*shape, dtype=torch.float32),
         out_b=draw.floats(*shape, dim, dtype=dtype), lse_b=draw.floats(*shape, dtype=torch.float32),
+        sinks=draw.floats(shape[-1], dtype=torch.float32) if shape and draw.chance(0.5) else None,
     ))  # fmt: skip
     result = yield arguments
     exact = reference.attention_merge(**arguments)
-    if all(map(is_tame, arguments.values())):
+    if all(is_tame(given) for given in arguments.values() if given is not None):
         check_close(result, exact, 0.02)
 
 

@@ -61,10 +61,13 @@ def test_a_text_is_plains(model, length, temperature, monkeypatch):
         assert got[0].stats.mean_acceptance_length > 1.8, name
 
 
-def test_texts_of_a_batch_are_those_alone(model):
-    """Ragged prompts, of few rows in all."""
-    lengths = (3, 17, 9)
-    ids = torch.zeros(3, max(lengths), dtype=torch.long)
+@pytest.mark.parametrize(
+    "lengths",
+    [(3, 17, 9), (MOST - 5, MOST - 9, 40), (MOST + 9, 3, MOST - 1, 2 * MOST)] if MOST < 1000 else [(3, 17, 9)],
+)
+def test_texts_of_a_batch_are_those_alone(model, lengths):
+    """Ragged prompts: of few rows in all, of many in all, of many in one text."""
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, length in enumerate(lengths):
         ids[row, -length:], mask[row, -length:] = prompt(length, seed=row)[0], 1
