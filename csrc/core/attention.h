@@ -1,7 +1,8 @@
 // Attention of a step's nodes to the prefix and to the nodes that their bits name: the problem as raw pointers, which
 // keys a row sees, and the formulas that every kernel shares. With s = scale q k, softcapped to cap tanh(s / cap):
 //   out = sum over visible keys of e^(s - lse) v        lse = ln of the sum over visible keys of e^s
-// A row that sees nothing: out 0, lse -inf.
+// A row that sees nothing: out 0, lse -inf. A sink, one logit a head, takes a share of a row's weight and has no value:
+//   out = e^lse / (e^lse + e^sink) out, and lse as without it, so that results over disjoint keys merge
 //
 // Keys of a request are numbered along its text: [0, prefix) are the prefix, [prefix, prefix + nodes) this step's
 // nodes. The rows of a tile are the nodes of a request times the query heads that share a key head; row r is node r /
@@ -50,18 +51,21 @@ struct AttentionProblem {
   FloatType type;        // q, K, V and out
   void* out;             // [rows, heads, head_dim]
   float* lse;            // [rows, heads]
+  const float* sinks;    // [heads]; null: none
 };
 
 // The merge of two results for the same rows over disjoint keys:
 //   lse = ln(e^lse_a + e^lse_b)        out = e^(lse_a - lse) out_a + e^(lse_b - lse) out_b
 struct MergeProblem {
   const void *out_a, *out_b;
-  const float *lse_a, *lse_b;
+  const float *lse_a, *lse_b;  // lse_b null: b saw nothing
   void* out;
-  float* lse;
+  float* lse;  // null: not wanted
   int64_t rows;  // rows times heads
   int32_t head_dim;
   FloatType type;
+  const float* sinks;  // [heads], of the merged result; null: none
+  int32_t heads;
 };
 
 // One request's rows. Out-of-range bounds and lengths are clamped.
@@ -187,6 +191,19 @@ PASS_EXT_HOST_DEVICE float log_of_total(float maximum, float sum) {
   return fused(maximum, 0.693147181f, logarithm(sum));
 }
 
+// What a sink leaves of a total: sum / (sum + 2^sink). The sink's logit is relative to what the sum is in powers of.
+PASS_EXT_HOST_DEVICE float share_beside_sink(float sum, float sink) {
+  if (!(sum > 0.0f)) return sum;
+  if (!(sink > 0.0f)) return sum / (sum + power_of_two(sink));
+  const float scaled = sum * power_of_two(-sink);
+  return scaled / (scaled + 1.0f);
+}
+
+// The share of row `row` of [rows, heads], whose total is 2^maximum sum.
+PASS_EXT_HOST_DEVICE float share_beside_sink(const AttentionProblem& problem, int64_t row, float maximum, float sum) {
+  return share_beside_sink(sum, fused(problem.sinks[row % problem.heads], kLog2E, -maximum));
+}
+
 // The factors of two results in their merge. A side of weight 0 does not count and may hold anything.
 struct MergeWeights {
   float a, b, lse;
@@ -200,6 +217,17 @@ PASS_EXT_HOST_DEVICE MergeWeights weights_of(float lse_a, float lse_b) {
   const float a = power_of_two((lse_a - highest) * kLog2E), b = power_of_two((lse_b - highest) * kLog2E);
   const float sum = a + b;
   return {a / sum, b / sum, highest + logarithm(sum)};
+}
+
+// The same for row `row` of a merge, beside its sink.
+PASS_EXT_HOST_DEVICE MergeWeights weights_of(const MergeProblem& problem, int64_t row) {
+  MergeWeights weights = weights_of(problem.lse_a[row], problem.lse_b ? problem.lse_b[row] : float_of(0xff800000u));
+  if (problem.sinks && weights.lse != float_of(0xff800000u)) {
+    const float share = share_beside_sink(1.0f, (problem.sinks[row % problem.heads] - weights.lse) * kLog2E);
+    weights.a *= share;
+    weights.b *= share;
+  }
+  return weights;
 }
 
 }  // namespace pass_ext

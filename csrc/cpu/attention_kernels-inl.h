@@ -374,9 +374,8 @@ inline void merge_row(PartialRows& to, const PartialRows& from, int32_t row, int
 }
 
 template <typename T>
-void write_row(T* to, const float* values, float total, int32_t dim) {
-  const Floats inverse = spread(total == 0.0f ? 0.0f : 1.0f / total);
-  for (int32_t d = 0; d < dim; d += Floats::width) store(to + d, load(values + d) * inverse);
+void write_row(T* to, const float* values, float factor, int32_t dim) {
+  for (int32_t d = 0; d < dim; d += Floats::width) store(to + d, load(values + d) * spread(factor));
 }
 
 // out and lse of a task's rows from their parts, one per chunk of keys, added in order into the first.
@@ -388,10 +387,12 @@ inline void finish_rows(const AttentionTask& task, PartialRows* parts, int32_t c
     const int64_t row = task.packed_row(r);
     const float* values = parts[0].values + int64_t{r} * dim;
     const float total = parts[0].total[r];
+    float factor = total == 0.0f ? 0.0f : 1.0f / total;
+    if (problem.sinks) factor *= share_beside_sink(problem, row, parts[0].maximum[r], parts[0].exact_total[r]);
     switch (problem.type) {
-      case FloatType::bfloat16: write_row(static_cast<bfloat16*>(problem.out) + row * dim, values, total, dim); break;
-      case FloatType::float16: write_row(static_cast<float16*>(problem.out) + row * dim, values, total, dim); break;
-      case FloatType::float32: write_row(static_cast<float*>(problem.out) + row * dim, values, total, dim); break;
+      case FloatType::bfloat16: write_row(static_cast<bfloat16*>(problem.out) + row * dim, values, factor, dim); break;
+      case FloatType::float16: write_row(static_cast<float16*>(problem.out) + row * dim, values, factor, dim); break;
+      case FloatType::float32: write_row(static_cast<float*>(problem.out) + row * dim, values, factor, dim); break;
     }
     problem.lse[row] = log_of_total(parts[0].maximum[r], parts[0].exact_total[r]);
   }
@@ -413,7 +414,7 @@ void add_weighted(T* out, const T* a, float weight_a, const T* b, float weight_b
 inline void merge_results(const MergeProblem& problem, int64_t begin, int64_t end) {
   const int32_t dim = problem.head_dim;
   for (int64_t row = begin; row < end; ++row) {
-    const MergeWeights weights = weights_of(problem.lse_a[row], problem.lse_b[row]);
+    const MergeWeights weights = weights_of(problem, row);
     problem.lse[row] = weights.lse;
     const auto add = [&](auto tag) {
       using T = decltype(tag);

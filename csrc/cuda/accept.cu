@@ -1,5 +1,5 @@
 // torch.ops.pass_ext.accept_tree and accept_chain on CUDA: workspace, launch, registration. The kernels:
-// cuda/accept.cuh, cuda/logprobs.cuh.
+// cuda/accept.cuh, cuda/logprobs.cuh, cuda/support.cuh.
 #include "cuda/accept.cuh"
 
 #include <torch/csrc/stable/library.h>
@@ -7,6 +7,7 @@
 #include "cuda/counters.h"
 #include "cuda/logprobs.cuh"
 #include "cuda/runtime.h"
+#include "cuda/support.cuh"
 #include "host/accept.h"
 
 namespace pass_ext {
@@ -15,15 +16,17 @@ namespace {
 static_assert(gpu::kMaxRowsBeforehand <= kCountersOfSlot, "each row has a counter; of fewer rows the step has one too");
 
 void accept_on_cuda(const char* op, const AcceptProblem& problem, const LogprobArrays& logprobs,
-                    const Tensor& target_logits) {
+                    const SupportArrays& supports, const Tensor& target_logits) {
   if (problem.requests == 0) return;
   const CudaScope scope(target_logits);
   const gpu::RowsPlan plan = gpu::plan_accept(problem, scope.multiprocessors());
-  const Tensor workspace = empty_of_shape(op, target_logits, {plan.bytes()}, ScalarType::Byte);
+  const Tensor workspace = empty_of_shape(op, target_logits, {kSlotBytes + plan.bytes()}, ScalarType::Byte);
+  char* const memory = output_of<char>(workspace);
   int32_t* const counters =
-      plan.rows > 0 ? CounterSlots::of_device(scope.device()).slot_for(op, scope.stream()) : nullptr;
-  gpu::launch_accept(problem, plan, plan.carve(output_of<void>(workspace), counters), scope.stream());
+      plan.rows > 0 ? CounterSlots::of_device(scope.device()).slot_for(op, scope.stream(), memory) : nullptr;
+  gpu::launch_accept(problem, plan, plan.carve(memory + kSlotBytes, counters), scope.stream());
   gpu::launch_logprobs(problem, logprobs, scope.stream());
+  gpu::launch_supports(problem, supports, scope.stream());
   check_launch(op);
 }
 

@@ -65,6 +65,7 @@ void attention_on_cuda(const AttentionProblem& problem, const Tensor& q) {
     const Tensor workspace = empty_of_shape("attention_tree", q, {plan.workspace}, ScalarType::Float);
     gpu::launch_attention(problem, plan, output_of<float>(workspace), scope.stream());
   }
+  gpu::launch_sinks(problem, scope.stream());
   check_launch("attention_tree");
 }
 

@@ -28,6 +28,7 @@ struct AttentionArguments {
   std::optional<double> scale;
   double softcap;
   int64_t window;
+  const OptionalTensor& sinks;
 };
 
 // A cache's rows: [outer, slot, head, head_dim].
@@ -75,6 +76,18 @@ inline void check_queries(const char* op, const Tensor& q) {
   check_head_dim(op, q);
   check_below(op, "q", q, 0, kInt32Limit, "rows");
   check_below(op, "q", q, 1, kMostHeads + 1, "heads");
+}
+
+// The sinks, one for each of `heads`; null if there are none.
+inline const float* checked_sinks(const char* op, const OptionalTensor& sinks, int64_t heads, const char* of,
+                                  const char* other_name, const Tensor& other) {
+  if (!sinks) return nullptr;
+  check_dtype(op, "sinks", *sinks, {ScalarType::Float});
+  check_dim(op, "sinks", *sinks, 1, "[Hq]");
+  check_size(op, "sinks", *sinks, 0, heads, of);
+  check_same_device(op, "sinks", *sinks, other_name, other);
+  check_contiguous_rows(op, "sinks", *sinks);
+  return data_of<float>(op, "sinks", *sinks);
 }
 
 inline void check_window(const char* op, int64_t window) {
@@ -148,6 +161,7 @@ inline AttentionResult prepare_attention(const char* op, const AttentionArgument
   problem.max_nodes = static_cast<int32_t>(arguments.max_nodes);
   problem.visible_stride = arguments.visible.stride(0);
   problem.type = float_type_of(q);
+  problem.sinks = checked_sinks(op, arguments.sinks, q.size(1), "q's heads", "q", q);
   const Tensor out = empty_of_shape(op, q, {q.size(0), q.size(1), q.size(2)});
   const Tensor lse = empty_of_shape(op, q, {q.size(0), q.size(1)}, ScalarType::Float);
   problem.out = output_of<void>(out);
@@ -164,14 +178,14 @@ AttentionResult attention_tree(const Tensor& q, const Tensor& k_cache, const Ten
                                const Tensor& cu_nodes, const Tensor& visible, int64_t max_nodes,
                                const OptionalTensor& k_new, const OptionalTensor& v_new,
                                const OptionalTensor& block_table, const OptionalTensor& depths,
-                               std::optional<double> scale, double softcap, int64_t window) {
+                               std::optional<double> scale, double softcap, int64_t window, const OptionalTensor& sinks) {
   constexpr const char* op = "attention_tree";
   AttentionProblem problem{};
   check_queries(op, q);  // before they are copied
   const Tensor flat_q = contiguous_of(op, "q", q);
   const AttentionResult result = prepare_attention(op,
                                                    {flat_q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes,
-                                                    k_new, v_new, block_table, depths, scale, softcap, window},
+                                                    k_new, v_new, block_table, depths, scale, softcap, window, sinks},
                                                    problem);
   run(problem, flat_q);
   return result;
@@ -180,7 +194,8 @@ AttentionResult attention_tree(const Tensor& q, const Tensor& k_cache, const Ten
 using RunMerge = void (*)(const MergeProblem& problem, const Tensor& out);
 
 template <RunMerge run>
-AttentionResult attention_merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b) {
+AttentionResult attention_merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b,
+                                const OptionalTensor& sinks) {
   constexpr const char* op = "attention_merge";
   check_dtype(op, "out_a", out_a, {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float});
   check_dtype(op, "out_b", out_b, {out_a.scalar_type()});
@@ -198,6 +213,9 @@ AttentionResult attention_merge(const Tensor& out_a, const Tensor& lse_a, const 
     check_same_device(op, name, *lse, "out_a", out_a);
   }
   check_same_device(op, "out_b", out_b, "out_a", out_a);
+  const int64_t heads = dim > 0 ? shape.back() : 1;
+  const float* const checked = checked_sinks(op, sinks, heads, "the last dimension of lse_a", "out_a", out_a);
+  if (checked) check_below(op, "lse_a", lse_a, dim - 1, kInt32Limit, "heads");
   const Tensor flat_out_a = contiguous_of(op, "out_a", out_a), flat_out_b = contiguous_of(op, "out_b", out_b);
   const Tensor flat_lse_a = contiguous_of(op, "lse_a", lse_a), flat_lse_b = contiguous_of(op, "lse_b", lse_b);
   const Tensor lse = empty_of_shape(op, out_a, shape, ScalarType::Float);
@@ -205,7 +223,8 @@ AttentionResult attention_merge(const Tensor& out_a, const Tensor& lse_a, const 
   const Tensor out = empty_of_shape(op, out_a, shape);
   run({data_of<void>(op, "out_a", flat_out_a), data_of<void>(op, "out_b", flat_out_b),
        data_of<float>(op, "lse_a", flat_lse_a), data_of<float>(op, "lse_b", flat_lse_b), output_of<void>(out),
-       output_of<float>(lse), lse.numel(), static_cast<int32_t>(out_a.size(dim)), float_type_of(out_a)},
+       output_of<float>(lse), lse.numel(), static_cast<int32_t>(out_a.size(dim)), float_type_of(out_a), checked,
+       static_cast<int32_t>(heads)},
       out);
   return {out, lse};
 }

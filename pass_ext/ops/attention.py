@@ -38,6 +38,7 @@ def attention_tree(
     scale: float | None = None,
     softcap: float = 0.0,
     window: int = -1,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of N packed nodes, ``q [N, Hq, D]``, over the KV cache of B requests: row i sees its request's prefix and the
     nodes in ``visible[i]``.
@@ -61,10 +62,12 @@ def attention_tree(
         softcap: logits become ``softcap * tanh(logits / softcap)``; 0 is off.
         window: a node at position ``prefix_len + depth`` sees only keys with ``position - window < key position``, itself
             included. -1 is off.
+        sinks: ``[Hq]`` of any float dtype, a logit of each head that takes weight like a key and has no value: out becomes
+            ``out * e^lse / (e^lse + e^sink)``, lse stays as it is. -inf is none.
 
     Returns:
-        ``(out [N, Hq, D] in q's dtype, lse [N, Hq] float32)``; lse is the natural log of the sum of exponentials. A row that
-        sees nothing or belongs to no request: out 0, lse -inf.
+        ``(out [N, Hq, D] in q's dtype, lse [N, Hq] float32)``; lse is the natural log of the sum of exponentials, without a
+        sink's. A row that sees nothing or belongs to no request: out 0, lse -inf.
 
     Keys that no row sees never reach a result: unused slots, page padding and hidden nodes may hold NaN. Sums have a fixed
     order: the same call gives the same bits.
@@ -84,7 +87,7 @@ def attention_tree(
         >>> out[:, 0, 0]  # the mean of what each node sees
         tensor([1.0000, 1.5000])
     """
-    refuse_gradients("attention_tree", q, k_cache, v_cache, k_new, v_new)
+    refuse_gradients("attention_tree", q, k_cache, v_cache, k_new, v_new, sinks)
     prefix_lens = integers("attention_tree", "prefix_lens", prefix_lens)
     cu_nodes = integers("attention_tree", "cu_nodes", cu_nodes)
     block_table = integers("attention_tree", "block_table", block_table)
@@ -103,9 +106,14 @@ def attention_tree(
         )
     out, lse = call(
         _op, q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale,
-        softcap, window,
+        softcap, window, _in_float32(sinks),
     )  # fmt: skip
     return out, lse
+
+
+def _in_float32(sinks: Tensor | None) -> Tensor | None:
+    """Other dtypes than floats are returned unchanged: the op refuses them."""
+    return sinks.float() if sinks is not None and sinks.is_floating_point() else sinks
 
 
 def check_fits(
@@ -148,15 +156,19 @@ def check_fits(
 
 
 @typed("pass_ext::", page="ops/attention")
-def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def attention_merge(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Merges two attention results of the same rows over disjoint keys: ``out [..., D]`` and ``lse [...]`` of each.
 
     Args:
         out_a, out_b: ``[..., D]`` bfloat16, float16 or float32.
         lse_a, lse_b: ``[...]`` float32, natural log of the sum of exponentials; -inf for a row that saw nothing.
+        sinks: as ``attention_tree`` takes them, one for each place of lse's last dimension. A row has one sink however many
+            parts it has: give it to the last merge, and to nothing before it.
 
     Returns:
-        ``(out [..., D], lse [...])``, the result of one attention over all the keys.
+        ``(out [..., D], lse [...])``, the result of one attention over all the keys; lse is without the sinks.
 
     D is below 2^31. No gradients, reverse or forward: the op raises if an input requires one.
 
@@ -167,8 +179,8 @@ def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
         >>> out, lse
         (tensor([[0.5000, 0.5000]]), tensor([0.6931]))
     """
-    refuse_gradients("attention_merge", out_a, lse_a, out_b, lse_b)
-    out, lse = call(_merge_op, out_a, lse_a, out_b, lse_b)
+    refuse_gradients("attention_merge", out_a, lse_a, out_b, lse_b, sinks)
+    out, lse = call(_merge_op, out_a, lse_a, out_b, lse_b, _in_float32(sinks))
     return out, lse
 
 
@@ -178,5 +190,5 @@ def _attention_shape(q: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
 
 
 @fake_kernel("attention_merge")
-def _merge_shape(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def _merge_shape(out_a: Tensor, lse_a: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)

@@ -14,9 +14,9 @@ class AttentionTerms(NamedTuple):
     """A result, and two terms that bound the error of a kernel with less precision. s is a logit, p = e^(s - lse)."""
 
     out: Tensor
-    """``[N, Hq, D]``: sum of p v over the keys that a row sees."""
+    """``[N, Hq, D]``: sum of p v over the keys that a row sees. A sink is in the sum of p, but has no v."""
     lse: Tensor
-    """``[N, Hq]``: ln of the sum of e^s over them."""
+    """``[N, Hq]``: ln of the sum of e^s over them, without a sink."""
     magnitude: Tensor
     """``[N, Hq, D]``: sum of p abs(v)."""
     reach: Tensor
@@ -57,11 +57,13 @@ def attention_terms(
     scale: float | None = None,
     softcap: float = 0.0,
     window: int = -1,
+    sinks: Tensor | None = None,
     precision: torch.dtype = torch.float64,
 ) -> AttentionTerms:
     """``attention_tree`` with the terms that bound its error. In fp32 the result is that of the formula in plain PyTorch."""
     rows, heads, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
+    sinks = q.new_full((heads,), -torch.inf) if sinks is None else sinks
     zeros = q.new_zeros(rows, heads, dim, dtype=precision)
     terms = AttentionTerms(zeros, zeros[..., 0] - torch.inf, zeros.clone(), zeros[..., 0].clone())
     for b, (first, last) in enumerate(pairwise(cu_nodes.tolist())):
@@ -75,7 +77,7 @@ def attention_terms(
         for i in range(first, last):
             sees = mask[i - first, seen]
             if sees.any():
-                _attend(terms, i, q[i].to(precision), keys[sees], values[sees], scale, softcap)
+                _attend(terms, i, q[i].to(precision), keys[sees], values[sees], scale, softcap, sinks.to(precision))
     return terms
 
 
@@ -93,26 +95,37 @@ def _rows_of(
 
 
 def _attend(
-    terms: AttentionTerms, row: int, q: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float
+    terms: AttentionTerms,
+    row: int,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    softcap: float,
+    sinks: Tensor,
 ) -> None:
-    """Writes the terms of one row that sees all of ``keys``: q ``[Hq, D]``, keys and values ``[n, Hkv, D]``."""
+    """Writes the terms of one row that sees all of ``keys``: q ``[Hq, D]``, keys and values ``[n, Hkv, D]``, sinks
+    ``[Hq]``."""
     grouped = q.unflatten(0, (keys.shape[1], -1))
     scores = torch.einsum("hgd,nhd->hgn", grouped, keys) * scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     lse = scores.logsumexp(dim=-1)
-    weights = torch.exp(scores - lse[..., None])
+    weights = torch.exp(scores - torch.logaddexp(lse, sinks.view_as(lse))[..., None])
     terms.out[row] = torch.einsum("hgn,nhd->hgd", weights, values).flatten(0, 1)
     terms.lse[row] = lse.flatten()
     terms.magnitude[row] = torch.einsum("hgn,nhd->hgd", weights, values.abs()).flatten(0, 1)
     terms.reach[row] = torch.einsum("hgd,nhd->hgn", grouped.abs(), keys.abs()).amax(dim=-1).flatten()
 
 
-def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def attention_merge(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """``(out [..., D], lse [...])``, both fp64. A side with lse -inf saw nothing: its out is ignored."""
     lse = torch.logaddexp(lse_a.double(), lse_b.double())
+    total = lse if sinks is None else torch.logaddexp(lse, sinks.double())
     out = torch.zeros_like(out_a, dtype=torch.float64)
     for side, side_lse in ((out_a, lse_a), (out_b, lse_b)):
-        weight = torch.exp(side_lse.double() - lse)[..., None]
+        weight = torch.exp(side_lse.double() - total)[..., None]
         out += torch.where((side_lse == -torch.inf)[..., None], 0.0, weight * side.double())
     return out, lse

@@ -225,10 +225,11 @@ def attention_tree(draw: Draw):
     has_new, page = draw.chance(0.5), draw.pick((0, 0, 1, 3, 16))
     slots = max([0, *map(sum, zip(prefixes, [0] * len(sizes) if has_new else sizes, strict=True))]) + draw.pick((0, 2))
     pages = -(-slots // page) if page else 0
+    heads = kv_heads * draw.pick((1, 2, 5))
     shape = (len(sizes) * pages + 1, page, kv_heads, dim) if page else (len(sizes), slots, kv_heads, dim)
     fresh = [draw.floats(nodes, kv_heads, dim, dtype=dtype) if has_new else None for _ in range(2)]
     arguments = draw.damaged(dict(
-        q=draw.floats(nodes, kv_heads * draw.pick((1, 2, 5)), dim, dtype=dtype),
+        q=draw.floats(nodes, heads, dim, dtype=dtype),
         k_cache=draw.floats(*shape, dtype=dtype), v_cache=draw.floats(*shape, dtype=dtype),
         prefix_lens=draw.spoilt(prefixes), cu_nodes=draw.bounds(sizes),
         visible=draw.integers(-(2**63), 2**63 - 1, nodes, -(-max_nodes // 64), dtype=torch.int64), max_nodes=max_nodes,
@@ -236,12 +237,13 @@ def attention_tree(draw: Draw):
         block_table=draw.integers(0, shape[0], len(sizes), pages + draw.pick((0, 1))) if page else None,
         depths=draw.integers(0, 1, nodes) if draw.chance(0.5) else None,
         scale=draw.pick((None, 0.1)), softcap=draw.pick((0.0, 0.0, 30.0)), window=draw.pick((-1, -1, 1, 7, 100)),
+        sinks=draw.floats(heads, dtype=torch.float32) if draw.chance(0.3) else None,
     ))  # fmt: skip
     out, lse = yield arguments
     q = arguments["q"]
     demand(out.shape == q.shape and out.dtype == q.dtype, f"out is {out.dtype}{list(out.shape)}")
     demand(lse.shape == q.shape[:2] and lse.dtype == torch.float32, f"lse is {lse.dtype}{list(lse.shape)}")
-    floats = [arguments[name] for name in ("q", "k_cache", "v_cache", "k_new", "v_new")]
+    floats = [arguments[name] for name in ("q", "k_cache", "v_cache", "k_new", "v_new", "sinks")]
     if all(is_tame(given) for given in floats if given is not None) and abs(arguments["scale"] or 0.1) < 10:
         demand(bool(out.isfinite().all()), "out holds NaN or infinity, though no input does")
         exact = reference.attention_tree(**arguments)
@@ -255,10 +257,11 @@ def attention_merge(draw: Draw):
     arguments = draw.damaged(dict(
         out_a=draw.floats(*shape, dim, dtype=dtype), lse_a=draw.floats(*shape, dtype=torch.float32),
         out_b=draw.floats(*shape, dim, dtype=dtype), lse_b=draw.floats(*shape, dtype=torch.float32),
+        sinks=draw.floats(shape[-1], dtype=torch.float32) if shape and draw.chance(0.5) else None,
     ))  # fmt: skip
     result = yield arguments
     exact = reference.attention_merge(**arguments)
-    if all(map(is_tame, arguments.values())):
+    if all(is_tame(given) for given in arguments.values() if given is not None):
         check_close(result, exact, 0.02)
 
 
@@ -359,10 +362,11 @@ def check_accepted(result, tokens: list[list[int]], vocabulary: int, max_depth: 
         demand(emitted[accepted] >= 0 or status != 0, "emitted -1 though the status is 0")
 
 
-def scores(draw: Draw) -> dict:
-    """Whether log probabilities are asked for, and how many alternatives."""
+def scores(draw: Draw, vocabulary: int) -> dict:
+    """Whether log probabilities are asked for, how many alternatives, and the room for supports."""
     wanted = draw.chance(0.5)
-    return dict(return_logprobs=wanted, top_logprobs=draw.pick((0, 1, 5, 64)) if wanted else 0)
+    return dict(return_logprobs=wanted, top_logprobs=draw.pick((0, 1, 5, 64)) if wanted else 0,
+                support=min(draw.pick((0, 0, 1, 7, 100, vocabulary)), vocabulary))  # fmt: skip
 
 
 def check_logprobs(result, arguments: dict, vocabulary: int) -> None:
@@ -383,6 +387,24 @@ def check_logprobs(result, arguments: dict, vocabulary: int) -> None:
     return None
 
 
+def check_support(result, room: int, vocabulary: int) -> None:
+    if room == 0:
+        return demand(result.support is None, "supports that nobody asked for")
+    has_token, (counts, ids) = result.emitted >= 0, result.support
+    demand(ids.shape == (*result.emitted.shape, room), f"ids {list(ids.shape)}")
+    demand(bool(((counts > 0) == has_token).all() and (counts <= vocabulary).all()), f"counts {counts.tolist()}")
+    listed = counts.where(counts <= room, 0)
+    demand(
+        bool(((ids >= 0).sum(-1) == listed).all() and ((ids >= -1) & (ids < vocabulary)).all()),
+        "other ids than counted",
+    )
+    rises = (ids[..., 1:] > ids[..., :-1]) | (ids[..., 1:] == -1)
+    demand(bool(rises.all()), "ids out of order")
+    holds = (ids == result.emitted[..., None]).any(-1) | (listed == 0)
+    demand(bool(holds.all()), "an emitted token outside its support")
+    return None
+
+
 @case
 def accept_tree(draw: Draw):
     sizes, vocabulary = draw.sizes(), draw.width()
@@ -391,19 +413,21 @@ def accept_tree(draw: Draw):
     arguments = draw.damaged(dict(
         target_logits=draw.floats(nodes, vocabulary, dtype=draw.pick(FLOATS)),
         tokens=draw.integers(-1, vocabulary, nodes, dtype=torch.int64),
-        parents=draw.parents(sizes), cu_nodes=draw.bounds(sizes), max_depth=draw.pick((0, 1, 3, 8, 40)),
+        parents=None if draw.chance(0.2) else draw.parents(sizes),  # None: chains
+        cu_nodes=draw.bounds(sizes), max_depth=draw.pick((0, 1, 3, 8, 40)),
         rule=draw.pick(tuple(pass_ext.RULES)),
         draft_logits=draw.floats(rows if shares else nodes, vocabulary, dtype=draw.pick(FLOATS)),
         draft_rows=draw.integers(-1, rows, nodes) if shares else None,
         **law(draw, len(sizes)), **(law(draw, len(sizes), "draft_") if draw.chance(0.4) else {}),
         allowed=masks(draw, vocabulary, nodes), draft_allowed=masks(draw, vocabulary, rows if shares else nodes),
-        **noise(draw, len(sizes)), **scores(draw),
+        **noise(draw, len(sizes)), **scores(draw, vocabulary),
     ))  # fmt: skip
     result = yield arguments
     bounds, tokens = arguments["cu_nodes"].tolist(), arguments["tokens"].tolist()
     own = [tokens[max(a, 0) : max(b, 0)] for a, b in pairwise(bounds)]
     check_accepted(result, own, arguments["target_logits"].shape[1], arguments["max_depth"])
     check_logprobs(result, arguments, arguments["target_logits"].shape[1])
+    check_support(result, arguments["support"], arguments["target_logits"].shape[1])
 
 
 @case
@@ -416,12 +440,13 @@ def accept_chain(draw: Draw):
         draft_logits=draw.floats(requests, drafts, vocabulary, dtype=draw.pick(FLOATS)),
         **law(draw, requests), **(law(draw, requests, "draft_") if draw.chance(0.4) else {}),
         allowed=masks(draw, vocabulary, requests, drafts + 1),
-        draft_allowed=masks(draw, vocabulary, requests, drafts), **noise(draw, requests), **scores(draw),
+        draft_allowed=masks(draw, vocabulary, requests, drafts), **noise(draw, requests), **scores(draw, vocabulary),
     ))  # fmt: skip
     result = yield arguments
     tokens = [[0, *own] for own in arguments["draft_tokens"].tolist()]
     check_accepted(result, tokens, arguments["target_logits"].shape[2], arguments["target_logits"].shape[1] - 1)
     check_logprobs(result, arguments, arguments["target_logits"].shape[2])
+    check_support(result, arguments["support"], arguments["target_logits"].shape[2])
 
 
 def shard_step(draw: Draw, rounds: tuple[str, ...]) -> tuple[dict, dict, Tensor | None]:

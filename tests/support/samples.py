@@ -48,18 +48,32 @@ def attention_tree(device):
         q, nodes = (torch.randn(5, heads, 64, device=device).to(dtype) for heads in (4, 2))
         cache = torch.randn(2, 8, 2, 64, device=device).to(dtype)
         shared = (prefixes, bounds, visible, 3)
-        yield q, cache, cache, *shared, None, None, None, None, None, 0.0, -1
+        yield q, cache, cache, *shared, None, None, None, None, None, 0.0, -1, None
         table = torch.tensor([[1], [0]], **integers)
-        yield q, cache, cache.clone(), *shared, nodes, nodes.clone(), table, depths, 0.1, 5.0, 2
-    yield q[:0], cache, cache, prefixes, bounds * 0, visible[:0], 3, None, None, None, None, None, 0.0, -1
+        yield (
+            q,
+            cache,
+            cache.clone(),
+            *shared,
+            nodes,
+            nodes.clone(),
+            table,
+            depths,
+            0.1,
+            5.0,
+            2,
+            torch.ones(4, device=device),
+        )
+    yield q[:0], cache, cache, prefixes, bounds * 0, visible[:0], 3, None, None, None, None, None, 0.0, -1, None
 
 
 @sample
 def attention_merge(device):
     for dtype in (torch.float32, torch.bfloat16):
         out, lse = torch.randn(3, 2, 64, device=device).to(dtype), torch.randn(3, 2, device=device)
-        yield out, lse, out.neg(), lse + 1
-    yield out[:0], lse[:0], out[:0], lse[:0]
+        yield out, lse, out.neg(), lse + 1, None
+        yield out, lse, out.neg(), lse + 1, lse[0].clone()
+    yield out[:0], lse[:0], out[:0], lse[:0], None
 
 
 NO_SAMPLING = [None] * 4
@@ -108,8 +122,13 @@ def accept_tree(device):
                 0.09,
                 0.3,
                 logprobs,
+                max(logprobs, 0) * 20,
             )
-    yield *tree[:5], 0, None, None, *NO_SAMPLING, *NO_SAMPLING, None, None, None, None, 0.09, 0.3, -1
+    chains = (target, tokens, None, *tree[3:5], 3)
+    yield (
+        *chains, draft, None, *sampling(device), *sampling(device), None, None, seeds, seeds, 0.09, 0.3, -1, 0,
+    )  # fmt: skip
+    yield *tree[:5], 0, None, None, *NO_SAMPLING, *NO_SAMPLING, None, None, None, None, 0.09, 0.3, -1, 5
 
 
 @sample
@@ -118,7 +137,7 @@ def accept_chain(device):
     tokens, seeds = torch.randint(0, 70, (2, 3), device=device), torch.tensor([1, 2], device=device)
     for rule in range(7):
         rest = (draft, *sampling(device), *sampling(device), None, None, seeds, seeds, 0.09, 0.3)
-        yield target, tokens, rule, *rest, rule % 3 - 1
+        yield target, tokens, rule, *rest, rule % 3 - 1, 70 * (rule % 2)
 
 
 @sample

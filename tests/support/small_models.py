@@ -45,13 +45,16 @@ ODD_HEADS = {
     ),
     "jetmoe": dict(_GROUPED, kv_channels=24, num_local_experts=2, num_experts_per_tok=2),
 }
+SINKS = {
+    "gpt_oss": dict(_GROUPED, head_dim=16, num_local_experts=2, num_experts_per_tok=1, sliding_window=7),
+    "granite_swa": dict(_GROUPED, sliding_window=7, layer_types=["sliding_attention", "full_attention"]),
+}
 WITHOUT_WINDOWS = {"mistral": dict(sliding_window=None), "gemma2": dict(layer_types=["full_attention"] * 2)}
 REFUSED = {
     "stablelm": _GROUPED,
-    "gpt_oss": dict(_GROUPED, head_dim=16, num_local_experts=2, num_experts_per_tok=1),
     "bloom": dict(vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4),
 }
-_ALL = ARCHITECTURES | MASKS_KNOW_WINDOWS | ODD_HEADS | REFUSED
+_ALL = ARCHITECTURES | MASKS_KNOW_WINDOWS | ODD_HEADS | SINKS | REFUSED
 
 
 def small_model(architecture, seed=0, sharpness=3.0, **changes):
@@ -66,6 +69,8 @@ def small_model(architecture, seed=0, sharpness=3.0, **changes):
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and "embed" not in name:
             parameter.mul_(sharpness)
+        if name.endswith("sinks"):
+            parameter.normal_(1.0)  # as heavy as a few keys
     return model
 
 

@@ -37,6 +37,7 @@ class Attend(Protocol):
         scale: float | None = None,
         softcap: float = 0.0,
         window: int = -1,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q ``[N, heads, D]``, k, v ``[N, KV heads, D]``, positions applied -> ``[N, heads, D of v]``.
 
@@ -47,6 +48,7 @@ class Attend(Protocol):
             softcap: logits become ``softcap * tanh(logits / softcap)``; 0 is off.
             window: a row sees keys at ``position - window < key position`` only, its own among them; -1 is off. Each layer
                 may have another.
+            sinks: ``[heads]``, a logit of each head that takes weight like a key and has no value.
         """
 
 
@@ -58,15 +60,16 @@ class StepAttend(Attend, Protocol):
     may_have_changed: bool
     """The caller's code may have run since the session's last call."""
     options: list[dict[str, Any]]
-    """Scale, softcap and window of each layer that has attended by itself."""
+    """Scale, softcap, window and sinks of each layer that has attended by itself."""
     layers: int
     """How many have attended."""
     states: StepStates
     """The states of the layers that keep one."""
 
     @property
-    def slot_rows(self) -> int:
-        """How many rows are look-ahead slots'; 0 where the host does not know it."""
+    def text_rows(self) -> int:
+        """The most rows of one text, look-ahead slots' not counted: so the text has the same bits alone and in a batch, and
+        with slots after it. On a GPU all rows."""
 
     def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
         """The arguments of ``layer_stack`` from ``caches`` to ``depths``; None if the caches are not of so many layers with

@@ -166,9 +166,10 @@ def _row_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """q, k, v ``[1, heads, N, D]`` -> ``[1, N, heads, D of v]``."""
+    """q, k, v ``[1, heads, N, D]`` -> ``[1, N, heads, D of v]``. s_aux: the sinks."""
     call, rows = _call(), query.shape[2]
     kept_keys = dict(enumerate(call.kept)).get(module.layer_idx, -1)  # type: ignore[call-overload]
     window, reason = _window(module, attention_mask, rows, sliding_window, kept_keys)
@@ -181,7 +182,8 @@ def _row_attention(
     layer: Any = module.layer_idx
     if call.numbers is not None:  # one module may be several layers' and knows none of them
         layer = call.numbers.get(layer, call.attend.layers)
-    return call.attend(layer, q, k, v, scale=scaling, softcap=softcap or 0.0, window=window)[None], None
+    options = dict(scale=scaling, softcap=softcap or 0.0, window=window, sinks=s_aux)
+    return call.attend(layer, q, k, v, **options)[None], None
 
 
 def _window(
@@ -241,8 +243,6 @@ def unsupported(module: nn.Module, rows: int, dropout: float, others: dict[str, 
         return f"{name} is not causal"
     if others.get("output_attentions"):
         return "output_attentions is not implemented"
-    if others.get("s_aux") is not None:
-        return f"{name} has attention sinks (s_aux), which are not implemented"
     for argument, value in others.items():
         if argument not in _INERT and (isinstance(value, Tensor) or (value and argument in {"cache", "block_mask"})):
             return f"{name} hands down {argument!r}, which may change the result and is not implemented"

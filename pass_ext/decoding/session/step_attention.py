@@ -29,8 +29,14 @@ class StepAttention(StepAttend):
         self._ids = ids
 
     @property
-    def slot_rows(self) -> int:
-        return 0 if self._ids is None or not self._ids.is_cpu else int((self._ids < 0).sum())
+    def text_rows(self) -> int:
+        trees, ids = self._trees, self._ids
+        if not trees.cu_nodes.is_cpu:
+            return len(trees.parents)
+        if ids is None:
+            return int(trees.cu_nodes.diff().max())
+        tokens = F.pad((ids >= 0).cumsum(0), (1, 0))  # before each row
+        return int(tokens[trees.cu_nodes.long()].diff().max())
 
     def __call__(
         self,
@@ -42,6 +48,7 @@ class StepAttention(StepAttend):
         scale: float | None = None,
         softcap: float = 0.0,
         window: int = -1,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         session, trees = self._session, self._trees
         if layer != self.layers:
@@ -57,11 +64,12 @@ class StepAttention(StepAttend):
         session.check_rows(layer, k, v)
         self._new += k, v
         self.layers += 1
-        self.options.append(dict(scale=scale, softcap=softcap, window=window))
+        self.options.append(dict(scale=scale, softcap=softcap, window=window, sinks=sinks))
         keys, values = session.caches[layer]
         out, _ = attention_tree(
             q, keys, values, session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes, k_new=k, v_new=v,
             depths=trees.depths if window >= 0 else None, scale=scale, softcap=softcap, window=window,
+            sinks=sinks,
         )  # fmt: skip
         return out[..., : dims[1]].contiguous()  # models call view() on it
 

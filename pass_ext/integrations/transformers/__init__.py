@@ -21,8 +21,8 @@ __all__ = ["TreeStep", "cache_length", "custom_generate", "hub_folder", "read_ca
 def register() -> None:
     """Registers ``attn_implementation="pass_ext"`` with transformers in this process. Calling it again changes nothing.
 
-    Unlike "sdpa" it runs trees and applies ``softcap``, and it has no gradients. It raises for attention sinks, dropout in
-    training, ``output_attentions``, additive biases, bidirectional models, head dimensions above 256, and padding between a
+    Unlike "sdpa" it runs trees and applies ``softcap`` and sinks, and it has no gradients. It raises for dropout in training,
+    ``output_attentions``, additive biases, bidirectional models, head dimensions above 256, and padding between a
     request's tokens. Head dimensions other than 64, 80, 96, 128 and 256 need a padded copy of the keys in each layer.
     """
     from transformers import AttentionInterface, AttentionMaskInterface

@@ -33,11 +33,12 @@ def attention(
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of queries ``[B, Hq, Q, D]`` to keys and values ``[B, Hkv, S, D]``: ``[B, Q, Hq, D]``."""
+    """Attention of queries ``[B, Hq, Q, D]`` to keys, values ``[B, Hkv, S, D]``: ``[B, Q, Hq, D]``. s_aux: sinks ``[Hq]``."""
     step = options.pop(_TREE, None)
-    _refuse(module, (query, key, value), dropout, options)
+    _refuse(module, (query, key, value, s_aux), dropout, options)
     calls, window = _plan(module, query, key, attention_mask, sliding_window, step)
     dim = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -59,6 +60,7 @@ def attention(
             scale=scale,
             softcap=softcap or 0.0,
             window=window,
+            sinks=s_aux,
         )
         out = out.unflatten(0, (call.requests.stop - call.requests.start, -1))[..., :dim]
         if len(calls) == 1 and covered == batch * queries:
@@ -114,9 +116,14 @@ def _at_head_dim(*tensors: Tensor) -> Iterable[Tensor]:
     return (padded(tensor, dim) for tensor in tensors)
 
 
-def _refuse(module: torch.nn.Module, floats: tuple[Tensor, ...], dropout: float, options: dict[str, Any]) -> None:
+def _refuse(
+    module: torch.nn.Module,
+    floats: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    dropout: float,
+    options: dict[str, Any],
+) -> None:
     """Raises for gradients and for arguments that pass_ext does not implement."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in floats):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in floats):
         raise RuntimeError(
             "pass_ext attention has no gradients: run the model under torch.no_grad(), or train it with "
             "model.set_attn_implementation('sdpa')"

@@ -53,7 +53,6 @@ def test_models_that_take_no_positions(architecture):
     ("architecture", "changes", "message"),
     [
         ("doge", {"keep_window_size": 4}, "doge computes with its attention_mask"),
-        ("gpt_oss", {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}, r"attention sinks \(s_aux\)"),
     ],
 )
 def test_unimplemented_attention_arguments_are_refused(architecture, changes, message):
@@ -252,11 +251,6 @@ def test_placeholders_that_are_embedded_by_no_token_of_the_table(monkeypatch):
             {"vision_config": _VISION},
             "git computes with its attention_mask",
         ),
-        (
-            "gpt_oss",
-            {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
-            "gpt_oss, layer 0: .* attention sinks",
-        ),
     ],
 )
 def test_refusals_name_the_model(architecture, changes, message):
@@ -306,7 +300,12 @@ def test_every_layer_must_attend():
 class Own:
     """A PackedModel whose layers differ in scale, cap and window; ``change`` takes what a layer gives to ``attend``."""
 
-    LAYERS = ({"window": 3}, {"softcap": 1.5}, {"scale": 0.02}, {"scale": 0.05, "softcap": 2.0, "window": 5})
+    LAYERS = (
+        {"window": 3},
+        {"softcap": 1.5},
+        {"scale": 0.02, "sinks": torch.tensor([0.5, 2.0])},
+        {"scale": 0.05, "softcap": 2.0, "window": 5},
+    )
 
     def __init__(self, change=lambda layer, q, k, v: (q, k, v), change_logits=lambda logits: logits):
         random = torch.Generator().manual_seed(1)
@@ -323,16 +322,19 @@ class Own:
         return self.change_logits((x if wanted is None else x[wanted]) @ self.head.T)
 
 
-def attend_densely(layer, q, k, v, scale=None, softcap=0.0, window=-1):
+def attend_densely(layer, q, k, v, scale=None, softcap=0.0, window=-1, sinks=None):
     """The formula, for the rows of one text."""
     scores = torch.einsum("ihd,jgd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
     seen = (distance >= 0) & ((distance < window) | (window < 0))
-    return torch.einsum("hij,jgd->ihd", scores.where(seen, -torch.inf).softmax(-1), v)
+    scores = scores.where(seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
+    return torch.einsum("hij,jgd->ihd", scores.softmax(-1)[..., : len(q)], v)
 
 
-def test_scale_softcap_and_window_of_each_layer_are_as_documented():
+def test_the_options_of_each_layer_are_as_documented():
     model, text = Own(), IDS[0].tolist()
     for _ in range(12):
         rows = model.embedding[text]
@@ -341,8 +343,8 @@ def test_scale_softcap_and_window_of_each_layer_are_as_documented():
         assert generate(model, IDS, method, max_new_tokens=12).sequences.tolist() == [text], method
 
 
-@pytest.mark.parametrize("parameter", ["scale", "softcap", "window"])
-def test_each_of_the_three_changes_the_text_of_that_model(parameter, monkeypatch):
+@pytest.mark.parametrize("parameter", ["scale", "softcap", "window", "sinks"])
+def test_each_of_them_changes_the_text_of_that_model(parameter, monkeypatch):
     texts = [generate(Own(), IDS, max_new_tokens=12).sequences]
     without = tuple({name: x for name, x in layer.items() if name != parameter} for layer in Own.LAYERS)
     monkeypatch.setattr(Own, "LAYERS", without)

@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from support.generation import greedy_of_transformers, methods_for
-from support.small_models import MASKS_KNOW_WINDOWS, ODD_HEADS, ragged_prompts, small_model
+from support.small_models import MASKS_KNOW_WINDOWS, ODD_HEADS, SINKS, ragged_prompts, small_model
 from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
@@ -47,6 +47,18 @@ def test_windows_that_the_mask_alone_knows(architecture, attention):
 def test_models_that_take_views_of_attentions_result(architecture):
     """Heads of 24 are padded to 64; the result is cut back to 24 and contiguous."""
     assert_text_of_transformers(small_model(architecture), ["plain", "ngram"])
+
+
+@pytest.mark.parametrize("architecture", SINKS)
+def test_models_with_sinks(architecture):
+    model = small_model(architecture)
+    ids, mask = ragged_prompts(8)
+    with_sinks = model(ids, attention_mask=mask).logits
+    assert_text_of_transformers(model)
+    for layer in model.model.layers:
+        layer.self_attn.sinks.fill_(-100.0)
+    without = model(ids, attention_mask=mask).logits
+    assert not torch.allclose(with_sinks, without, atol=0.1), "the text must depend on the sinks"
 
 
 def call_with(monkeypatch, attention, change):

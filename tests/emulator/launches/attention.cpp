@@ -43,6 +43,7 @@ pass_ext::AttentionProblem attention_problem(const Arguments& given) {
   problem.type = static_cast<pass_ext::FloatType>(given("type"));
   problem.out = given.at<void>("out");
   problem.lse = given.at<float>("lse");
+  problem.sinks = given.at<float>("sinks");
   return problem;
 }
 
@@ -62,15 +63,19 @@ void attention_tree(const Arguments& given) {
   problem.scale = static_cast<float>(given.number("scale"));
   problem.softcap = static_cast<float>(given.number("softcap"));
   if (problem.rows == 0 || problem.heads == 0) return;
-  if (problem.type == pass_ext::FloatType::float32) return pass_ext::gpu::launch_plain_attention(problem, {});
-  pass_ext::gpu::launch_attention(problem, attention_plan(given, problem), given.at<float>("workspace"), {});
+  if (problem.type == pass_ext::FloatType::float32)
+    pass_ext::gpu::launch_plain_attention(problem, {});
+  else
+    pass_ext::gpu::launch_attention(problem, attention_plan(given, problem), given.at<float>("workspace"), {});
+  pass_ext::gpu::launch_sinks(problem, {});
 }
 
 void attention_merge(const Arguments& given) {
   pass_ext::gpu::launch_merge(
       {given.at<void>("out_a"), given.at<void>("out_b"), given.at<float>("lse_a"), given.at<float>("lse_b"),
        given.at<void>("out"), given.at<float>("lse"), given("rows"), static_cast<int32_t>(given("head_dim")),
-       static_cast<pass_ext::FloatType>(given("type"))},
+       static_cast<pass_ext::FloatType>(given("type")), given.at<float>("sinks"),
+       static_cast<int32_t>(given("heads"))},
       {});
 }
 

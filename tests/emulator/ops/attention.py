@@ -21,7 +21,7 @@ def strides_of(name: str, rows: Tensor | None) -> dict[str, int]:
 
 def attention_tree(
     q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale, softcap,
-    window, blocks=None, seed=None, record=None, multiprocessors=None,
+    window, sinks=None, blocks=None, seed=None, record=None, multiprocessors=None,
 ):  # fmt: skip
     """``blocks``: those that fit on the GPU at once; ``multiprocessors``: of them, by default one for each block.
 
@@ -34,7 +34,7 @@ def attention_tree(
     caches = dict(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new)
     inputs = given(
         q=q, prefix_lens=prefix_lens, cu_nodes=cu_nodes, visible=visible, block_table=block_table, **caches,
-        depths=depths if window >= 0 else None,
+        depths=depths if window >= 0 else None, sinks=sinks,
     )  # fmt: skip
     out, lse = torch.empty_like(q), torch.empty((rows, heads), dtype=torch.float32)
     pages_of_one = 1 if block_table is None else block_table.shape[1]
@@ -63,12 +63,12 @@ def attention_tree(
     return out, lse
 
 
-def attention_merge(out_a, lse_a, out_b, lse_b):
+def attention_merge(out_a, lse_a, out_b, lse_b, sinks):
     inputs = {name: tensor.contiguous() for name, tensor in
-              dict(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b).items()}  # fmt: skip
+              given(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, sinks=sinks).items()}  # fmt: skip
     out, lse = torch.empty(out_a.shape, dtype=out_a.dtype), torch.empty(lse_a.shape, dtype=torch.float32)
     numbers = {name: tensor.data_ptr() for name, tensor in (inputs | dict(out=out, lse=lse)).items()}
-    numbers |= dict(rows=lse.numel(), head_dim=out.shape[-1], type=FLOAT_TYPES[out.dtype])
+    numbers |= dict(rows=lse.numel(), heads=(1, *lse.shape)[-1], head_dim=out.shape[-1], type=FLOAT_TYPES[out.dtype])
     buffers = {name: (tensor, "in") for name, tensor in inputs.items()} | {"out": (out, "out"), "lse": (lse, "out")}
     with session(buffers, seed=next(seeds)) as machine:
         machine.attention_merge(numbers)

@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from support.small_models import ARCHITECTURES, WITHOUT_WINDOWS, prompts, small_model  # noqa: E402
+from support.small_models import ARCHITECTURES, SINKS, WITHOUT_WINDOWS, prompts, small_model  # noqa: E402
 
 from pass_ext import Tree, pack_trees  # noqa: E402
 from pass_ext.integrations import transformers as hooks  # noqa: E402
@@ -75,6 +75,17 @@ def test_the_window_is_that_of_transformers_at_its_edge(window):
     torch.testing.assert_close(ours[seen], expected[seen], atol=3e-5, rtol=1e-5)
     other = logits(sharp_model("mistral", sliding_window=window + 1), "sdpa", ids, attention_mask=mask)
     assert (other - expected)[seen].abs().max() > 1e-2, "the test must notice a window that is off by one"
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_sinks_are_those_of_eager(name):
+    model = sharp_model(name, sharpness=3.0)
+    ids, mask = prompts(2, 11, padding=(0, 3))
+    expected = logits(model, "eager", ids, attention_mask=mask)
+    ours = logits(model, "pass_ext", ids, attention_mask=mask)
+    torch.testing.assert_close(ours[mask.bool()], expected[mask.bool()], atol=3e-5, rtol=1e-5)
+    written = [generate(model, ids, mask, implementation) for implementation in ("eager", "pass_ext")]
+    assert torch.equal(*written)
 
 
 def test_more_rows_than_a_call_takes():
@@ -271,7 +282,6 @@ def test_registering_twice_changes_nothing():
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        ("gpt_oss", {}, "s_aux"),
         ("llama", {"attention_mask": torch.tensor([[1, 1, 0, 1, 1]])}, "left"),
         ("llama", {"attention_mask": torch.full((1, 1, 5, 5), -3.0)}, "bias"),
         ("llama", {"attention_mask": torch.ones(1, 2, 5, 5, dtype=torch.bool)}, r"\[1, 1, 5, keys\]"),

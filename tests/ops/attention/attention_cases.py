@@ -128,10 +128,12 @@ def attention_case(
     window: int = -1,
     softcap: float = 0.0,
     scale: float | None = None,
+    sinks: bool = False,
     spare: int = 0,
 ) -> dict[str, object]:
     """A step of requests with `sizes` nodes (0: padded) after `prefixes` tokens. heads: key heads, query heads of each. new:
-    the nodes' keys and values are k_new, v_new. spare: rows without a request, and the excess of max_nodes.
+    the nodes' keys and values are k_new, v_new. sinks: that of every fifth head is -inf. spare: rows without a request, and
+    the excess of max_nodes.
     """
     random = torch.Generator().manual_seed(seed)
     kv_heads, group = heads
@@ -175,7 +177,15 @@ def attention_case(
         cu_nodes=torch.tensor(bounds, dtype=torch.int32), visible=visible, max_nodes=max_nodes,
         k_new=k_new if new else None, v_new=v_new if new else None, block_table=table,
         depths=depths if window >= 0 else None, scale=scale, softcap=softcap, window=window,
+        sinks=random_sinks(kv_heads * group, max([1, *prefixes]), seed) if sinks else None,
     )  # fmt: skip
+
+
+def random_sinks(heads: int, keys: int, seed: int) -> Tensor:
+    """Logits of sinks that weigh about as much as so many keys."""
+    sinks = math.log(keys) + 2 * torch.randn(heads, generator=torch.Generator().manual_seed(seed))
+    sinks[4::5] = -math.inf
+    return sinks
 
 
 def block_table(needed: list[int], page: int, random: torch.Generator) -> tuple[Tensor, int]:

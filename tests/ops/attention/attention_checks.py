@@ -81,13 +81,17 @@ def assert_same_runs(ours: list[Tensor], theirs: list[Tensor], rows: object = ..
 
 def error_bound(case: dict[str, object], exact: AttentionTerms) -> Tensor:
     """A hard bound for each element of out: the rounding of out, that of p above and below the fraction, and the logits'
-    errors: u |o| + u (A + |o|) + (2 delta + 2^-20) A with delta that of D products added in fp32, and of tanh.
+    errors: u |o| + u (A + |o|) + (2 delta + 2^-20) A with delta that of D products added in fp32, of tanh, and of a sink; with
+    sinks a GPU rounds out twice.
     """
     unit, dim = UNIT[case["q"].dtype], case["q"].shape[-1]
     scale = dim**-0.5 if case["scale"] is None else case["scale"]
     delta = dim * 2.0**-24 * abs(scale) * exact.reach + case["softcap"] * 2.0**-21
+    if case["sinks"] is not None:
+        delta = delta + 2.0**-23 * case["sinks"].double().abs().nan_to_num(posinf=0.0)
     magnitude, out = exact.magnitude, exact.out.abs()
-    return unit * out + unit * (magnitude + out) + (2 * delta[..., None] + 2.0**-20) * magnitude
+    roundings = 1 if case["sinks"] is None else 2
+    return roundings * unit * out + unit * (magnitude + out) + (2 * delta[..., None] + 2.0**-20) * magnitude
 
 
 def lse_bound(case: dict[str, object], lse: Tensor) -> Tensor:

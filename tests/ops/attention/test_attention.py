@@ -28,7 +28,7 @@ from support.steps import to
 import pass_ext
 from pass_ext.ops.attention import HEAD_DIMS
 from pass_ext.reference.attention import attention_terms
-from pass_ext.testing import assert_error_within
+from pass_ext.testing import assert_error_within, assert_same_bits
 
 # ---- the exact result ----
 
@@ -161,6 +161,7 @@ def any_case(draw, longest, most_nodes, most_requests, most_heads):
         inputs=draw(st.sampled_from(INPUTS)),
         window=draw(st.sampled_from([-1, -1, 1, 2, 5, 40, 1000])),
         softcap=draw(st.sampled_from([0.0, 0.0, 20.0])),
+        sinks=draw(st.booleans()),
         spare=draw(st.sampled_from([0, 1, 60])),
     )
 
@@ -189,6 +190,62 @@ def test_a_window_far_behind_the_start(backend, window):
         options = dict(window=window, heads=(1, 3), layout="paged 16", mask=CHAIN, new=window > 64)
         for dtype in sized(backend, [torch.bfloat16], FLOATS):
             check(backend, [prefix], [nodes], dtype=dtype, **options)
+
+
+# ---- sinks ----
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_sinks(backend, dtype, dim):
+    """Every fifth head has none; blocks of a GPU share the long prefix."""
+    check(backend, [70, 0], [5, 2], dim=dim, dtype=dtype, heads=(2, 3), sinks=True)
+    prefixes, sizes = sized(backend, ([200, 0], [30, 1]), ([3000, 0, 64], [30, 1, 0]))
+    check(
+        backend, prefixes, sizes, dim=dim, dtype=dtype, heads=(2, 4), layout="paged 16", new=True, spare=2, sinks=True,
+        window=100, softcap=20.0,
+    )  # fmt: skip
+
+
+def test_sinks_leave_the_lse_alone(backend):
+    for dtype in FLOATS:
+        case, _ = solved([300], [9], dtype=dtype, heads=(2, 4), sinks=True)
+        with_sinks, without = runs(backend, case), runs(backend, case | {"sinks": None})
+        assert_same_runs(with_sinks[1::2], without[1::2])
+        none = runs(backend, case | {"sinks": torch.full((8,), -torch.inf)})
+        assert_same_runs(none, without)
+
+
+def test_sinks_of_any_size(backend):
+    """Far above all logits nothing is left, far below them everything; NaN is a matter of its own head."""
+    for dtype in FLOATS:
+        case, _ = solved([100], [4], dtype=dtype, heads=(2, 4))
+        sinks = torch.tensor([-torch.inf, -1e38, -200.0, 200.0, 1e38, torch.inf, torch.nan, -torch.inf])
+        out, without = run(backend, case | {"sinks": sinks})[0], run(backend, case)[0]
+        if is_small(backend):
+            torch.testing.assert_close(out[:, [0, 1, 2, 7]], without[:, [0, 1, 2, 7]])
+        else:
+            assert_same_bits(out[:, [0, 1, 2, 7]], without[:, [0, 1, 2, 7]])
+        assert (out[:, 3:6] == 0).all() and out[:, 6].isnan().all()
+
+
+def test_rows_that_see_nothing_get_nothing_beside_a_sink(backend):
+    for dtype in FLOATS:
+        case, _ = solved([0, 30], [3, 2], dtype=dtype, heads=(1, 4), spare=2)
+        visible = case["visible"].clone()
+        visible[1] = 0
+        for sink in (-torch.inf, 0.0, 50.0, torch.inf):
+            out, lse = run(backend, case | {"visible": visible, "sinks": torch.full((4,), sink)})
+            assert (out[[1, 5, 6]] == 0).all() and (lse[[1, 5, 6]] == -torch.inf).all()
+
+
+def test_sinks_may_have_any_float_type(backend):
+    case, _ = solved([30], [2], heads=(1, 4))
+    sinks = torch.tensor([0.5, 2.0, -1.0, 3.0])
+    expected = runs(backend, case | {"sinks": sinks})
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        assert_same_runs(runs(backend, case | {"sinks": sinks.to(dtype)}), expected)
 
 
 # ---- the shapes that a decoder pads with ----

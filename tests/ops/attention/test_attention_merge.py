@@ -18,8 +18,10 @@ SHAPES = [(64,), (1, 80), (5, 3, 64), (2, 3, 4, 96), (7, 9, 128), (33, 2, 256)]
 ODD_SHAPES = [(0, 4, 64), (3, 0, 64), (6, 7), (5, 1), (3, 577), (2, 0)]
 
 
-def merge(backend, *sides):
-    return tuple(tensor.cpu() for tensor in pass_ext.attention_merge(*(side.to(backend.device) for side in sides)))
+def merge(backend, *sides, sinks=None):
+    sinks = None if sinks is None else sinks.to(backend.device)
+    results = pass_ext.attention_merge(*(side.to(backend.device) for side in sides), sinks=sinks)
+    return tuple(tensor.cpu() for tensor in results)
 
 
 def random_sides(shape, dtype, seed=0, spread=3.0):
@@ -29,10 +31,10 @@ def random_sides(shape, dtype, seed=0, spread=3.0):
         yield torch.randn(shape[:-1], generator=random) * spread
 
 
-def check_merge(backend, *sides):
-    out, lse = merge(backend, *sides)
-    exact_out, exact_lse = reference.attention_merge(*sides)
-    magnitude, _ = reference.attention_merge(sides[0].abs(), sides[1], sides[2].abs(), sides[3])
+def check_merge(backend, *sides, sinks=None):
+    out, lse = merge(backend, *sides, sinks=sinks)
+    exact_out, exact_lse = reference.attention_merge(*sides, sinks=sinks)
+    magnitude, _ = reference.attention_merge(sides[0].abs(), sides[1], sides[2].abs(), sides[3], sinks=sinks)
     assert out.dtype == sides[0].dtype and out.shape == sides[0].shape and lse.dtype == torch.float32
     assert_within("lse", lse, exact_lse, 2e-6 + 2.0**-21 * exact_lse.abs())
     smallest = torch.finfo(out.dtype).smallest_normal * UNIT[out.dtype]
@@ -45,6 +47,22 @@ def check_merge(backend, *sides):
 def test_every_shape_and_type(backend, shape, dtype):
     for spread in (0.1, 3.0, 60.0, 1000.0):
         check_merge(backend, *random_sides(shape, dtype, spread=spread))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@each("shape", [shape for shape in SHAPES + ODD_SHAPES if len(shape) > 1])
+def test_sinks(backend, dtype, shape):
+    heads = shape[-2]
+    for spread in (0.1, 3.0):
+        sinks = spread * torch.randn(heads, generator=torch.Generator().manual_seed(1))
+        sinks[1::4] = -math.inf
+        sides = list(random_sides(shape, dtype, spread=spread))
+        sides[1][:1], sides[3][:2] = -math.inf, -math.inf  # the first rows saw nothing
+        check_merge(backend, *sides, sinks=sinks)
+        out, lse = merge(backend, *sides, sinks=sinks)
+        assert (out[:1] == 0).all() and (lse[:1] == -math.inf).all()
+        assert_same_bits(lse, merge(backend, *sides)[1])
 
 
 def test_sides_need_not_be_contiguous(backend):
@@ -98,16 +116,18 @@ def test_nan_stays_in_its_row(backend):
 
 def in_two(backend, case, outside=None):
     """The prefix alone (by `outside`, or with no bit set) merged with the nodes alone."""
+    sinks, case = case["sinks"], case | {"sinks": None}  # of the merge alone: a row has one sink
     nothing = torch.zeros_like(case["visible"])
     prefix_only = outside or run(backend, case | {"visible": nothing})
     nodes_only = run(backend, case | {"prefix_lens": torch.zeros_like(case["prefix_lens"])})
-    return merge(backend, *prefix_only, *nodes_only)
+    return merge(backend, *prefix_only, *nodes_only, sinks=sinks)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("inputs", INPUTS)
-def test_prefix_and_nodes_merged_are_the_whole(backend, dtype, inputs):
-    options = dict(dtype=dtype, inputs=inputs, mask=BITS, new=True, layout="paged 16", spare=1)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_prefix_and_nodes_merged_are_the_whole(backend, dtype, inputs, sinks):
+    options = dict(dtype=dtype, inputs=inputs, mask=BITS, new=True, layout="paged 16", spare=1, sinks=sinks)
     prefixes, sizes = sized(backend, ([50], [5]), ([300, 0, 64], [20, 4, 9]))
     check(backend, prefixes, sizes, **options)
     case, exact = solved(prefixes, sizes, **options)
@@ -172,6 +192,8 @@ REFUSALS = [
     ({"out_b": torch.zeros(3, 65)}, r"out_b must have 64 \(as out_a\) in dimension 1, got float32\[3, 65\]"),
     ({"lse_a": torch.zeros(3).half()}, r"lse_a must be float32, got float16\[3\]"),
     ({"lse_b": torch.zeros(3, 1)}, r"lse_b must have shape out_a's without the last dimension, got float32\[3, 1\]"),
+    ({"sinks": torch.zeros(4)}, r"sinks must have 3 \(the last dimension of lse_a\) in dimension 0, got float32\[4\]"),
+    ({"sinks": torch.zeros(3).long()}, r"sinks must be float32, got int64\[3\]"),
     ({"lse_b": torch.zeros(4)}, r"lse_b must have 3 \(as out_a\) in dimension 0, got float32\[4\]"),
 ]
 

@@ -67,5 +67,6 @@ def test_in_large_trees(backend):
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_with_a_softcap_and_another_head_size(backend, softcap):
-    assert_rows_are_alone(backend, 61, 12, mask=UNIFORM, softcap=softcap, dim=80, seed=3)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_with_a_softcap_sinks_and_another_head_size(backend, softcap, sinks):
+    assert_rows_are_alone(backend, 61, 12, mask=UNIFORM, softcap=softcap, sinks=sinks, dim=80, seed=3)

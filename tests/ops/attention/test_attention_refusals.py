@@ -112,6 +112,10 @@ SHAPES = [
     (DENSE, {"softcap": math.nan}, "softcap must be positive in float32, or 0 for none, got nan"),
     (DENSE, {"softcap": 1e39}, "softcap must be positive in float32, or 0 for none, got 1e.39"),
     (DENSE, {"softcap": 1e-50}, "softcap must be positive in float32, or 0 for none, got 1e-50"),
+    (DENSE, {"sinks": torch.zeros(4).int()}, r"sinks must be float32, got int32\[4\]"),
+    (DENSE, {"sinks": torch.zeros(1, 4)}, r"sinks must have shape \[Hq\], got float32\[1, 4\]"),
+    (DENSE, {"sinks": torch.zeros(2)}, r"sinks must have 4 \(q's heads\) in dimension 0, got float32\[2\]"),
+    (DENSE, {"sinks": torch.zeros(8)[::2]}, r"sinks must be contiguous in its last dimension"),
     (DENSE, {"scale": math.nan}, "scale must be finite, got nan"),
     (DENSE, {"scale": 1e300}, "scale must be finite, got inf"),
 ]

@@ -322,7 +322,7 @@ def test_the_guides_command_and_the_shipped_one_have_options_that_exist(monkeypa
     guide, _, _ = (
         (root / "docs/guide/training.md").read_text().replace("\\\n", " ").partition("## Train an early-exit draft")
     )
-    shipped = LookaheadEmbedding.from_pretrained("smollm2-135m-instruct").training_record["command"]
+    shipped = LookaheadEmbedding.from_pretrained("smollm2-135m-instruct-slots").training_record["command"]
     lines = [line for line in guide.splitlines() if line.startswith("python -m pass_ext train")]
     assert len(lines) == 1
     monkeypatch.chdir(root)  # the shipped command ran there
