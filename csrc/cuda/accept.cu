@@ -1,5 +1,5 @@
 // torch.ops.pass_ext.accept_tree and accept_chain on CUDA: workspace, launch, registration. The kernels:
-// cuda/accept.cuh, cuda/logprobs.cuh.
+// cuda/accept.cuh, cuda/logprobs.cuh, cuda/support.cuh.
 #include "cuda/accept.cuh"
 
 #include <torch/csrc/stable/library.h>
@@ -7,6 +7,7 @@
 #include "cuda/counters.h"
 #include "cuda/logprobs.cuh"
 #include "cuda/runtime.h"
+#include "cuda/support.cuh"
 #include "host/accept.h"
 
 namespace pass_ext {
@@ -35,7 +36,7 @@ extern "C" __attribute__((visibility("default"))) int pass_ext_take_stamps(gpu::
 #endif
 
 void accept_on_cuda(const char* op, const AcceptProblem& problem, const LogprobArrays& logprobs,
-                    const Tensor& target_logits) {
+                    const SupportArrays& supports, const Tensor& target_logits) {
   if (problem.requests == 0) return;
   const CudaScope scope(target_logits);
   const gpu::RowsPlan plan = gpu::plan_accept(problem, scope.multiprocessors());
@@ -49,6 +50,7 @@ void accept_on_cuda(const char* op, const AcceptProblem& problem, const LogprobA
 #endif
   gpu::launch_accept(problem, plan, rows, scope.stream());
   gpu::launch_logprobs(problem, logprobs, scope.stream());
+  gpu::launch_supports(problem, supports, scope.stream());
   check_launch(op);
 }
 

@@ -284,9 +284,10 @@ def test_rows_are_few_while_pytorch_is_slower(monkeypatch, machine, amx, bf16, f
     assert most(torch.bfloat16, False) == 64
 
 
-def test_rows_of_slots_do_not_count():
+def test_what_is_few_for_a_text_is_few_in_a_batch():
     assert are_few(64, 64) and not are_few(65, 64)
-    assert are_few(68, 64, 4) and not are_few(69, 64, 4)
+    assert are_few(300, 64, 64) and not are_few(300, 64, 65)
+    assert are_few(64, 64, 65), "some rows of a long text"
 
 
 def test_layers_that_are_not_plain_are_left_alone():

@@ -33,7 +33,10 @@ CPP_INCLUDES = {
             "cuda/next_",
         ),
     ),
-    "cuda/*.cu": ("core/", "host/", "cuda/runtime.h", "cuda/counters.h", "cuda/attention", "cuda/logprobs.cuh"),
+    "cuda/*.cu": (
+        *("core/", "host/", "cuda/runtime.h", "cuda/counters.h"),
+        *("cuda/attention", "cuda/logprobs.cuh", "cuda/support.cuh"),
+    ),
     "cuda/*.h": ("host/", "cuda/primitives.cuh"),
     "schema.cpp": (),
 }

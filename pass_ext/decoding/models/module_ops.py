@@ -125,10 +125,9 @@ def most_few_rows(dtype: torch.dtype, is_cpu: bool) -> int:
     return sys.maxsize  # PyTorch converts the weights in each call
 
 
-def are_few(rows: int, most: int, slot_rows: int = 0) -> bool:
-    """True for at most so many rows, look-ahead slots' not counted: so a prompt has the same bits with slots after it as
-    without."""
-    return rows - slot_rows <= most
+def are_few(rows: int, most: int, text_rows: int = sys.maxsize) -> bool:
+    """True for at most so many rows, of the call or of each of its texts: what is few for a text is so in any batch."""
+    return min(rows, text_rows) <= most
 
 
 def is_heavy(weight: Tensor) -> bool:

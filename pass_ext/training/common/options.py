@@ -12,15 +12,22 @@ from typing import Any, TypeVar
 import torch
 
 from pass_ext.training.common.documents import Document, read_documents
+from pass_ext.training.common.logs import NAMES, check_logs
 
 PACKAGES = ("transformers", "safetensors", "rich", "matplotlib")
 INSTRUCTIONS = Path(__file__).parent.parent / "instructions.txt"
+# Where --help begins; each command has most of them.
+FIRST = (
+    *("--preset", "--model", "--out", "--data", "--draft", "--kind", "--layers"),
+    *("--steps", "--epochs", "--batch", "--device", "--log", "--config", "--dry-run"),
+)
+_FURTHER = "further options"
 _Settings = TypeVar("_Settings")
 
 
 def adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
     """``parser.add_argument``, where the help of every option that may be left out ends with its default. ``least``: the
-    smallest number that ``check_least`` takes."""
+    smallest number that ``check_least`` takes. --help lists ``FIRST`` before the others."""
 
     def add(option: str, *, help: str = "", least: float | None = None, **how: Any) -> None:
         if least is not None:
@@ -31,9 +38,15 @@ def adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
         shown = {"False": "off", "None": "none", "": "none"}.get(words, words)
         if not how.get("required") and "default:" not in help:
             help = "; ".join(filter(None, (help, f"default: {shown}")))
-        parser.add_argument(option, help=help, **how)
+        group = parser if option in FIRST else _further(parser)
+        group.add_argument(option, help=help, **how)
 
     return add
+
+
+def _further(parser: argparse.ArgumentParser) -> Any:
+    groups = [group for group in parser._action_groups if group.title == _FURTHER]
+    return groups[0] if groups else parser.add_argument_group(_FURTHER)
 
 
 def add_text_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +54,18 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
     add("--model", required=True, help="a GGUF file, or a transformers model folder or name; it stays as it is")
     add("--out", required=True, help="folder for checkpoints, samples and results; a run that stopped goes on from it")
+    add(
+        "--config",
+        metavar="FILE",
+        help="options and their values in a .yaml, .toml or .json file; the command line wins",
+    )
+    add(
+        "--log",
+        nargs="+",
+        choices=NAMES,
+        default=[],
+        help="where losses go while the run trains: event files in --out, or a service with the account that is set up here",
+    )
     add(
         "--data",
         nargs="+",
@@ -76,7 +101,15 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, name: str, models: str
     """The seed, the device, and the result's name, which is ``name`` where the user gives none."""
     add = adder(parser)
     add("--seed", type=int, default=0, help="of samples, windows, places and the start")
-    add("--device", default="cpu", help="cpu, cuda or cuda:N")
+    add("--device", default="cpu", help="cpu, cuda or cuda:N; cuda is a GPU of its own for each rank of torchrun")
+    add(
+        "--rank-timeout",
+        type=float,
+        least=0.1,
+        default=60,
+        metavar="MINUTES",
+        help="how long a rank of torchrun waits for the others, who may be sampling, before it ends",
+    )
     add(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -121,6 +154,7 @@ def check_text_arguments(options: argparse.Namespace) -> None:
     if not 0 <= options.seed < 1 << 32:
         raise SystemExit(f"--seed must be from 0 to {(1 << 32) - 1}, got {options.seed}")
     _check_device(options.device)
+    check_logs(options.log)
     if options.name is not None and (not options.name or Path(options.name).name != options.name):
         raise SystemExit(f"--name must be a file's name without its ending, got {options.name!r}")
     try:

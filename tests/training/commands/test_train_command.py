@@ -327,7 +327,7 @@ def test_the_guides_command_and_the_shipped_one_have_options_that_exist(monkeypa
     assert len(lines) == 1
     monkeypatch.chdir(root)  # the shipped command ran there
     for line, instructions in (lines[0], "shipped"), (shipped, "pass_ext/training/instructions.txt"):
-        options = parser.parse_args(shlex.split(line)[4:])
+        options = parser.parse_args(training.with_config(parser, shlex.split(line)[4:]))
         assert options.lookahead == 4 and options.self_distill == instructions
         command.check_arguments(options)
     for option in re.findall(r"`(--[a-z-]+)", guide):
