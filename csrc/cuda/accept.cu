@@ -27,12 +27,6 @@ gpu::Stamp* stamps() {
   }();
   return memory;
 }
-
-// Copies the stamps [blocks, phases] and clears them.
-extern "C" __attribute__((visibility("default"))) int pass_ext_take_stamps(gpu::Stamp* to) {
-  const cudaError_t error = cudaMemcpy(to, stamps(), kStamps * sizeof(gpu::Stamp), cudaMemcpyDeviceToHost);
-  return error != cudaSuccess ? error : cudaMemset(stamps(), 0, kStamps * sizeof(gpu::Stamp));
-}
 #endif
 
 void accept_on_cuda(const char* op, const AcceptProblem& problem, const LogprobArrays& logprobs,
@@ -56,6 +50,15 @@ void accept_on_cuda(const char* op, const AcceptProblem& problem, const LogprobA
 
 }  // namespace
 }  // namespace pass_ext
+
+#ifdef PASS_EXT_STAMPS
+// Copies the stamps [blocks, phases] and clears them.
+extern "C" __attribute__((visibility("default"))) int pass_ext_take_stamps(void* to) {
+  constexpr size_t kBytes = pass_ext::kStamps * sizeof(pass_ext::gpu::Stamp);
+  const cudaError_t error = cudaMemcpy(to, pass_ext::stamps(), kBytes, cudaMemcpyDeviceToHost);
+  return error != cudaSuccess ? error : cudaMemset(pass_ext::stamps(), 0, kBytes);
+}
+#endif
 
 STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, library) {
   library.impl("accept_tree", TORCH_BOX(&pass_ext::accept_tree<pass_ext::accept_on_cuda>));
