@@ -44,6 +44,8 @@ class OurCall(NamedTuple):
     """Of the layers that attend, where others keep a state; None: each layer's own."""
     slot_rows: int = 0
     """How many of many rows are look-ahead slots', if the host knows it."""
+    positions: Any = None
+    """``[N]``, of the rows in the text."""
 
 
 current_call: ContextVar[OurCall | None] = ContextVar("current_call", default=None)
