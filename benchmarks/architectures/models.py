@@ -128,6 +128,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
     "lfm3": dict(layer_types=["conv", "full_attention"]),
+    **{name: dict(no_rope_layer_interval=2, floor_scale=4) for name in ("llama4", "llama4_text")},
     "longcat_flash": dict(head_dim=8),
     "mamba2": dict(num_heads=8),
     "qwen4_exp": dict(text_config=_QWEN4),

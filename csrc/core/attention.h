@@ -38,7 +38,7 @@ struct AttentionProblem {
   const int32_t* prefix_lens;  // [requests]
   const int32_t* cu_nodes;     // [requests + 1]
   const int64_t* visible;      // [rows, 64 nodes to a word]
-  const int32_t* depths;       // [rows], each below its request's nodes; null without a window
+  const int32_t* depths;       // [rows], each below its request's nodes; null without a window and chunks
   const int32_t* block_table;  // [requests, pages per request]; null for a dense cache
   int64_t visible_stride, table_stride;
   int64_t requests, rows;
@@ -52,6 +52,7 @@ struct AttentionProblem {
   void* out;             // [rows, heads, head_dim]
   float* lse;            // [rows, heads]
   const float* sinks;    // [heads]; null: none
+  int32_t chunk;         // a row sees no position before its own chunk of so many; -1: no chunks
 };
 
 // The merge of two results for the same rows over disjoint keys:
@@ -73,7 +74,7 @@ struct AttentionRequest {
   int64_t index;
   int32_t first, nodes;  // rows of q
   int32_t prefix;
-  int32_t begin;  // the first key that the window leaves to any row
+  int32_t begin;  // the first key that window and chunk leave to any row
 
   PASS_EXT_HOST_DEVICE int32_t keys() const { return prefix + nodes; }
 };
@@ -82,6 +83,23 @@ PASS_EXT_HOST_DEVICE int64_t between(int64_t value, int64_t low, int64_t high) {
   return value < low ? low : value > high ? high : value;
 }
 
+// Chunks are a template argument of all that decides who sees what, so that kernels for problems without any stay as
+// they are: false where problem.chunk is known to be -1.
+
+template <bool has_chunks = false>
+PASS_EXT_HOST_DEVICE bool has_reach(const AttentionProblem& problem) {
+  return problem.window >= 0 || (has_chunks && problem.chunk >= 0);
+}
+
+// The window of a row at `position`; -1: none. A chunk is one that reaches back to its start.
+template <bool has_chunks>
+PASS_EXT_HOST_DEVICE int32_t window_at(const AttentionProblem& problem, int32_t position) {
+  if constexpr (!has_chunks) return problem.window;
+  const int32_t in_chunk = problem.chunk >= 0 ? position % problem.chunk + 1 : -1;
+  return in_chunk < 0 || (problem.window >= 0 && problem.window < in_chunk) ? problem.window : in_chunk;
+}
+
+template <bool has_chunks = false>
 PASS_EXT_HOST_DEVICE AttentionRequest request_of(const AttentionProblem& problem, int64_t index) {
   AttentionRequest request{};
   request.index = index;
@@ -94,8 +112,9 @@ PASS_EXT_HOST_DEVICE AttentionRequest request_of(const AttentionProblem& problem
   const int64_t room = problem.k_new.data ? problem.slots : problem.slots - request.nodes;
   request.prefix = static_cast<int32_t>(between(problem.prefix_lens[index], 0, room < 0 ? 0 : room));
   // The window of the root, at depth 0, begins first.
-  if (problem.window >= 0)
-    request.begin = static_cast<int32_t>(between(request.prefix - int64_t{problem.window} + 1, 0, request.prefix));
+  const int32_t window = window_at<has_chunks>(problem, request.prefix);
+  if (window >= 0)
+    request.begin = static_cast<int32_t>(between(request.prefix - int64_t{window} + 1, 0, request.prefix));
   return request;
 }
 
@@ -126,11 +145,13 @@ PASS_EXT_HOST_DEVICE const T* key_row(const AttentionProblem& problem, const Att
 }
 
 // True if every node of the request sees all keys in [first, first + count).
+template <bool has_chunks = false>
 PASS_EXT_HOST_DEVICE bool all_see(const AttentionProblem& problem, const AttentionRequest& request, int32_t first,
                                   int32_t count) {
   if (first + count > request.prefix) return false;
   // The window of the deepest possible node, at depth nodes - 1, begins last.
-  return problem.window < 0 || first > int64_t{request.prefix} + request.nodes - 1 - problem.window;
+  const int32_t window = window_at<has_chunks>(problem, request.prefix + request.nodes - 1);
+  return window < 0 || first > int64_t{request.prefix} + request.nodes - 1 - window;
 }
 
 PASS_EXT_HOST_DEVICE uint64_t ones_below(int64_t count) {
@@ -143,7 +164,7 @@ PASS_EXT_HOST_DEVICE int32_t depth_of(const AttentionProblem& problem, const Att
 
 // The keys among [first, first + 64) that node `node` of the request sees: bit i for key first + i. word(i) is word i
 // of the node's row in `visible`.
-template <typename Word>
+template <bool has_chunks = false, typename Word>
 PASS_EXT_HOST_DEVICE uint64_t visible_keys(const AttentionProblem& problem, const AttentionRequest& request,
                                            int32_t node, int32_t first, const Word& word) {
   const int32_t start = first - request.prefix;  // the node of the first key; negative in the prefix
@@ -159,14 +180,14 @@ PASS_EXT_HOST_DEVICE uint64_t visible_keys(const AttentionProblem& problem, cons
     }
     nodes &= ones_below(int64_t{request.nodes} - start);
   }
-  if (problem.window >= 0) {
+  if (has_reach<has_chunks>(problem)) {
     const int32_t depth = depth_of(problem, request, node);
-    const int64_t lowest = int64_t{request.prefix} + depth - problem.window + 1;  // position of the first key in reach
+    const int32_t window = window_at<has_chunks>(problem, request.prefix + depth);
+    const int64_t lowest = int64_t{request.prefix} + depth - window + 1;  // position of the first key in reach
     seen &= ~ones_below(lowest - first);
-    if (depth >= problem.window)
+    if (depth >= window)
       for (int32_t i = 0; i < 64; ++i)
-        if (nodes >> i & 1 && depth - depth_of(problem, request, start + i) >= problem.window)
-          nodes &= ~(uint64_t{1} << i);
+        if (nodes >> i & 1 && depth - depth_of(problem, request, start + i) >= window) nodes &= ~(uint64_t{1} << i);
   }
   return seen | nodes;
 }
@@ -176,10 +197,11 @@ PASS_EXT_HOST_DEVICE uint64_t visible_word(const AttentionProblem& problem, cons
   return static_cast<uint64_t>(problem.visible[(request.first + node) * problem.visible_stride + i]);
 }
 
+template <bool has_chunks = false>
 PASS_EXT_HOST_DEVICE uint64_t visible_keys(const AttentionProblem& problem, const AttentionRequest& request,
                                            int32_t node, int32_t first) {
-  return visible_keys(problem, request, node, first,
-                      [&](int32_t i) { return visible_word(problem, request, node, i); });
+  return visible_keys<has_chunks>(problem, request, node, first,
+                                  [&](int32_t i) { return visible_word(problem, request, node, i); });
 }
 
 constexpr float kLog2E = 1.44269504f;

@@ -115,7 +115,7 @@ struct Units {
 Units units_of(const AttentionProblem& problem) {
   Units units;
   for (int64_t b = 0; b < problem.requests; ++b) {
-    const AttentionRequest request = request_of(problem, b);
+    const AttentionRequest request = request_of<true>(problem, b);
     if (request.nodes == 0) continue;
     units.tiles.push_back(std::make_unique<AttentionTiles>(problem, request));
     const AttentionTiles* tiles = units.tiles.back().get();
@@ -163,7 +163,7 @@ void check_attention_values(const char* op, const AttentionProblem& problem) {
              problem.k_new.data ? "" : " and the nodes", " of every request, got ", problem.slots,
              " slots, but request ", b, " has prefix_lens ", prefix, " and ", nodes, " nodes");
     if (problem.block_table)
-      for (int64_t i = request_of(problem, b).begin / problem.page_size; i * problem.page_size < needed; ++i) {
+      for (int64_t i = request_of<true>(problem, b).begin / problem.page_size; i * problem.page_size < needed; ++i) {
         const int32_t page = problem.block_table[b * problem.table_stride + i];
         if (page < 0 || page >= problem.pages)
           refuse(op, "block_table must name pages in [0, ", problem.pages, ") for the ", needed, " slots of request ",

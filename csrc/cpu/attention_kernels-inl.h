@@ -312,7 +312,7 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
   for (int32_t turn = 0; first < end; first += tiles[turn].count, turn = 1 - turn) {
     const TileRows<T>& tile = tiles[turn];
     const int32_t keys = tile.count;
-    const bool all_seen = all_see(problem, task.request, first, keys);
+    const bool all_seen = all_see<true>(problem, task.request, first, keys);
     const Keys<Form> key_rows = keys_of<Form>(tile, scratch, dim);
     const bool left_out = fill_values<Form>(tile, scratch, dim, all_seen);
     Ahead ahead;

@@ -62,12 +62,12 @@ class AttentionTiles {
   // The keys at places [first, first + 64) that a node sees: bit i for place first + i.
   uint64_t visible(const AttentionProblem& problem, const AttentionRequest& request, int32_t node,
                    int32_t first) const {
-    const uint64_t seen = visible_keys(problem, request, node, first);
+    const uint64_t seen = visible_keys<true>(problem, request, node, first);
     if (nodes_.empty() || first + 64 <= prefix_) return seen;
     uint64_t word = seen & ones_below(int64_t{prefix_} - first);
     const int32_t end = static_cast<int32_t>(between(int64_t{first} + 64, 0, prefix_ + nodes_.size()));
     for (int32_t place = std::max(first, prefix_); place < end; ++place)
-      word |= (visible_keys(problem, request, node, key_at(place)) & 1) << (place - first);
+      word |= (visible_keys<true>(problem, request, node, key_at(place)) & 1) << (place - first);
     return word;
   }
 

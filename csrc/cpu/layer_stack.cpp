@@ -240,7 +240,7 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
   const AttentionResult attended =
       prepare_attention(op,
                         {q, first_keys, first_values, prefix_lens, cu_nodes, visible, max_nodes, none, none, none,
-                         depths, attention_scale, softcap, has_window ? 1 : -1, none},
+                         depths, attention_scale, softcap, has_window ? 1 : -1, none, -1},
                         problem);
   const KeyRows fresh_layout{nullptr, 0, kv_heads * head_dim, head_dim};
   problem.k_new = problem.v_new = fresh_layout;

@@ -31,7 +31,7 @@ void check_aligned_rows(const char* argument, const KeyRows& rows, int64_t outer
 }
 
 void check_alignment(const AttentionProblem& problem) {
-  if (problem.type == FloatType::float32) return;
+  if (gpu::is_plain(problem)) return;
   if (reinterpret_cast<uintptr_t>(problem.q) % 16 != 0)
     refuse("attention_tree", "q must start at a multiple of 16 bytes on CUDA, got an address ",
            reinterpret_cast<uintptr_t>(problem.q) % 16, " beyond one (call .clone())");
@@ -56,7 +56,7 @@ void attention_on_cuda(const AttentionProblem& problem, const Tensor& q) {
   check_alignment(problem);
   if (problem.rows == 0 || problem.heads == 0) return;
   const CudaScope scope(q);
-  if (problem.type == FloatType::float32) {
+  if (gpu::is_plain(problem)) {
     gpu::launch_plain_attention(problem, scope.stream());
   } else {
     const int64_t resident = int64_t{scope.multiprocessors()} * resident_blocks(scope, problem);

@@ -31,9 +31,10 @@ PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, const S
 #pragma unroll 1
   for (int tile = segment.begin; tile < segment.end; ++tile) {
     const int32_t first = segment.first_key + tile * Shape::kKeys;
-    if (all_see(problem, segment.request, first, Shape::kKeys)) continue;
+    if (all_see<Shape::kHasChunks>(problem, segment.request, first, Shape::kKeys)) continue;
     for (int row = static_cast<int>(thread_rank()); row < segment.rows; row += kAttentionThreads)
-      seen[row] = visible_keys(problem, segment.request, (segment.first_row + row) / problem.group, first);
+      seen[row] = visible_keys<Shape::kHasChunks>(problem, segment.request, (segment.first_row + row) / problem.group,
+                                                  first);
     sync_block();
 #pragma unroll 1
     for (int column = static_cast<int>(thread_rank()); column < problem.head_dim; column += kAttentionThreads) {
@@ -101,7 +102,7 @@ PASS_EXT_DEVICE bool attend(const AttentionProblem& problem, const SharedWork& w
     const int64_t next_outer = address.find(tile + kAhead + 1);
 
     const int32_t first_key = segment.first_key + tile * Shape::kKeys;
-    const bool is_masked = !all_see(problem, segment.request, first_key, Shape::kKeys);
+    const bool is_masked = !all_see<Shape::kHasChunks>(problem, segment.request, first_key, Shape::kKeys);
     if (is_masked) {
       if (remove_non_finite<Shape>(shared.values(tile))) atomic_or(&scratch.has_non_finite, 1);
       sync_block();

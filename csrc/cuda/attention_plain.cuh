@@ -1,5 +1,6 @@
-// Attention on the GPU in fp32, which has no matrix fragments. One warp takes one row and head, 32 keys at a time: for
-// the scores a lane has one key, for the result some columns. Correct and simple, not fast.
+// Attention on the GPU without matrix fragments: in fp32, which has none, and where no kernel with them is compiled. One
+// warp takes one row and head, 32 keys at a time: for the scores a lane has one key, for the result some columns.
+// Correct and simple, not fast.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +13,18 @@ namespace pass_ext::gpu {
 constexpr int kPlainWarps = 4;
 constexpr int kPlainColumns = kLargestHeadDim / 32;  // columns of one lane
 
+// True if the problem has no kernel with matrix fragments.
+inline bool is_plain(const AttentionProblem& problem) {
+  return problem.type == FloatType::float32 || (problem.chunk >= 0 && problem.head_dim != 128);
+}
+
 // The request that owns a row of q, or -1. Every lane of the warp must call it.
 PASS_EXT_DEVICE int64_t owner_of(const AttentionProblem& problem, int64_t row) {
   for (int64_t first = 0; first < problem.requests; first += 32) {
     const int64_t b = first + lane_index();
     bool is_owner = false;
     if (b < problem.requests) {
-      const AttentionRequest request = request_of(problem, b);
+      const AttentionRequest request = request_of<true>(problem, b);
       is_owner = row >= request.first && row < int64_t{request.first} + request.nodes;
     }
     const unsigned owners = ballot(is_owner);
@@ -27,6 +33,7 @@ PASS_EXT_DEVICE int64_t owner_of(const AttentionProblem& problem, int64_t row) {
   return -1;
 }
 
+template <typename T>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kPlainWarps)
     plain_attention_kernel(PASS_EXT_PARAMETER AttentionProblem problem) {
   const int64_t index = int64_t{block_index().x} * kPlainWarps + warp_index();  // row and head
@@ -35,19 +42,19 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kPlainWarps)
   const int32_t lane = static_cast<int32_t>(lane_index());
   float sums[kPlainColumns] = {}, highest = -kLargest, total = 0.0f;
   if (owner >= 0) {
-    const AttentionRequest request = request_of(problem, owner);
+    const AttentionRequest request = request_of<true>(problem, owner);
     const int32_t node = static_cast<int32_t>(row - request.first);
     const int32_t head = static_cast<int32_t>(index % problem.heads) / problem.group;
-    const float* const q = static_cast<const float*>(problem.q) + index * problem.head_dim;
+    const T* const q = static_cast<const T*>(problem.q) + index * problem.head_dim;
     for (int32_t first = request.begin / 64 * 64; first < request.keys(); first += 32) {
       const int32_t key = first + lane;
-      bool is_seen = key < request.keys() && (visible_keys(problem, request, node, first) >> lane & 1);
+      bool is_seen = key < request.keys() && (visible_keys<true>(problem, request, node, first) >> lane & 1);
       float score = float_of(0xff800000u);
       if (is_seen) {
-        const float* const k = key_row<float>(problem, request, problem.k_cache, problem.k_new, key, head);
+        const T* const k = key_row<T>(problem, request, problem.k_cache, problem.k_new, key, head);
         float dot = 0.0f;
         if (k != nullptr)
-          for (int32_t i = 0; i < problem.head_dim; ++i) dot = fused(q[i], k[i], dot);
+          for (int32_t i = 0; i < problem.head_dim; ++i) dot = fused(to_float(q[i]), to_float(k[i]), dot);
         score = dot * problem.scale;
         if (problem.softcap > 0.0f) score = softcapped(score, problem.softcap);
         score *= kLog2E;
@@ -64,11 +71,11 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kPlainWarps)
       for (unsigned keys = ballot(is_seen); keys != 0; keys &= keys - 1) {
         const int32_t i = first_set_bit(keys);
         const float p = shuffle(weight, i);
-        const float* const v = key_row<float>(problem, request, problem.v_cache, problem.v_new, first + i, head);
+        const T* const v = key_row<T>(problem, request, problem.v_cache, problem.v_new, first + i, head);
         if (v == nullptr) continue;
 #pragma unroll
         for (int c = 0; c < kPlainColumns; ++c)
-          if (lane + 32 * c < problem.head_dim) step_sums[c] = fused(p, v[lane + 32 * c], step_sums[c]);
+          if (lane + 32 * c < problem.head_dim) step_sums[c] = fused(p, to_float(v[lane + 32 * c]), step_sums[c]);
       }
 #pragma unroll
       for (int c = 0; c < kPlainColumns; ++c) sums[c] = fused(sums[c], shrink, step_sums[c]);
@@ -79,13 +86,20 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kPlainWarps)
 #pragma unroll
   for (int c = 0; c < kPlainColumns; ++c)
     if (lane + 32 * c < problem.head_dim)
-      static_cast<float*>(problem.out)[index * problem.head_dim + lane + 32 * c] = sums[c] * inverse;
+      static_cast<T*>(problem.out)[index * problem.head_dim + lane + 32 * c] = from_float<T>(sums[c] * inverse);
   if (lane == 0) problem.lse[index] = log_of_total(highest, total);
 }
 
 inline void launch_plain_attention(const AttentionProblem& problem, Stream stream) {
   const int64_t blocks = (problem.rows * problem.heads + kPlainWarps - 1) / kPlainWarps;
-  launch("attention_tree", plain_attention_kernel, LaunchShape{{blocks}, {32 * kPlainWarps}}, stream, problem);
+  const auto run = [&](auto* kernel) {
+    launch("attention_tree", kernel, LaunchShape{{blocks}, {32 * kPlainWarps}}, stream, problem);
+  };
+  switch (problem.type) {
+    case FloatType::bfloat16: return run(plain_attention_kernel<bfloat16>);
+    case FloatType::float16: return run(plain_attention_kernel<float16>);
+    case FloatType::float32: return run(plain_attention_kernel<float>);
+  }
 }
 
 }  // namespace pass_ext::gpu

@@ -14,7 +14,8 @@
 
 namespace pass_ext::gpu {
 
-// use(AttentionShape) for the problem's dtype, head size and number of rows that share a key head. fp32 has none.
+// use(AttentionShape) for the problem's dtype, head size, chunks and number of rows that share a key head. Problems
+// that are plain (attention_plain.cuh) have none.
 template <typename Use>
 decltype(auto) with_attention_shape(const AttentionProblem& problem, const Use& use) {
   static_assert(kLargestHeadDim <= 256, "the widest kernel takes every head size");
@@ -25,6 +26,8 @@ decltype(auto) with_attention_shape(const AttentionProblem& problem, const Use& 
     return is_one_tile ? use(AttentionShape<T, kDim, 1>{}) : use(AttentionShape<T, kDim, 4>{});
   };
   const auto with_type = [&](auto element) -> decltype(auto) {
+    using T = decltype(element);
+    if (problem.chunk >= 0) return is_one_tile ? use(ChunkedShape<T, 1>{}) : use(ChunkedShape<T, 4>{});
     return problem.head_dim <= 64    ? with_dim(element, std::integral_constant<int, 64>{})
            : problem.head_dim <= 96  ? with_dim(element, std::integral_constant<int, 96>{})
            : problem.head_dim <= 128 ? with_dim(element, std::integral_constant<int, 128>{})

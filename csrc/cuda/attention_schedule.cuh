@@ -124,7 +124,7 @@ PASS_EXT_DEVICE Team join_team(const AttentionProblem& problem, ScheduleScratch&
   const bool is_single = problem.requests == 1;
   first_steps = {};
   if (is_single) {  // every thread knows all work, without a barrier
-    const AttentionRequest request = request_of(problem, 0);
+    const AttentionRequest request = request_of<Shape::kHasChunks>(problem, 0);
     first_steps = steps_of<Shape>(problem, request, most);
     if (thread_rank() == 0) scratch.segment.request = request;
   } else {
@@ -133,7 +133,7 @@ PASS_EXT_DEVICE Team join_team(const AttentionProblem& problem, ScheduleScratch&
     sync_block();
 #pragma unroll 1
     for (int64_t b = thread_rank(); b < problem.requests; b += kAttentionThreads) {
-      const RequestSteps request_steps = steps_of<Shape>(problem, request_of(problem, b), most);
+      const RequestSteps request_steps = steps_of<Shape>(problem, request_of<Shape::kHasChunks>(problem, b), most);
       if (b < kAttentionThreads) first_steps = request_steps;
       if (request_steps.steps > 0) atomic_add(&scratch.steps[request_steps.in_step], request_steps.steps);
     }
@@ -217,7 +217,7 @@ PASS_EXT_DEVICE void find_segment(const AttentionProblem& problem, ScheduleScrat
     const int64_t request = chunk + thread_rank();
     const RequestSteps candidate = chunk == 0 ? first_steps
                                    : request < problem.requests
-                                       ? steps_of<Shape>(problem, request_of(problem, request), most)
+                                       ? steps_of<Shape>(problem, request_of<Shape::kHasChunks>(problem, request), most)
                                        : RequestSteps{};
     const int32_t count = candidate.in_step == team.in_step ? candidate.steps : 0;
     int32_t up_to = count;  // steps up to this request: first within its warp, then from the very first
@@ -235,7 +235,7 @@ PASS_EXT_DEVICE void find_segment(const AttentionProblem& problem, ScheduleScrat
       before += scratch.sums[warp];
     }
     if (up_to - count <= step && step < up_to) {
-      scratch.segment = segment_at<Shape>(problem, request_of(problem, request), up_to - count, team, step, most);
+      scratch.segment = segment_at<Shape>(problem, request_of<Shape::kHasChunks>(problem, request), up_to - count, team, step, most);
       scratch.chunk = static_cast<int32_t>(chunk);
       scratch.before = chunk_begin;
     }

@@ -29,6 +29,7 @@ struct AttentionShape {
   static constexpr int kRowsAtOnce = kAttentionThreads / kRowThreads;       // rows that a block copies at once
   static constexpr int kCopies = kKeys / kRowsAtOnce;                       // copies per thread for a tile of K or of V
   static constexpr bool kIsSwizzled = dim % 64 == 0;
+  static constexpr bool kHasChunks = false;
   static constexpr bool kMayBeWider = dim == 96;               // wider than head_dim, which may be 80
   static constexpr int kStride = kIsSwizzled ? dim : dim + 8;  // between rows; unswizzled: an odd number of chunks
   static constexpr int kTile = kKeys * kStride;
@@ -48,6 +49,12 @@ struct AttentionShape {
   static_assert(!kIsSwizzled || (512 % (kStride * sizeof(T)) == 0 && (kRowsAtOnce % 8 == 0 || kRowsAtOnce == 4)),
                 "TileChunks: the ring's rows lie at multiples of their size");
   static_assert(kIsSwizzled || kRowsAtOnce % 8 == 0, "copy_tile flips nothing");
+};
+
+// The same for problems with chunks (AttentionProblem::chunk), whose kernels others do without.
+template <typename Element, int row_warps>
+struct ChunkedShape : AttentionShape<Element, 128, row_warps> {
+  static constexpr bool kHasChunks = true;
 };
 
 // The offset of a 16-byte chunk of a row in a tile. Eight consecutive rows at one chunk, which load_matrices reads

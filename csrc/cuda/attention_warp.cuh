@@ -145,7 +145,7 @@ PASS_EXT_DEVICE void hide_keys(Scores<Shape>& scores, const AttentionProblem& pr
   uint64_t row_bits = 0;
   if (row < segment.rows) {
     const int32_t node = (segment.first_row + row) / problem.group;
-    row_bits = visible_keys(problem, segment.request, node, first_key, [&](int32_t i) {
+    row_bits = visible_keys<Shape::kHasChunks>(problem, segment.request, node, first_key, [&](int32_t i) {
       return i == 0 ? first_word : visible_word(problem, segment.request, node, i);
     });
   }

@@ -29,6 +29,7 @@ struct AttentionArguments {
   double softcap;
   int64_t window;
   const OptionalTensor& sinks;
+  int64_t chunk;
 };
 
 // A cache's rows: [outer, slot, head, head_dim].
@@ -95,6 +96,10 @@ inline void check_window(const char* op, int64_t window) {
     refuse(op, "window must be positive, or -1 for none, got ", window);
 }
 
+inline void check_chunk(const char* op, int64_t chunk) {
+  if (chunk < -1 || chunk == 0 || chunk > INT32_MAX) refuse(op, "chunk must be positive, or -1 for none, got ", chunk);
+}
+
 // Makes the outputs and packs the problem. `q` is contiguous and checked already.
 inline AttentionResult prepare_attention(const char* op, const AttentionArguments& arguments,
                                          AttentionProblem& problem) {
@@ -140,12 +145,16 @@ inline AttentionResult prepare_attention(const char* op, const AttentionArgument
   problem.pages = static_cast<int32_t>(k_cache.size(0));
   check_window(op, arguments.window);
   problem.window = static_cast<int32_t>(arguments.window);
+  check_chunk(op, arguments.chunk);
+  problem.chunk = static_cast<int32_t>(arguments.chunk);
+  const bool has_reach = problem.window >= 0 || problem.chunk >= 0;
   if (arguments.depths) {
     const int32_t* depths = check_integers(op, "depths", *arguments.depths, "q", q);
     check_size(op, "depths", *arguments.depths, 0, q.size(0), "the packed nodes of q");
-    if (problem.window >= 0) problem.depths = depths;
-  } else if (problem.window >= 0) {
-    refuse(op, "depths must be given with a window (tree_prepare makes them), got None");
+    if (has_reach) problem.depths = depths;
+  } else if (has_reach) {
+    refuse(op, "depths must be given with a ", problem.window >= 0 ? "window" : "chunk",
+           " (tree_prepare makes them), got None");
   }
   problem.softcap = static_cast<float>(arguments.softcap);
   if (!(arguments.softcap >= 0) || std::isinf(problem.softcap) || (problem.softcap == 0) != (arguments.softcap == 0))
@@ -178,14 +187,14 @@ AttentionResult attention_tree(const Tensor& q, const Tensor& k_cache, const Ten
                                const Tensor& cu_nodes, const Tensor& visible, int64_t max_nodes,
                                const OptionalTensor& k_new, const OptionalTensor& v_new,
                                const OptionalTensor& block_table, const OptionalTensor& depths,
-                               std::optional<double> scale, double softcap, int64_t window, const OptionalTensor& sinks) {
+                               std::optional<double> scale, double softcap, int64_t window, const OptionalTensor& sinks, int64_t chunk) {
   constexpr const char* op = "attention_tree";
   AttentionProblem problem{};
   check_queries(op, q);  // before they are copied
   const Tensor flat_q = contiguous_of(op, "q", q);
   const AttentionResult result = prepare_attention(op,
                                                    {flat_q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes,
-                                                    k_new, v_new, block_table, depths, scale, softcap, window, sinks},
+                                                    k_new, v_new, block_table, depths, scale, softcap, window, sinks, chunk},
                                                    problem);
   run(problem, flat_q);
   return result;

@@ -39,6 +39,7 @@ def attention_tree(
     softcap: float = 0.0,
     window: int = -1,
     sinks: Tensor | None = None,
+    chunk: int = -1,
 ) -> tuple[Tensor, Tensor]:
     """Attention of N packed nodes, ``q [N, Hq, D]``, over the KV cache of B requests: row i sees its request's prefix and the
     nodes in ``visible[i]``.
@@ -56,14 +57,16 @@ def attention_tree(
         k_new, v_new: ``[N, Hkv, D]``, keys and values of the nodes, if they are not in the cache. None: node j is in the
             cache at slot ``prefix_len + j``.
         block_table: ``[B, P']`` int32, the page of each ``page`` slots of a request. Entries after the last slot needed and
-            before the window are not read.
-        depths: ``[N]`` int32, edges from the root, from ``tree_prepare``; needed with a window only.
+            before window and chunk are not read.
+        depths: ``[N]`` int32, edges from the root, from ``tree_prepare``; needed with a window or chunks only.
         scale: factor of the logits; None is ``D ** -0.5``.
         softcap: logits become ``softcap * tanh(logits / softcap)``; 0 is off.
         window: a node at position ``prefix_len + depth`` sees only keys with ``position - window < key position``, itself
             included. -1 is off.
         sinks: ``[Hq]`` of any float dtype, a logit of each head that takes weight like a key and has no value: out becomes
             ``out * e^lse / (e^lse + e^sink)``, lse stays as it is. -inf is none.
+        chunk: a node at position ``prefix_len + depth`` sees only keys of its own chunk: positions from
+            ``position // chunk * chunk`` on. -1 is off. With a window too, both must hold.
 
     Returns:
         ``(out [N, Hq, D] in q's dtype, lse [N, Hq] float32)``; lse is the natural log of the sum of exponentials, without a
@@ -102,11 +105,12 @@ def attention_tree(
             block_table,
             depths,
             window,
+            chunk,
             nodes_in_cache=k_new is None,
         )
     out, lse = call(
         _op, q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale,
-        softcap, window, _in_float32(sinks),
+        softcap, window, _in_float32(sinks), chunk,
     )  # fmt: skip
     return out, lse
 
@@ -125,6 +129,7 @@ def check_fits(
     block_table: Tensor | None,
     depths: Tensor | None,
     window: int,
+    chunk: int,
     *,
     nodes_in_cache: bool,
 ) -> None:
@@ -143,11 +148,12 @@ def check_fits(
                              f"the cache has {slots}")  # fmt: skip
         if block_table is not None:
             begin = 0 if window < 0 else max(prefixes[b] - window + 1, 0)
+            begin = begin if chunk < 0 else max(begin, prefixes[b] // chunk * chunk)
             pages = block_table[b, begin // cache.shape[1] : -(-needed // cache.shape[1])]
             if bool(((pages < 0) | (pages >= cache.shape[0])).any()):
                 raise IndexError(f"pass_ext::{op}: block_table must name pages below {cache.shape[0]} for slots {begin} to "
                                  f"{needed}, got {pages.tolist()} at {b}")  # fmt: skip
-        if depths is not None and window >= 0:
+        if depths is not None and max(window, chunk) >= 0:
             request_depths = depths[first:last].tolist()
             if min(request_depths) < 0 or max(request_depths) >= nodes:
                 raise IndexError(

@@ -23,15 +23,21 @@ class AttentionTerms(NamedTuple):
     """``[N, Hq]``: the largest sum of abs(q_d k_d) over d."""
 
 
-def attention_mask(prefix: int, visible: Tensor, depths: Tensor | None = None, window: int = -1) -> Tensor:
+def attention_mask(
+    prefix: int, visible: Tensor, depths: Tensor | None = None, window: int = -1, chunk: int = -1
+) -> Tensor:
     """The keys that the nodes of one request see: bool ``[nodes, prefix + nodes]``. Bits of missing nodes are ignored."""
     nodes = torch.arange(visible.shape[0], device=visible.device)
     tree = (visible[:, nodes // 64] >> (nodes % 64)) & 1 == 1
     mask = torch.cat([tree.new_ones(len(nodes), prefix), tree], dim=1)
-    if window >= 0:
-        assert depths is not None, "a window needs depths"
+    if max(window, chunk) >= 0:
+        assert depths is not None, "windows and chunks need depths"
         positions = torch.cat([torch.arange(prefix, device=visible.device), prefix + depths])
-        mask &= positions[prefix:, None] - window < positions
+        own = positions[prefix:, None]
+        if window >= 0:
+            mask &= own - window < positions
+        if chunk >= 0:
+            mask &= own // chunk * chunk <= positions
     return mask
 
 
@@ -58,6 +64,7 @@ def attention_terms(
     softcap: float = 0.0,
     window: int = -1,
     sinks: Tensor | None = None,
+    chunk: int = -1,
     precision: torch.dtype = torch.float64,
 ) -> AttentionTerms:
     """``attention_tree`` with the terms that bound its error. In fp32 the result is that of the formula in plain PyTorch."""
@@ -69,7 +76,7 @@ def attention_terms(
     for b, (first, last) in enumerate(pairwise(cu_nodes.tolist())):
         prefix = int(prefix_lens[b])
         nodes = slice(first, last)
-        mask = attention_mask(prefix, visible[nodes], None if depths is None else depths[nodes], window)
+        mask = attention_mask(prefix, visible[nodes], None if depths is None else depths[nodes], window, chunk)
         table = None if block_table is None else block_table[b]
         seen = mask.any(dim=0).nonzero().flatten()
         keys = _rows_of(k_cache, k_new, b, table, prefix, first, seen).to(precision)

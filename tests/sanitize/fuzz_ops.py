@@ -238,6 +238,7 @@ def attention_tree(draw: Draw):
         depths=draw.integers(0, 1, nodes) if draw.chance(0.5) else None,
         scale=draw.pick((None, 0.1)), softcap=draw.pick((0.0, 0.0, 30.0)), window=draw.pick((-1, -1, 1, 7, 100)),
         sinks=draw.floats(heads, dtype=torch.float32) if draw.chance(0.3) else None,
+        chunk=draw.pick((-1, -1, 1, 7, 100)),
     ))  # fmt: skip
     out, lse = yield arguments
     q = arguments["q"]

@@ -49,12 +49,14 @@ SINKS = {
     "gpt_oss": dict(_GROUPED, head_dim=16, num_local_experts=2, num_experts_per_tok=1, sliding_window=7),
     "granite_swa": dict(_GROUPED, sliding_window=7, layer_types=["sliding_attention", "full_attention"]),
 }
+_CHUNKS = dict(attention_chunk_size=8, no_rope_layers=[1, 0], floor_scale=4, attn_scale=0.5)
+CHUNKS = {"llama4_text": dict(_GROUPED, **_CHUNKS, head_dim=16, num_local_experts=2, intermediate_size_mlp=96)}
 WITHOUT_WINDOWS = {"mistral": dict(sliding_window=None), "gemma2": dict(layer_types=["full_attention"] * 2)}
 REFUSED = {
     "stablelm": _GROUPED,
     "bloom": dict(vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4),
 }
-_ALL = ARCHITECTURES | MASKS_KNOW_WINDOWS | ODD_HEADS | SINKS | REFUSED
+_ALL = ARCHITECTURES | MASKS_KNOW_WINDOWS | ODD_HEADS | SINKS | CHUNKS | REFUSED
 
 
 def small_model(architecture, seed=0, sharpness=3.0, **changes):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models import states
 from pass_ext.decoding.models.parts import configs_of, unwrapped
+from pass_ext.decoding.models.row_attention import scales_by_row
 from pass_ext.decoding.models.shadow import OurCall, our_call
 
 _KEEP_NOTHING = {"mlp", "moe"}
@@ -33,6 +34,11 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
             f"{name} {lost}: pass_ext gives the model packed rows of its own making, which would leave it out; use "
             "the model's own generate, or an adapter that changes layers only, as LoRA"
         )
+    if "indexed_attention" in kinds:
+        raise ValueError(
+            f"{name} attends to the keys that an indexer chooses for each row (indexed_attention), and attention_tree takes no "
+            "list of keys, so pass_ext cannot decode this model"
+        )
     strange = sorted(kinds - states.ATTENDING - states.KINDS - _KEEP_NOTHING)
     if strange:
         raise ValueError(
@@ -44,7 +50,7 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
         raise ValueError(f"{name} {reason}")
     if getattr(text, "hidden_size_per_layer_input", 0):
         raise ValueError(f"{name} looks tokens up again in every layer, so look-ahead rows cannot be given to it")
-    if getattr(text, "attn_temperature_tuning", False):
+    if scales_by_row(unwrapped(model)):
         raise ValueError(f"{name} scales attention by the number of the row (attn_temperature_tuning), not by position")
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"the model's dtype must be float32, float16 or bfloat16, got {dtype}")

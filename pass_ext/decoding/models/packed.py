@@ -38,6 +38,7 @@ class Attend(Protocol):
         softcap: float = 0.0,
         window: int = -1,
         sinks: Tensor | None = None,
+        chunk: int = -1,
     ) -> Tensor:
         """q ``[N, heads, D]``, k, v ``[N, KV heads, D]``, positions applied -> ``[N, heads, D of v]``.
 
@@ -49,6 +50,7 @@ class Attend(Protocol):
             window: a row sees keys at ``position - window < key position`` only, its own among them; -1 is off. Each layer
                 may have another.
             sinks: ``[heads]``, a logit of each head that takes weight like a key and has no value.
+            chunk: a row sees keys of its own chunk only, at ``position // chunk * chunk`` and after; -1 is off.
         """
 
 
@@ -60,7 +62,7 @@ class StepAttend(Attend, Protocol):
     may_have_changed: bool
     """The caller's code may have run since the session's last call."""
     options: list[dict[str, Any]]
-    """Scale, softcap, window and sinks of each layer that has attended by itself."""
+    """Scale, softcap, window, sinks and chunk of each layer that has attended by itself."""
     layers: int
     """How many have attended."""
     states: StepStates

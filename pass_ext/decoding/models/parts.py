@@ -208,7 +208,7 @@ class ModelPlan(NamedTuple):
 
     layers: list[LayerParts]
     attention: list[dict[str, Any]]
-    """Options of each layer's attention: scale, softcap, window and sinks."""
+    """Options of each layer's attention: scale, softcap, window, sinks and chunk."""
     kinds: list[tuple[str, ...]]
     """What the rotary embedding takes after rows and positions, kind by kind of layers."""
     rotates: list[int]
@@ -282,7 +282,7 @@ def _ends(norm: nn.Module, head: Any, stack: StackArguments | None) -> tuple[Ten
 
 
 def _stack_of(layers: Sequence[LayerParts], attention: Sequence[dict[str, Any]]) -> StackArguments | None:
-    """The arguments for all layers; None on a GPU, with sinks, or if they differ in what the op takes once."""
+    """The arguments for all layers; None on a GPU, with sinks or chunks, or if they differ in what the op takes once."""
     weights: list[Tensor] = []
     alike = set()
     for parts, options in zip(layers, attention, strict=True):
@@ -292,7 +292,7 @@ def _stack_of(layers: Sequence[LayerParts], attention: Sequence[dict[str, Any]])
         alike.add((present, (*parts[2:], options["scale"], options["softcap"])))
     if len(alike) != 1 or not all(weight.is_cpu for weight in weights):  # the op is for the CPU
         return None
-    if any(options["sinks"] is not None for options in attention):
+    if any(options["sinks"] is not None or options["chunk"] >= 0 for options in attention):
         return None
     present, numbers = alike.pop()
     keys = layers[0].before[3]

@@ -1,14 +1,15 @@
 """The attention and masks of a model's shadow, by a name that transformers finds them by.
 
-The mask is not a tensor but a ``RowMask``, which holds the window. "eager" and "sdpa" follow the mask
+The mask is not a tensor but a ``RowMask``, which holds window and chunk. "eager" and "sdpa" follow the mask
 alone, so it decides here too; an attention call with another window is refused.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,9 @@ def attend_by_rows(shadow: Any) -> None:
         config = vars(part).get("config")
         if getattr(config, "_attn_implementation", KEY) != KEY:
             config._attn_implementation = {"": KEY}
+        argument = _cache_argument(part) if getattr(part, _SCALES, False) else None
+        if argument is not None:
+            part.forward = partial(_at_its_places, part.forward, argument)
 
 
 @lru_cache
@@ -40,6 +44,40 @@ def _register() -> None:
     # A compiled graph would keep the layer's number and the thread of its first call.
     AttentionInterface.register(KEY, torch.compiler.disable(_row_attention))
     AttentionMaskInterface.register(KEY, torch.compiler.disable(_row_mask))
+
+
+# ---- queries scaled by their place ----
+
+_SCALES = "attn_temperature_tuning"
+"""A layer with this multiplies queries by a function of their place in the text, which it takes for the number of keys in its
+cache plus the number of the row in the call."""
+
+
+class _RowPlaces:
+    """Stands where such a layer expects its cache, and keeps nothing: row i is ``positions[i] - i`` tokens behind."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self._before = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, *_: Any) -> Tensor:
+        return self._before
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+
+def _cache_argument(module: nn.Module) -> str | None:
+    names = inspect.signature(type(module).forward).parameters
+    return next((name for name in ("cache", "past_key_values", "past_key_value") if name in names), None)
+
+
+def scales_by_row(model: Any) -> bool:
+    """True if layers scale queries by the number of their row in the call and take no cache to say where that is."""
+    return any(getattr(part, _SCALES, False) and _cache_argument(part) is None for part in model.modules())
+
+
+def _at_its_places(forward: Callable[..., Any], argument: str, /, *inputs: Any, **named: Any) -> Any:
+    return forward(*inputs, **{**named, argument: _RowPlaces(_call().positions)})
 
 
 def _call() -> OurCall:
@@ -52,18 +90,30 @@ def _call() -> OurCall:
 # ---- masks ----
 
 
+class Reach(NamedTuple):
+    """How far back a row sees, in the terms of ``attention_tree``; -1: no limit."""
+
+    window: int = -1
+    chunk: int = -1
+
+    def __str__(self) -> str:
+        if self.chunk >= 0:
+            return f"chunks of {self.chunk}"
+        return f"a window of {self.window}" if self.window >= 0 else "no window"
+
+
 class RowMask:
-    """The mask of a step's rows. ``attend`` knows which rows see each other, so the mask only holds the window. It is not a
-    tensor: a model that computes with it is refused.
+    """The mask of a step's rows. ``attend`` knows which rows see each other, so the mask only holds how far they reach. It is
+    not a tensor: a model that computes with it is refused.
 
     Args:
         model: for messages.
-        window: as ``attention_tree`` takes it; -1: no window.
+        reach: what it hides of the rows before one.
         reason: why layers with this mask are refused, to follow "the mask "; None: they are not.
     """
 
-    def __init__(self, model: str, window: int, reason: str | None = None) -> None:
-        self.model, self.window, self.reason = model, window, reason
+    def __init__(self, model: str, reach: Reach, reason: str | None = None) -> None:
+        self.model, self.reach, self.reason = model, reach, reason
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -94,14 +144,14 @@ for _operator in _OPERATORS.split():
 def _row_mask(**arguments: Any) -> RowMask:
     """The mask of one kind of layers. Only a layer that gets the mask raises its reason: some models make masks that no layer
     uses."""
-    call, window = _call(), window_of(arguments["mask_function"])
-    if window is None:
-        return RowMask(call.model, -1, f"that {call.model} makes is neither causal nor a sliding window")
-    if window == 0:
-        return RowMask(call.model, -1, "hides every row, as its sliding_window is 0")
-    if not _hides_nothing(arguments["attention_mask"], call.seen):
-        return RowMask(call.model, -1, f"hides rows or keys: {call.model} changes the attention_mask that it is given")
-    return RowMask(call.model, window)
+    call, reach, reason = _call(), reach_of(arguments["mask_function"]), None
+    if reach is None:
+        reason = f"that {call.model} makes is neither causal, nor a sliding window, nor one of chunks"
+    elif reach.window == 0:
+        reason = "hides every row, as its sliding_window is 0"
+    elif not _hides_nothing(arguments["attention_mask"], call.seen):
+        reason = f"hides rows or keys: {call.model} changes the attention_mask that it is given"
+    return RowMask(call.model, reach or Reach(), reason)
 
 
 def _hides_nothing(mask: Any, seen: Tensor) -> bool:
@@ -116,22 +166,37 @@ def is_being_recorded(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def window_of(mask_function: Callable[..., Any]) -> int | None:
-    """The window of a mask: -1 if a row sees itself and all rows before it, w if it sees the last w of these; None for any
-    other pattern.
+def reach_of(mask_function: Callable[..., Any]) -> Reach | None:
+    """The reach of a causal mask; None for any other pattern. Some masks let pictures see themselves both ways: for a text
+    without any, such a mask is causal.
 
     transformers does not store the pattern, so the function is compared with the functions that ``masking_utils`` makes.
     """
     from transformers import masking_utils
 
     if mask_function is masking_utils.causal_mask_function:
-        return -1
+        return Reach()
     parts = _captured(mask_function, masking_utils.and_masks, "mask_functions")
     if isinstance(parts, tuple) and len(parts) == 2 and parts[1] is masking_utils.causal_mask_function:
         window = _captured(parts[0], masking_utils.sliding_window_overlay, "sliding_window")
         if isinstance(window, int):
-            return window
+            return Reach(window=window)
+        chunk = _captured(parts[0], masking_utils.chunked_overlay, "chunk_size")
+        if isinstance(chunk, int) and chunk > 0:
+            return Reach(chunk=chunk)
+    blockwise = getattr(masking_utils, "blockwise_overlay", None)
+    parts = _captured(mask_function, masking_utils.or_masks, "mask_functions")
+    if blockwise is not None and isinstance(parts, tuple) and len(parts) == 2:
+        blocks = _captured(parts[1], blockwise, "block_sequence_ids")
+        if isinstance(blocks, Tensor) and (is_being_recorded(blocks) or not bool((blocks >= 0).any())):
+            return reach_of(parts[0])
     return None
+
+
+def window_of(mask_function: Callable[..., Any]) -> int | None:
+    """The window of a mask: -1 if a row sees itself and all rows before it; None if it is no window."""
+    reach = reach_of(mask_function)
+    return None if reach is None or reach.chunk >= 0 else reach.window
 
 
 def _captured(function: Any, maker: Callable[..., Any], name: str) -> Any:
@@ -172,7 +237,7 @@ def _row_attention(
     """q, k, v ``[1, heads, N, D]`` -> ``[1, N, heads, D of v]``. s_aux: the sinks."""
     call, rows = _call(), query.shape[2]
     kept_keys = dict(enumerate(call.kept)).get(module.layer_idx, -1)  # type: ignore[call-overload]
-    window, reason = _window(module, attention_mask, rows, sliding_window, kept_keys)
+    reach, reason = _reach(module, attention_mask, rows, sliding_window, kept_keys)
     reason = reason or unsupported(module, rows, dropout, others)
     if reason is not None:
         raise ValueError(
@@ -182,27 +247,26 @@ def _row_attention(
     layer: Any = module.layer_idx
     if call.numbers is not None:  # one module may be several layers' and knows none of them
         layer = call.numbers.get(layer, call.attend.layers)
-    options = dict(scale=scaling, softcap=softcap or 0.0, window=window, sinks=s_aux)
-    return call.attend(layer, q, k, v, **options)[None], None
+    options = dict(scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
+    return call.attend(layer, q, k, v, **reach._asdict(), **options)[None], None
 
 
-def _window(
+def _reach(
     module: nn.Module, mask: Any, rows: int, sliding_window: int | None, kept_keys: int
-) -> tuple[int, str | None]:
-    """The layer's window; and why the call is refused, or None."""
-    name, window = type(module).__name__, -1
+) -> tuple[Reach, str | None]:
+    """The layer's reach; and why the call is refused, or None."""
+    name, reach = type(module).__name__, Reach()
     if isinstance(mask, RowMask):
         if mask.reason is not None:
-            return -1, f"the mask {mask.reason}"
-        window = mask.window
+            return reach, f"the mask {mask.reason}"
+        reach = mask.reach
     elif mask is not None and not _is_causal(mask, rows):
-        return -1, f"{name} hands down an attention_mask of its own"
-    conflict = window_conflict(module, None if sliding_window in (0, -1) else sliding_window, window)
-    if conflict is not None:
-        return -1, conflict
-    if kept_keys >= 0 and not 0 <= window <= kept_keys:  # few rows do not show the window of a mask tensor: refused too
-        return -1, f"{name}'s mask has {_window_text(window)}, but transformers' cache keeps the last {kept_keys} keys"
-    return window, None
+        return reach, f"{name} hands down an attention_mask of its own"
+    conflict = window_conflict(module, None if sliding_window in (0, -1) else sliding_window, reach)
+    # Few rows do not show the window of a mask tensor: refused too.
+    if conflict is None and kept_keys >= 0 and not 0 <= max(reach) <= kept_keys:
+        conflict = f"{name}'s mask has {reach}, but transformers' cache keeps the last {kept_keys} keys"
+    return reach, conflict
 
 
 def _is_causal(mask: Any, rows: int) -> bool:
@@ -216,16 +280,12 @@ def _is_causal(mask: Any, rows: int) -> bool:
     return bool((hidden == above).all() & (mask.masked_fill(above, 0) == 0).all())
 
 
-def window_conflict(module: Any, sliding_window: int | None, window: int) -> str | None:
-    """The reason why a layer's ``sliding_window`` contradicts the window of its mask; None if both agree or
+def window_conflict(module: Any, sliding_window: int | None, reach: Reach) -> str | None:
+    """The reason why a layer's ``sliding_window`` contradicts the reach of its mask; None if both agree or
     the layer passes no window. "eager" and "sdpa" obey the mask, so a layer that says otherwise is refused."""
-    if sliding_window is None or sliding_window == window:
+    if sliding_window is None or sliding_window == reach.window:
         return None
-    return f"{type(module).__name__} says sliding_window={sliding_window}, its mask has {_window_text(window)}"
-
-
-def _window_text(window: int) -> str:
-    return f"a window of {window}" if window >= 0 else "no window"
+    return f"{type(module).__name__} says sliding_window={sliding_window}, its mask has {reach}"
 
 
 def unsupported(module: nn.Module, rows: int, dropout: float, others: dict[str, Any]) -> str | None:

@@ -45,6 +45,8 @@ class OurCall(NamedTuple):
     """Of the layers that attend, where others keep a state; None: each layer's own."""
     text_rows: int = sys.maxsize
     """As ``StepAttend`` has it, of a call of many rows."""
+    positions: Any = None
+    """``[N]``, of the rows in the text."""
 
 
 current_call: ContextVar[OurCall | None] = ContextVar("current_call", default=None)

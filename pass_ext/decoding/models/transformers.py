@@ -228,7 +228,8 @@ class TransformersModel(Adapted):
             self._adapted |= added
         seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
         places = {"position_ids": positions[None]} if self._takes_positions else {}
-        with our_call(OurCall(attend, self.name, self._kept, seen, slots, self.numbers, text_rows)):
+        call = OurCall(attend, self.name, self._kept, seen, slots, self.numbers, text_rows, positions)
+        with our_call(call):
             logits: Tensor = shadow(
                 inputs_embeds=rows[None],
                 attention_mask=seen,

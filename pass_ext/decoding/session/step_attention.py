@@ -49,6 +49,7 @@ class StepAttention(StepAttend):
         softcap: float = 0.0,
         window: int = -1,
         sinks: Tensor | None = None,
+        chunk: int = -1,
     ) -> Tensor:
         session, trees = self._session, self._trees
         if layer != self.layers:
@@ -64,12 +65,12 @@ class StepAttention(StepAttend):
         session.check_rows(layer, k, v)
         self._new += k, v
         self.layers += 1
-        self.options.append(dict(scale=scale, softcap=softcap, window=window, sinks=sinks))
+        self.options.append(dict(scale=scale, softcap=softcap, window=window, sinks=sinks, chunk=chunk))
         keys, values = session.caches[layer]
         out, _ = attention_tree(
             q, keys, values, session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes, k_new=k, v_new=v,
-            depths=trees.depths if window >= 0 else None, scale=scale, softcap=softcap, window=window,
-            sinks=sinks,
+            depths=trees.depths if max(window, chunk) >= 0 else None, scale=scale, softcap=softcap, window=window,
+            sinks=sinks, chunk=chunk,
         )  # fmt: skip
         return out[..., : dims[1]].contiguous()  # models call view() on it
 

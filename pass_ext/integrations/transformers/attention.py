@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pass_ext.decoding.models.row_attention import unsupported, window_conflict
+from pass_ext.decoding.models.row_attention import Reach, unsupported, window_conflict
 from pass_ext.decoding.session.step_attention import padded
 from pass_ext.integrations.transformers.masks import Call, CausalRows, TreeStep, causal, dense_calls
 from pass_ext.ops.attention import HEAD_DIMS, attention_tree
@@ -88,7 +88,7 @@ def _plan(
             f"pass_ext attention: attention_mask must come from pass_ext's mask function or be a 4-D tensor, got "
             f"{type(mask).__name__}"
         )
-    elif (conflict := window_conflict(module, sliding_window, mask.window)) is not None:
+    elif (conflict := window_conflict(module, sliding_window, Reach(mask.window))) is not None:
         raise ValueError(f"pass_ext attention: {conflict}; use attn_implementation='sdpa' for this model")
     if not isinstance(step, TreeStep | None):
         raise TypeError(f"{_TREE} must be a TreeStep, got {type(step).__name__}")

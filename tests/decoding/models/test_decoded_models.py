@@ -135,8 +135,11 @@ def test_the_longest_text_of_a_batch_decides():
         generate(model, ids, attention_mask=seen, max_new_tokens=17)
 
 
-def test_attention_scaled_by_the_number_of_a_row():
+def test_attention_scaled_by_the_number_of_a_row(monkeypatch):
+    from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
+
     model = model_of("llama4_text", **_SHAPE, head_dim=16, num_local_experts=2, layer_types=["full_attention"])
+    monkeypatch.setattr(Llama4TextAttention, "forward", lambda self, hidden_states, **others: None)
     with pytest.raises(ValueError, match=r"llama4_text scales attention.*attn_temperature_tuning"):
         generate(model, IDS, max_new_tokens=2)
 
@@ -305,6 +308,7 @@ class Own:
         {"softcap": 1.5},
         {"scale": 0.02, "sinks": torch.tensor([0.5, 2.0])},
         {"scale": 0.05, "softcap": 2.0, "window": 5},
+        {"chunk": 4},
     )
 
     def __init__(self, change=lambda layer, q, k, v: (q, k, v), change_logits=lambda logits: logits):
@@ -322,12 +326,15 @@ class Own:
         return self.change_logits((x if wanted is None else x[wanted]) @ self.head.T)
 
 
-def attend_densely(layer, q, k, v, scale=None, softcap=0.0, window=-1, sinks=None):
+def attend_densely(layer, q, k, v, scale=None, softcap=0.0, window=-1, sinks=None, chunk=-1):
     """The formula, for the rows of one text."""
     scores = torch.einsum("ihd,jgd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
     seen = (distance >= 0) & ((distance < window) | (window < 0))
+    if chunk >= 0:
+        places = torch.arange(len(q))
+        seen &= places[:, None] // chunk == places // chunk
     scores = scores.where(seen, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
@@ -343,7 +350,7 @@ def test_the_options_of_each_layer_are_as_documented():
         assert generate(model, IDS, method, max_new_tokens=12).sequences.tolist() == [text], method
 
 
-@pytest.mark.parametrize("parameter", ["scale", "softcap", "window", "sinks"])
+@pytest.mark.parametrize("parameter", ["scale", "softcap", "window", "sinks", "chunk"])
 def test_each_of_them_changes_the_text_of_that_model(parameter, monkeypatch):
     texts = [generate(Own(), IDS, max_new_tokens=12).sequences]
     without = tuple({name: x for name, x in layer.items() if name != parameter} for layer in Own.LAYERS)

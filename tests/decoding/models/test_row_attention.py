@@ -14,7 +14,7 @@ from transformers.models.mistral import modeling_mistral
 
 import pass_ext
 from pass_ext import NGram, generate
-from pass_ext.decoding.models.row_attention import window_of
+from pass_ext.decoding.models.row_attention import reach_of, window_of
 
 IDS = torch.tensor([[5, 6, 7, 5, 6]])
 ENDS = [5, 6, 7]
@@ -47,6 +47,33 @@ def test_windows_that_the_mask_alone_knows(architecture, attention):
 def test_models_that_take_views_of_attentions_result(architecture):
     """Heads of 24 are padded to 64; the result is cut back to 24 and contiguous."""
     assert_text_of_transformers(small_model(architecture), ["plain", "ngram"])
+
+
+def test_masks_in_which_pictures_see_themselves():
+    """A text without pictures is causal, or has a window; with one it is refused."""
+    windowed = masking_utils.sliding_window_causal_mask_function(7)
+    for picture, reach in ((-1, (7, -1)), (0, None)):
+        blocks = torch.tensor([[-1, picture, -1]])
+        assert reach_of(masking_utils.or_masks(windowed, masking_utils.blockwise_overlay(blocks))) == reach
+    assert reach_of(masking_utils.or_masks(windowed, windowed)) is None
+
+
+def test_chunks_and_queries_scaled_by_their_place():
+    """Llama 4 has chunks in layers that rotate, and in the others queries that grow with their place."""
+    model = small_model("llama4_text")
+    ids, mask = ragged_prompts(8)
+    texts = {}
+    for changes in ({}, {"attention_chunk_size": 2048}, {"attn_scale": 0.0}):
+        texts[str(changes)] = small_model("llama4_text", **changes)(ids, attention_mask=mask).logits
+    assert not any(torch.allclose(texts["{}"], other, atol=0.1) for name, other in texts.items() if name != "{}")
+    methods = methods_for(model)
+    # transformers scales a padded row by its column, so each row alone.
+    for row, seen in zip(ids, mask.bool(), strict=True):
+        prompt = row[seen][None]
+        want = greedy_of_transformers(model, prompt, torch.ones_like(prompt), 16, eos_token_id=ENDS)
+        for name in ("plain", "ngram", "one pass", "one pass, deep"):
+            got = generate(model, prompt, methods[name], max_new_tokens=16, eos_token_id=ENDS)
+            assert torch.equal(got.sequences, want), name
 
 
 @pytest.mark.parametrize("architecture", SINKS)
@@ -122,8 +149,8 @@ def without_last(mask):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda call: {**call, "or_mask_function": prefix}, "the mask that llama makes is neither causal nor a sliding"),
-        (lambda call: {**call, "and_mask_function": prefix}, "the mask that llama makes is neither causal nor a sliding"),
+        (lambda call: {**call, "or_mask_function": prefix}, "the mask that llama makes is neither causal, nor a sliding"),
+        (lambda call: {**call, "and_mask_function": prefix}, "the mask that llama makes is neither causal, nor a sliding"),
         (lambda call: {**call, "attention_mask": without_last(call["attention_mask"])}, "llama changes the attention_mask"),
         (lambda call: {**call, "attention_mask": call["attention_mask"][:, 1:]}, "llama changes the attention_mask"),
     ],
@@ -167,9 +194,9 @@ def test_patterns():
     assert window_of(masking_utils.causal_mask_function) == -1
     assert [window_of(windowed(width)) for width in (1, 7)] == [1, 7]
     chunked = masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
+    assert window_of(chunked) is None and reach_of(chunked) == (-1, 4)
     others = [
         prefix,
-        chunked,
         masking_utils.sliding_window_overlay(7),
         masking_utils.and_masks(windowed(7), masking_utils.causal_mask_function),
         masking_utils.or_masks(masking_utils.sliding_window_overlay(7), masking_utils.causal_mask_function),

@@ -40,6 +40,7 @@ pass_ext::AttentionProblem attention_problem(const Arguments& given) {
   problem.max_nodes = integer("max_nodes");
   problem.visible_stride = given("visible_stride");
   problem.window = integer("window");
+  problem.chunk = integer("chunk");
   problem.type = static_cast<pass_ext::FloatType>(given("type"));
   problem.out = given.at<void>("out");
   problem.lse = given.at<float>("lse");
@@ -54,7 +55,7 @@ pass_ext::gpu::AttentionPlan attention_plan(const Arguments& given, const pass_e
 // The floats of the workspace.
 int64_t attention_workspace(const Arguments& given) {
   const pass_ext::AttentionProblem problem = attention_problem(given);
-  if (problem.type == pass_ext::FloatType::float32) return 0;
+  if (pass_ext::gpu::is_plain(problem)) return 0;
   return attention_plan(given, problem).workspace;
 }
 
@@ -63,7 +64,7 @@ void attention_tree(const Arguments& given) {
   problem.scale = static_cast<float>(given.number("scale"));
   problem.softcap = static_cast<float>(given.number("softcap"));
   if (problem.rows == 0 || problem.heads == 0) return;
-  if (problem.type == pass_ext::FloatType::float32)
+  if (pass_ext::gpu::is_plain(problem))
     pass_ext::gpu::launch_plain_attention(problem, {});
   else
     pass_ext::gpu::launch_attention(problem, attention_plan(given, problem), given.at<float>("workspace"), {});

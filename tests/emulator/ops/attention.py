@@ -21,7 +21,7 @@ def strides_of(name: str, rows: Tensor | None) -> dict[str, int]:
 
 def attention_tree(
     q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale, softcap,
-    window, sinks=None, blocks=None, seed=None, record=None, multiprocessors=None,
+    window, sinks=None, chunk=-1, blocks=None, seed=None, record=None, multiprocessors=None,
 ):  # fmt: skip
     """``blocks``: those that fit on the GPU at once; ``multiprocessors``: of them, by default one for each block.
 
@@ -34,7 +34,7 @@ def attention_tree(
     caches = dict(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new)
     inputs = given(
         q=q, prefix_lens=prefix_lens, cu_nodes=cu_nodes, visible=visible, block_table=block_table, **caches,
-        depths=depths if window >= 0 else None, sinks=sinks,
+        depths=depths if max(window, chunk) >= 0 else None, sinks=sinks,
     )  # fmt: skip
     out, lse = torch.empty_like(q), torch.empty((rows, heads), dtype=torch.float32)
     pages_of_one = 1 if block_table is None else block_table.shape[1]
@@ -44,7 +44,7 @@ def attention_tree(
     numbers |= dict(
         rows=rows, heads=heads, head_dim=head_dim, kv_heads=k_cache.shape[2], requests=cu_nodes.numel() - 1,
         max_nodes=max_nodes, slots=pages_of_one * k_cache.shape[1], page_size=k_cache.shape[1], pages=k_cache.shape[0],
-        table_stride=0 if block_table is None else block_table.stride(0), window=window, type=FLOAT_TYPES[q.dtype],
+        table_stride=0 if block_table is None else block_table.stride(0), window=window, chunk=chunk, type=FLOAT_TYPES[q.dtype],
         visible_stride=visible.stride(0),
         most_blocks=blocks, multiprocessors=blocks if multiprocessors is None else multiprocessors,
         scale=float(head_dim**-0.5 if scale is None else scale), softcap=float(softcap),

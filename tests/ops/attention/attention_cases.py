@@ -126,6 +126,7 @@ def attention_case(
     mask: str = UNIFORM,
     inputs: str = RANDOM,
     window: int = -1,
+    chunk: int = -1,
     softcap: float = 0.0,
     scale: float | None = None,
     sinks: bool = False,
@@ -165,7 +166,7 @@ def attention_case(
         visible[request_rows] = packed(bits, words, random)
         queries, k, v = contents(inputs, nodes, prefix + nodes, heads, dim, random)
         q[request_rows] = queries.to(dtype)
-        seen = attention_mask(prefix, visible[request_rows], depths[request_rows], window).any(dim=0)
+        seen = attention_mask(prefix, visible[request_rows], depths[request_rows], window, chunk).any(dim=0)
         keys = seen.nonzero().flatten()
         nodes_seen, in_cache = keys[keys >= prefix], keys[keys < prefix] if new else keys
         slots = (b, in_cache) if table is None else (table[b, in_cache // page].long(), in_cache % page)
@@ -176,7 +177,7 @@ def attention_case(
         q=q, k_cache=k_cache, v_cache=v_cache, prefix_lens=torch.tensor(prefixes, dtype=torch.int32),
         cu_nodes=torch.tensor(bounds, dtype=torch.int32), visible=visible, max_nodes=max_nodes,
         k_new=k_new if new else None, v_new=v_new if new else None, block_table=table,
-        depths=depths if window >= 0 else None, scale=scale, softcap=softcap, window=window,
+        depths=depths if max(window, chunk) >= 0 else None, scale=scale, softcap=softcap, window=window, chunk=chunk,
         sinks=random_sinks(kv_heads * group, max([1, *prefixes]), seed) if sinks else None,
     )  # fmt: skip
 

@@ -162,6 +162,7 @@ def any_case(draw, longest, most_nodes, most_requests, most_heads):
         window=draw(st.sampled_from([-1, -1, 1, 2, 5, 40, 1000])),
         softcap=draw(st.sampled_from([0.0, 0.0, 20.0])),
         sinks=draw(st.booleans()),
+        chunk=draw(st.sampled_from([-1, -1, 1, 3, 8, 64, 100])),
         spare=draw(st.sampled_from([0, 1, 60])),
     )
 
@@ -190,6 +191,17 @@ def test_a_window_far_behind_the_start(backend, window):
         options = dict(window=window, heads=(1, 3), layout="paged 16", mask=CHAIN, new=window > 64)
         for dtype in sized(backend, [torch.bfloat16], FLOATS):
             check(backend, [prefix], [nodes], dtype=dtype, **options)
+
+
+@pytest.mark.parametrize("chunk", [1, 63, 64, 65, 130, 200, 10_000])
+def test_a_chunk_far_behind_the_start(backend, chunk):
+    """The same of chunks, whose start the nodes of one step may have before and behind them."""
+    for prefix, nodes in sized(backend, [(190, 40)], [(1000, 30), (5003, 3), (64, 70), (190, 40)]):
+        options = dict(chunk=chunk, heads=(1, 3), layout="paged 16", mask=CHAIN, new=chunk > 64)
+        for dtype in sized(backend, [torch.bfloat16], FLOATS):
+            for dim in (64, 128):  # on a GPU 128 has kernels of its own
+                check(backend, [prefix], [nodes], dtype=dtype, dim=dim, **options)
+            check(backend, [prefix], [nodes], dtype=dtype, dim=128, window=50, **options)
 
 
 # ---- sinks ----
@@ -383,7 +395,7 @@ def test_numbers_that_do_not_fit_are_clamped_on_a_gpu(backend):
     if backend.name.startswith("cpu"):
         pytest.skip("refused there: test_attention_refusals.py")
     for layout in ("rows", "paged 16"):
-        case, _ = solved([30, 9], [3, 4], layout=layout, window=20)
+        case, _ = solved([30, 9], [3, 4], layout=layout, window=20, chunk=16)
         expected = runs(backend, case)
         deep = torch.full((7,), 2**31 - 1, dtype=torch.int32)
         deep[3:] = case["depths"][3:]

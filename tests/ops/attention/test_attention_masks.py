@@ -4,6 +4,7 @@ Queries and keys of 0 and one-hot values make `out` the indicator of a row's vis
 counts.
 """
 
+import itertools
 import math
 
 import pytest
@@ -21,12 +22,12 @@ def check_every_bit(backend, prefixes, sizes, *, group=2, dim=64, **options):
     kv_heads = -(-max(p + n for p, n in zip(prefixes, sizes, strict=True)) // dim)
     case = attention_case(prefixes, sizes, heads=(kv_heads, group), dim=dim, inputs=ONE_HOT, **options)
     out, lse = run(backend, case)
-    bounds, depths, window = case["cu_nodes"].tolist(), case["depths"], case["window"]
+    bounds, depths, reach = case["cu_nodes"].tolist(), case["depths"], (case["window"], case["chunk"])
     for b, prefix in enumerate(prefixes):
         rows = slice(bounds[b], bounds[b + 1])
         if sizes[b] == 0:
             continue
-        mask = attention_mask(prefix, case["visible"][rows], None if depths is None else depths[rows], window)
+        mask = attention_mask(prefix, case["visible"][rows], None if depths is None else depths[rows], *reach)
         seen = torch.zeros(sizes[b], kv_heads * dim, dtype=torch.bool)
         seen[:, : mask.shape[1]] = mask
         for g in range(group):
@@ -46,10 +47,12 @@ def test_the_reference_mask_by_hand():
     """attention_mask against its definition in words, key by key."""
     random = torch.Generator().manual_seed(0)
     for prefix in (0, 3):
-        for window in (-1, 1, 2, 4, 100):
+        for window, chunk in itertools.product((-1, 1, 2, 4, 100), (-1, 1, 2, 5, 64)):
             bits = torch.rand(70, 70, generator=random) < 0.5
             depths = torch.randint(0, 70, (70,), generator=random).tolist()
-            mask = attention_mask(prefix, packed(bits, 2, random), torch.tensor(depths, dtype=torch.int32), window)
+            mask = attention_mask(
+                prefix, packed(bits, 2, random), torch.tensor(depths, dtype=torch.int32), window, chunk
+            )
             mask, bits = mask.tolist(), bits.tolist()
             for i in range(70):
                 for key in range(prefix + 70):
@@ -57,6 +60,8 @@ def test_the_reference_mask_by_hand():
                     sees = key < prefix or bits[i][key - prefix]
                     if window >= 0:
                         sees = sees and prefix + depths[i] - window < position
+                    if chunk >= 0:
+                        sees = sees and position >= (prefix + depths[i]) - (prefix + depths[i]) % chunk
                     assert mask[i][key] == sees
 
 
@@ -105,6 +110,15 @@ def test_every_bit_in_a_window(backend, window, mask):
     prefixes, sizes = sized(backend, ([3, 65], [14, 5]), ([0, 3, 63, 65, 130], [9, 40, 64, 3, 70]))
     for new in sized(backend, [False], [False, True]):
         check_every_bit(backend, prefixes, sizes, mask=mask, window=window, new=new, group=1, spare=1)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 64, 2**31 - 1])
+@pytest.mark.parametrize("mask", [CHAIN, UNIFORM, BITS])
+def test_every_bit_in_chunks(backend, chunk, mask):
+    prefixes, sizes = sized(backend, ([3, 65], [14, 5]), ([0, 3, 63, 65, 130], [9, 40, 64, 3, 70]))
+    for new in sized(backend, [False], [False, True]):
+        for options in ({}, {"dim": 128}, {"window": 4}):
+            check_every_bit(backend, prefixes, sizes, mask=mask, chunk=chunk, new=new, group=1, spare=1, **options)
 
 
 def test_rows_that_see_nothing(backend):

@@ -59,6 +59,12 @@ def test_in_a_window(backend, window):
         assert_rows_are_alone(backend, prefix, 9, mask=UNIFORM, window=window, seed=prefix)
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 50, 64, 600])
+def test_in_chunks(backend, chunk):
+    for prefix in (0, 37, 60, 130, 509, 1020):
+        assert_rows_are_alone(backend, prefix, 9, mask=UNIFORM, chunk=chunk, seed=prefix)
+
+
 def test_in_large_trees(backend):
     """Up to 64 nodes beside up to 63 keys of the prefix in one tile, and a chain through several tiles."""
     for prefix in (0, 30, 63, 127):
