@@ -31,7 +31,7 @@ def measure(file: Path) -> Counts:
     model, tokenizer = load_checkpoint(file, torch.bfloat16)
     exit_draft = pass_ext.EarlyExitDraft(model, adapter="smollm2-135m-instruct")
     methods: dict[str, Any] = {
-        name: pass_ext.PaSS(name, rows=8) for name in ("smollm2-135m-instruct", "smollm2-135m-instruct-adapters")
+        name: pass_ext.PaSS(name, rows=8) for name in ("smollm2-135m-instruct-slots", "smollm2-135m-instruct")
     }
     methods["smollm2-135m-instruct-exit"] = pass_ext.Speculative(exit_draft, length=4)
     counts: Counts = {}

@@ -45,18 +45,21 @@ STABLE_TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
       "Tensor? allowed, Tensor? seeds, Tensor? positions, Tensor? nodes) -> (Tensor tokens, Tensor logprobs)");
 
   // accept. logprobs: -1: none, and the list is empty; n: with the n most probable tokens beside each emitted one.
+  // support: 0: none, and the list is empty; n: with room for n ids of each emitted token's support.
   library.def(
-      "accept_tree(Tensor target_logits, Tensor tokens, Tensor parents, Tensor cu_nodes, int max_depth, int rule, "
+      "accept_tree(Tensor target_logits, Tensor tokens, Tensor? parents, Tensor cu_nodes, int max_depth, int rule, "
       "Tensor? draft_logits, Tensor? draft_rows, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
       "Tensor? draft_temperature, Tensor? draft_top_k, Tensor? draft_top_p, Tensor? draft_min_p, Tensor? allowed, "
-      "Tensor? draft_allowed, Tensor? seeds, Tensor? positions, float threshold, float alpha, int logprobs) "
-      "-> (Tensor emitted, Tensor path, Tensor num_accepted, Tensor status, Tensor[] logprobs)");
+      "Tensor? draft_allowed, Tensor? seeds, Tensor? positions, float threshold, float alpha, int logprobs, "
+      "int support) -> (Tensor emitted, Tensor path, Tensor num_accepted, Tensor status, Tensor[] logprobs, "
+      "Tensor[] support)");
   library.def(
       "accept_chain(Tensor target_logits, Tensor draft_tokens, int rule, Tensor? draft_logits, Tensor? temperature, "
       "Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor? draft_temperature, Tensor? draft_top_k, "
       "Tensor? draft_top_p, Tensor? draft_min_p, Tensor? allowed, Tensor? draft_allowed, Tensor? seeds, "
-      "Tensor? positions, float threshold, float alpha, int logprobs) "
-      "-> (Tensor emitted, Tensor path, Tensor num_accepted, Tensor status, Tensor[] logprobs)");
+      "Tensor? positions, float threshold, float alpha, int logprobs, "
+      "int support) -> (Tensor emitted, Tensor path, Tensor num_accepted, Tensor status, Tensor[] logprobs, "
+      "Tensor[] support)");
 
   // next
   library.def(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-DEMO_SLOTS = "smollm2-135m-instruct"
+DEMO_SLOTS = "smollm2-135m-instruct-slots"
 
 
 def converted(model: str | None) -> str:

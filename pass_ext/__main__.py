@@ -64,8 +64,11 @@ def main(arguments: list[str] | None = None) -> int:
         ("train-decision", decision_command, "when a draft should stop drafting (the same extras)"),
     ):
         command.add_arguments(commands.add_parser(name, help=help))
-    chosen = parser.parse_args(arguments)
     words = sys.argv[1:] if arguments is None else arguments
+    if words and words[0] in training.FOLDERS:
+        chosen = parser.parse_args([words[0], *training.with_config(commands.choices[words[0]], words[1:])])
+    else:
+        chosen = parser.parse_args(words)
     # The commands print what they do. transformers reads this when it is imported; what the user has set stays.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

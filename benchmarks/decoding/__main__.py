@@ -317,7 +317,9 @@ def warm_up(run: Run, some: Sequence[tuple[Any, Contender]]) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this benchmark."""
     parser.add_argument("--model", help="a GGUF file, or a name or folder for from_pretrained; default: the demo model")
-    parser.add_argument("--lookahead", default="smollm2-135m-instruct", help="trained embeddings: a name or a file")
+    parser.add_argument(
+        "--lookahead", default="smollm2-135m-instruct-slots", help="trained embeddings: a name or a file"
+    )
     parser.add_argument(
         "--prompts", type=int, help="prompts per domain whose texts do not loop; default 7, on a GPU 16"
     )

@@ -27,7 +27,7 @@ from pass_ext import Grammar, LookaheadEmbedding, NGram, PaSS, Plain, generate
 from pass_ext.checkpoint import demo_model, load_checkpoint
 from pass_ext.integrations.grammar import LLGuidance, XGrammar
 
-SLOTS = "smollm2-135m-instruct"
+SLOTS = "smollm2-135m-instruct-slots"
 TEMPERATURES = (0.0, 0.8)
 
 

@@ -47,6 +47,8 @@ class Case:
     fewest_flops: int | None = None
     """Flops that one call must compute. With it rows are compared with the limit: the longer of reading the fewest bytes and
     computing the fewest flops."""
+    flops_dtype: str | None = None
+    """The type in which the flops are computed whatever the inputs' is; None: the faster of theirs and float32."""
     absent: Mapping[str, str] = field(default_factory=dict)
     """Contender -> the reason why it is not timed on this line; its row has no number."""
 
@@ -85,7 +87,8 @@ class Rates:
     matmul: Mapping[str, float] = field(default_factory=dict)
     """Type -> flops per second of a large product; empty where a benchmark counts no flops."""
 
-    def fewest_seconds(self, moved: int, flops: int) -> float:
-        """The limit of a job: its bytes at the faster of reading and copying, or its flops at the fastest product in any
-        type, whichever takes longer."""
-        return max(moved / max(self.copy, self.read), flops / max(self.matmul.values()))
+    def fewest_seconds(self, moved: int, flops: int, dtype: str | None = None) -> float:
+        """The limit of a job: its bytes at the faster of reading and copying, or its flops at the fastest product in that
+        type (None: in any), whichever takes longer."""
+        rate = self.matmul[dtype] if dtype else max(self.matmul.values())
+        return max(moved / max(self.copy, self.read), flops / rate)

@@ -117,7 +117,7 @@ def _summarise(case: Case, how: str, cache: str, samples: Mapping[str, list[floa
                 row["of_read"] = speed / rates.read
             if case.fewest_flops is not None:
                 row |= {"fewest_flops": case.fewest_flops, "gflop_per_s": case.fewest_flops / middle / 1e9}
-                row["of_limit"] = rates.fewest_seconds(moved, case.fewest_flops) / middle
+                row["of_limit"] = rates.fewest_seconds(moved, case.fewest_flops, case.flops_dtype) / middle
         rows.append(row)
     labels = dict(case.labels)
     for absent, reason in case.absent.items():

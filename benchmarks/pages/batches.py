@@ -113,7 +113,9 @@ def render(result: dict[str, Any]) -> str:
 def main() -> int:
     """Entry point of `python -m benchmarks.pages.batches`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slots", default="smollm2-135m-instruct", help="look-ahead embeddings: a name or a file")
+    parser.add_argument(
+        "--slots", default="smollm2-135m-instruct-slots", help="look-ahead embeddings: a name or a file"
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="requests of a batch")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--render", action="store_true", help="measure nothing")

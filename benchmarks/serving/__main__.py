@@ -28,7 +28,7 @@ from benchmarks.serving.client import Client
 from benchmarks.serving.server import Server
 from pass_ext.checkpoint import demo_model, load_checkpoint, safetensors_folder
 
-SLOTS = "smollm2-135m-instruct"
+SLOTS = "smollm2-135m-instruct-slots"
 CONCURRENCIES = {1: 6, 4: 12, 16: 32}
 """Requests at a time -> prompts of a run."""
 WARM_UP = {1: 3, 4: 8, 16: 16}

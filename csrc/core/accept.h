@@ -57,8 +57,8 @@ constexpr int kOverlaps = 7;  // values of rho tried in one sweep over a row
 struct AcceptProblem {
   LogitRows target, draft;
   bool is_chain, has_draft;
-  // A tree: parents and tokens [nodes], cu_nodes [requests + 1]. A chain: tokens [requests, chain_nodes - 1], and row i
-  // of request b lies b request strides behind row i of the first.
+  // Trees: parents and tokens [nodes], cu_nodes [requests + 1]; without parents they are chains. A chain: tokens
+  // [requests, chain_nodes - 1], and row i of request b lies b request strides behind row i of the first.
   const int64_t* tokens;
   const int32_t* parents;
   const int32_t* cu_nodes;
@@ -125,7 +125,7 @@ struct AcceptRequest {
   int32_t nodes;
 
   PASS_EXT_HOST_DEVICE int32_t parent(int32_t node) const {
-    return problem.is_chain ? node - 1 : problem.parents[first + node];
+    return problem.parents == nullptr ? node - 1 : problem.parents[first + node];
   }
   PASS_EXT_HOST_DEVICE int64_t token(int32_t node) const {  // the root has none
     return problem.is_chain ? problem.tokens[index * (problem.chain_nodes - 1) + node - 1]
@@ -229,7 +229,7 @@ class AcceptWalk {
 
   PASS_EXT_HOST_DEVICE bool is_tree() {
     if (request_.nodes > kMaxTreeNodes) return false;
-    if (request_.problem.is_chain) return true;
+    if (request_.problem.parents == nullptr) return true;
     const bool chain_only = request_.problem.rule == Rule::block;
     return rows_.first_node(0, request_.nodes, [&](int32_t i) {
       const int32_t parent = request_.parent(i);

@@ -1,6 +1,8 @@
-// Log probabilities of the tokens that an accept step emitted, and of the most probable tokens beside each of them:
+// Log probabilities of the tokens that an accept step emitted, and of the most probable tokens beside each of them; and
+// the support that each was drawn from:
 //   raw(v)        z_v - ln sum exp(z)   of the logits as they are: no mask, temperature or filter
 //   processed(v)  ln p(v)               p as the rule draws from it, see core/distribution.h; -inf outside its support
+//   support       the v with p(v) > 0   in ascending order: allowed, within the filters' cut, z_v > -inf
 // The walk leaves the distribution of every row that it described in `described`, so only sums that no decision needed
 // are computed here. An entry without a token has -inf, and token -1.
 #pragma once
@@ -21,6 +23,13 @@ struct LogprobArrays {
   int64_t* top_tokens;     // [requests, max_depth + 1, count], the most probable first
   float *top_raw, *top_processed;
   int32_t count;
+};
+
+// The supports: null without. More tokens than there is room for are counted, and none is listed.
+struct SupportArrays {
+  int32_t* counts;  // [requests, max_depth + 1]; 0 where no token was emitted
+  int32_t* ids;     // [requests, max_depth + 1, room], -1 behind the last
+  int32_t room;
 };
 
 // One emitted token: its node's row, with the mask and without, and the row's distribution as the walk left it.

@@ -59,12 +59,14 @@ class Walk {
   std::vector<int32_t> descendants_, last_child_, first_child_, next_sibling_;
   std::vector<WalkStep> waiting_;
 
+  bool has_children(int32_t node) const { return first_child_[1 + node] >= 0; }
+
   void push_children(int32_t node, int32_t buffer) {
     const int32_t last = last_child_[1 + node];
     if (last < 0) return;
-    waiting_.push_back({last, buffer, buffer});
+    waiting_.push_back({last, buffer, buffer, has_children(last)});
     for (int32_t child = first_child_[1 + node]; child >= 0; child = next_sibling_[child])
-      if (child != last) waiting_.push_back({child, buffer, buffer + 1});
+      if (child != last) waiting_.push_back({child, buffer, buffer + 1, has_children(child)});
   }
 };
 
@@ -97,6 +99,21 @@ void clear_other_rows(const RecurrentTree<T>& problem) {
   }
 }
 
+// The numbers of the task's share of the state after that of its head, for the cache: a head's slices fetch it
+// together, line after line in memory's order, in which no slice of 16 columns reads. Of the last state, or one with
+// gaps: its own.
+template <typename T>
+const float* read_soon(const RecurrentTree<T>& problem, const WalkOrder& order, int64_t task, int64_t slices) {
+  const StateLayout& layout = problem.layout;
+  int64_t next = task / slices + 1;  // of all requests' heads
+  const bool is_dense =
+      (layout.column == 1 && layout.row == problem.dv) || (layout.row == 1 && layout.column == problem.dk);
+  if (!is_dense || next == static_cast<int64_t>(order.plans.size()) * problem.heads) --next;
+  const float* const state =
+      problem.states + layout.offset(order.plans[next / problem.heads].slot, next % problem.heads);
+  return state + task % slices * problem.dk * kStateColumns;
+}
+
 struct OnCpu {
   template <typename T>
   static void run(const RecurrentTree<T>& problem, const Tensor&) {
@@ -120,7 +137,8 @@ struct OnCpu {
         const int64_t head = task % tasks_of_request / slices, column = task % slices * kStateColumns;
         if (task / slices != prepared_for) PASS_EXT_AT_ISA(prepare_nodes(problem, plan, head, prepared));
         prepared_for = task / slices;
-        PASS_EXT_AT_ISA(walk_slice(problem, plan, head, column, prepared, prepared + prepared_size));
+        PASS_EXT_AT_ISA(walk_slice(problem, plan, head, column, prepared, prepared + prepared_size,
+                                   read_soon(problem, order, task, slices)));
       }
     });
   }

@@ -12,6 +12,7 @@ constexpr int64_t kStateColumns = 16;  // value columns that are walked together
 // begins as the request's state.
 struct WalkStep {
   int32_t node, from, to;
+  bool is_continued;  // by the next step, which is a child's
 };
 
 struct WalkPlan {

@@ -264,6 +264,14 @@ double CpuRows::cut_top_p(const Maxima& maxima, float top_p, Distribution& distr
   return static_cast<double>(cut_at_mass(distribution, begin, end, before, needed)) / kMassUnit;
 }
 
+int32_t CpuRows::support(const LogitRow& row, const Distribution& distribution, int32_t room, int32_t* ids) {
+  const Candidate* const end = gather(maxima_of(row), distribution, -kInfinity, kInfinity, row.vocabulary);
+  const Candidate* const begin = candidates_.data();
+  const int32_t count = static_cast<int32_t>(end - begin);
+  for (int32_t i = 0; i < count && count <= room; ++i) ids[i] = begin[i].id;
+  return count;
+}
+
 double CpuRows::entropy(const Judge& judge) {
   const Maxima& maxima = maxima_of(judge.p_row);
   const double mass = mass_of(maxima, judge.p);

@@ -62,6 +62,8 @@ class CpuRows {
   float logit(const LogitRow& row, int32_t id) const { return logit_at(row, id); }
   // Sum over the support of exp((z - maximum) scale).
   double mass(const LogitRow& row, const Distribution& distribution);
+  // The number of tokens in the support. Their ids, in ascending order, go to `ids` if there is room for all.
+  int32_t support(const LogitRow& row, const Distribution& distribution, int32_t room, int32_t* ids);
   double entropy(const Judge& judge);
   ResidualSums residual_sums(const Judge& judge, const AcceptRequest& request);
   void overlap_sums(const Judge& judge, const float* inverse_rho, double* sums);

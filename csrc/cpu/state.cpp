@@ -89,8 +89,7 @@ void replay(const StateStep& step, const RecurrentState& state, const RequestPat
   float* const prepared = work.at_least(path.rows.size() * 2 * state.dk);
   prepare(state, head, path, prepared);
   const int64_t slot = slot_of(step.state_index, path.request, state.layout.slots);
-  PASS_EXT_AT_ISA(
-      replay_path(state, slot, head, path.rows.data(), static_cast<int64_t>(path.rows.size()), prepared, 0, state.dk));
+  PASS_EXT_AT_ISA(replay_path(state, slot, head, path.rows.data(), static_cast<int64_t>(path.rows.size()), prepared));
 }
 
 // One request's window: the last of its old inputs and the path's.

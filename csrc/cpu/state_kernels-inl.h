@@ -1,7 +1,7 @@
 // Committing a path to recurrent states on the CPU, at one instruction set (see each_isa.h). Each element is read once,
 // updated by every node of the path in order, and written once. The problem: core/state.h.
 
-#include "cpu/slice-inl.h"
+constexpr int kLines = 2, kVectors = 4;  // of a state, which are updated together
 
 template <typename T>
 inline Floats load_strided(const T* from, int64_t distance, int64_t count) {
@@ -35,54 +35,93 @@ void prepare_path(const RecurrentState& state, const T* keys, int64_t head, cons
   }
 }
 
-// Rows [begin, end) of one head's state. by_rows: neighbours of a vector are rows of the state, else value columns;
-// whichever lie side by side in memory.
-template <Decay decay, bool by_rows>
-inline void replay_as(const RecurrentState& state, int64_t slot, int64_t head, const int64_t* rows, int64_t count,
-                      const float* prepared, int64_t begin, int64_t end) {
+// The nodes of a path, at one head.
+struct HeadPath {
+  const int64_t* rows;
+  int64_t count;
+  const float* prepared;
+};
+
+// Neighbouring vectors of neighbouring lines of a head's state: read, updated by every node, written. by_rows: a line
+// is a value column and its vectors are rows of the state; else the reverse, whichever lie side by side in memory. They
+// begin `along` the lines, of which `left` numbers are left. is_whole: they do lie so, and are whole vectors.
+template <Decay decay, bool by_rows, bool is_whole, int lines, int vectors>
+inline void replay_vectors(const RecurrentState& state, const HeadPath path, int64_t head, float* at, int64_t line,
+                           int64_t along, int64_t left) {
+  constexpr int width = Floats::width;
   const int64_t dk = state.dk, dv = state.dv;
-  float* const data = state.data + state.layout.offset(slot, head);
-  const float* const rates = decay == Decay::element ? state.decay.rates + head * dk * dv : nullptr;
   const int64_t distance = by_rows ? state.layout.row : state.layout.column;
-  const auto replay = [&](int64_t i, int64_t c, int64_t left) {
-    float* const at = data + i * state.layout.row + c * state.layout.column;
-    Floats value = load_strided(at, distance, left), rate = zeros();
-    if (decay == Decay::element) rate = load_strided(rates + i * dv + c, by_rows ? dv : 1, left);
-    for (int64_t n = 0; n < count; ++n) {
-      const float *k = prepared + n * 2 * dk, *decays = k + dk;
-      const float* const u = state.u + (rows[n] * state.heads + head) * dv;
-      Floats factor;
-      if (decay == Decay::element) {
-        const float* log = state.decay.of_row(rows[n], head, state.heads, dk, dv);
-        factor = decay_of((by_rows ? constant(Floats{}, log[c]) : load_first(log + c, left)) * rate);
-      } else if (decay == Decay::channel) {
-        factor = by_rows ? load_first(decays + i, left) : constant(Floats{}, decays[i]);
-      } else {
-        factor = constant(Floats{}, decays[0]);
-      }
-      const Floats key = by_rows ? load_first(k + i, left) : constant(Floats{}, k[i]);
-      value = updated_state(factor * value, key, by_rows ? constant(Floats{}, u[c]) : load_first(u + c, left));
-    }
-    store_strided(at, value, distance, left);
+  const int64_t line_distance = by_rows ? state.layout.column : state.layout.row;
+  const auto load_part = [&](const float* from, int j) {
+    return is_whole ? load(from + j * width) : load_first(from + j * width, left);
   };
-  if (by_rows)
-    for (int64_t c = 0; c < dv; ++c)
-      for (int64_t i = begin; i < end; i += Floats::width) replay(i, c, end - i);
-  else
-    for (int64_t i = begin; i < end; ++i)
-      for (int64_t c = 0; c < dv; c += Floats::width) replay(i, c, dv - c);
+  Floats value[lines][vectors], rate[lines][vectors];
+  for (int l = 0; l < lines; ++l)
+    for (int j = 0; j < vectors; ++j) {
+      float* const from = at + l * line_distance + j * width;
+      value[l][j] = is_whole ? load(from) : load_strided(from, distance, left);
+      if (decay != Decay::element) continue;
+      const int64_t i = along + j * width;
+      rate[l][j] =
+          load_strided(state.decay.rates + head * dk * dv + (by_rows ? i * dv + line + l : (line + l) * dv + i),
+                       by_rows ? dv : 1, left);
+    }
+  for (int64_t n = 0; n < path.count; ++n) {
+    const float *k = path.prepared + n * 2 * dk, *decays = k + dk;
+    const float* const u = state.u + (path.rows[n] * state.heads + head) * dv;
+    const float* log = decay == Decay::element ? state.decay.of_row(path.rows[n], head, state.heads, dk, dv) : nullptr;
+    for (int l = 0; l < lines; ++l) {
+      const Floats of_line = constant(Floats{}, (by_rows ? u : k)[line + l]);
+      Floats shared = zeros();  // what the factors of a line have in common
+      if (decay == Decay::head) shared = constant(Floats{}, decays[0]);
+      if (decay == Decay::channel && !by_rows) shared = constant(Floats{}, decays[line + l]);
+      if (decay == Decay::element && by_rows) shared = constant(Floats{}, log[line + l]);
+      for (int j = 0; j < vectors; ++j) {
+        Floats factor = shared;
+        if (decay == Decay::channel && by_rows) factor = load_part(decays + along, j);
+        if (decay == Decay::element) factor = decay_of((by_rows ? shared : load_part(log + along, j)) * rate[l][j]);
+        value[l][j] = updated_state(factor * value[l][j], of_line, load_part((by_rows ? k : u) + along, j));
+      }
+    }
+  }
+  for (int l = 0; l < lines; ++l)
+    for (int j = 0; j < vectors; ++j) {
+      float* const to = at + l * line_distance + j * width;
+      if (is_whole)
+        store(to, value[l][j]);
+      else
+        store_strided(to, value[l][j], distance, left);
+    }
+}
+
+template <Decay decay, bool by_rows>
+inline void replay_as(const RecurrentState& state, int64_t slot, int64_t head, const HeadPath path) {
+  constexpr int64_t block = kVectors * Floats::width;
+  const StateLayout& layout = state.layout;
+  const int64_t lines = by_rows ? state.dv : state.dk, length = by_rows ? state.dk : state.dv;
+  const int64_t line_distance = by_rows ? layout.column : layout.row, distance = by_rows ? layout.row : layout.column;
+  const int64_t blocks = distance == 1 ? length / block * block : 0;
+  for (int64_t line = 0; line < lines; line += kLines) {
+    float* const at = state.data + layout.offset(slot, head) + line * line_distance;
+    const bool has_all_lines = line + kLines <= lines;
+    for (int64_t i = has_all_lines ? 0 : blocks; i < blocks; i += block)
+      replay_vectors<decay, by_rows, true, kLines, kVectors>(state, path, head, at + i, line, i, block);
+    for (int64_t l = line; l < line + kLines && l < lines; ++l)
+      for (int64_t i = has_all_lines ? blocks : 0; i < length; i += Floats::width)
+        replay_vectors<decay, by_rows, false, 1, 1>(state, path, head, at + (l - line) * line_distance + i * distance,
+                                                    l, i, length - i);
+  }
 }
 
 inline void replay_path(const RecurrentState& state, int64_t slot, int64_t head, const int64_t* rows, int64_t count,
-                        const float* prepared, int64_t begin, int64_t end) {
+                        const float* prepared) {
+  const HeadPath path{rows, count, prepared};
   const auto replay = [&](auto order) {
     constexpr bool by_rows = decltype(order)::value;
     switch (state.decay.kind) {
-      case Decay::head: return replay_as<Decay::head, by_rows>(state, slot, head, rows, count, prepared, begin, end);
-      case Decay::channel:
-        return replay_as<Decay::channel, by_rows>(state, slot, head, rows, count, prepared, begin, end);
-      case Decay::element:
-        return replay_as<Decay::element, by_rows>(state, slot, head, rows, count, prepared, begin, end);
+      case Decay::head: return replay_as<Decay::head, by_rows>(state, slot, head, path);
+      case Decay::channel: return replay_as<Decay::channel, by_rows>(state, slot, head, path);
+      case Decay::element: return replay_as<Decay::element, by_rows>(state, slot, head, path);
     }
   };
   if (state.layout.row == 1 && state.layout.column != 1)

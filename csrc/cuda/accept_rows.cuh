@@ -43,7 +43,7 @@ struct AcceptShared {
 
 // True if a node has a child. All lanes of a warp call it together.
 PASS_EXT_DEVICE bool has_child(const AcceptRequest& request, int32_t node) {
-  if (request.problem.is_chain) return node + 1 < request.nodes;
+  if (request.problem.parents == nullptr) return node + 1 < request.nodes;
   bool has_child = false;
   const int32_t lane = static_cast<int32_t>(lane_index());
   for (int32_t base = node + 1; base < request.nodes && !has_child; base += 32)

@@ -1,7 +1,9 @@
 // Counters that are zero when a kernel starts and that it leaves at zero, so that no call has to clear them.
 //
 // Kernels of one stream run one after another and each leaves zeros behind. So one counter slot per stream is enough.
-// Two streams run at once and must not count in the same place, so each has a counter slot.
+// Two streams run at once and must not count in the same place, so each has a counter slot. Nobody tells when a stream
+// is destroyed, and its last kernel may still count then, so such a slot never comes back: the first kMostEagerStreams
+// streams of a device keep theirs, and a call on any later one clears memory of its own.
 //
 // During a capture nothing runs, and the recorded kernels will run on some other stream, perhaps beside eager kernels
 // of this one or beside another graph. So every capture takes a new counter slot for each of its streams. The graph
@@ -28,12 +30,14 @@
 namespace pass_ext {
 
 constexpr int64_t kCountersOfSlot = 4096;
+constexpr int64_t kSlotBytes = kCountersOfSlot * sizeof(int32_t);
+constexpr size_t kMostEagerStreams = 256;  // torch has 64 a device; a program may make some for every request
 
 class CounterSlots {  // one per device
  public:
   // A counter slot for kernels launched on `stream`, which is on the current device, from now until the stream's
-  // capture ends or begins.
-  int32_t* slot_for(const char* op, cudaStream_t stream) {
+  // capture ends or begins. It may be `spare`: kSlotBytes that this call alone uses.
+  int32_t* slot_for(const char* op, cudaStream_t stream, void* spare) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long stream_id = 0, capture = 0;
     cudaGraph_t graph = nullptr;
@@ -53,8 +57,15 @@ class CounterSlots {  // one per device
     const std::pair key{is_captured ? capture : kEager, stream_id};
     const auto entry = taken_.find(key);
     if (entry != taken_.end()) return entry->second;
+    if (!is_captured && eager_streams_ == kMostEagerStreams) {
+      check(op, cudaMemsetAsync(spare, 0, kSlotBytes, stream));
+      return static_cast<int32_t*>(spare);
+    }
     int32_t* const slot = take_free_slot(op);
-    if (is_captured) lend_to(op, graph, slot);
+    if (is_captured)
+      lend_to(op, graph, slot);
+    else
+      ++eager_streams_;
     return taken_[key] = slot;
   }
 
@@ -90,7 +101,7 @@ class CounterSlots {  // one per device
       void* memory = nullptr;
       cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // neither of the two is part of a capture
       check(op, cudaThreadExchangeStreamCaptureMode(&mode));
-      const cudaError_t error = allocate_zeros(&memory, kSlots * kCountersOfSlot * sizeof(int32_t));
+      const cudaError_t error = allocate_zeros(&memory, kSlots * kSlotBytes);
       check(op, cudaThreadExchangeStreamCaptureMode(&mode));
       check(op, error);
       for (int64_t i = 0; i < kSlots; ++i) free_.push_back(static_cast<int32_t*>(memory) + i * kCountersOfSlot);
@@ -129,6 +140,7 @@ class CounterSlots {  // one per device
   std::mutex mutex_;                                                             // held across CUDA calls
   std::map<std::pair<unsigned long long, unsigned long long>, int32_t*> taken_;  // by capture and stream
   std::vector<int32_t*> free_;
+  size_t eager_streams_ = 0;   // that have a slot
   std::mutex released_mutex_;  // never held across a CUDA call: graphs are destroyed inside CUDA
   std::vector<int32_t*> released_;
 };

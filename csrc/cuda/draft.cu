@@ -14,10 +14,12 @@ void draft_on_cuda(const DraftProblem& problem, const Tensor& logits) {
   if (problem.rows == 0) return;
   const CudaScope scope(logits);
   const gpu::RowsPlan plan = gpu::plan_draft(problem, scope.multiprocessors());
-  const Tensor workspace = empty_of_shape("draft_sample", logits, {plan.bytes()}, ScalarType::Byte);
+  const Tensor workspace = empty_of_shape("draft_sample", logits, {kSlotBytes + plan.bytes()}, ScalarType::Byte);
+  char* const memory = output_of<char>(workspace);
   int32_t* const counters =
-      plan.rows > 0 ? CounterSlots::of_device(scope.device()).slot_for("draft_sample", scope.stream()) : nullptr;
-  gpu::launch_draft(problem, plan, plan.carve(output_of<void>(workspace), counters), scope.stream());
+      plan.rows > 0 ? CounterSlots::of_device(scope.device()).slot_for("draft_sample", scope.stream(), memory)
+                    : nullptr;
+  gpu::launch_draft(problem, plan, plan.carve(memory + kSlotBytes, counters), scope.stream());
   check_launch("draft_sample");
 }
 

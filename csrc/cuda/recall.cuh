@@ -31,6 +31,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kRecallThreads) recall_kernel(PASS_EXT_PA
 }
 
 inline void launch_recall_scores(const RecallProblem& problem, Stream stream) {
+  if (problem.count == 0) return;
   const size_t bytes = sizeof(int32_t) * static_cast<size_t>(recall_numbers(problem.count));
   launch("recall_scores", recall_kernel, LaunchShape{{problem.rows}, {kRecallThreads}, bytes}, stream, problem);
 }

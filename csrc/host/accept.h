@@ -1,6 +1,6 @@
 // Checks accept_tree's and accept_chain's arguments, the same on every device, packs them into core/accept.h's
-// AcceptProblem and makes the outputs, log probabilities among them. Each op is a template over the function that fills
-// them.
+// AcceptProblem and makes the outputs, log probabilities and supports among them. Each op is a template over the
+// function that fills them.
 #pragma once
 
 #include <tuple>
@@ -90,9 +90,9 @@ inline void check_draft_logits(const AcceptArguments& arguments, int64_t dim, co
   check_same_device(arguments.op, "draft_logits", draft, "target_logits", target);
 }
 
-inline AcceptResult prepare_accept_tree(const AcceptArguments& arguments, const Tensor& tokens, const Tensor& parents,
-                                        const Tensor& cu_nodes, int64_t max_depth, const OptionalTensor& draft_rows,
-                                        AcceptProblem& problem) {
+inline AcceptResult prepare_accept_tree(const AcceptArguments& arguments, const Tensor& tokens,
+                                        const OptionalTensor& parents, const Tensor& cu_nodes, int64_t max_depth,
+                                        const OptionalTensor& draft_rows, AcceptProblem& problem) {
   const char* const op = arguments.op;
   const Tensor& target = arguments.target_logits;
   check_logits(op, "target_logits", target, 2, "[N, V]");
@@ -100,7 +100,6 @@ inline AcceptResult prepare_accept_tree(const AcceptArguments& arguments, const 
   const int64_t nodes = target.size(0);
   const PerRow rows{op, target, "target_logits", nodes, "one for each row of target_logits"};
   check_column(rows, "tokens", tokens, ScalarType::Long);
-  check_column(rows, "parents", parents, ScalarType::Int);
   if (max_depth < 0 || max_depth >= kMaxTreeNodes)
     refuse(op, "max_depth must be in [0, ", kMaxTreeNodes, "), got ", max_depth);
   check_dtype(op, "cu_nodes", cu_nodes, {ScalarType::Int});
@@ -126,7 +125,7 @@ inline AcceptResult prepare_accept_tree(const AcceptArguments& arguments, const 
     problem.draft_row_count = static_cast<int32_t>(draft.size(0));
   }
   problem.tokens = data_of<int64_t>(op, "tokens", tokens);
-  problem.parents = data_of<int32_t>(op, "parents", parents);
+  problem.parents = column_of<int32_t>(rows, "parents", parents, ScalarType::Int);
   problem.cu_nodes = data_of<int32_t>(op, "cu_nodes", cu_nodes);
   problem.draft_rows = column_of<int32_t>(rows, "draft_rows", draft_rows, ScalarType::Int);
   problem.nodes = nodes;
@@ -174,42 +173,60 @@ inline AcceptResult prepare_accept_chain(const AcceptArguments& arguments, const
   return prepare_accept(arguments, requests, nodes - 1, problem);
 }
 
-// Outputs and scratch memory of the log probabilities. `count`: -1 for none, else the alternatives of each token.
-struct Logprobs {
-  std::vector<Tensor> outputs;  // raw, processed, top_tokens, top_raw, top_processed; empty for none
+// What a step says about its emitted tokens on request: outputs and scratch memory.
+struct Reports {
+  std::vector<Tensor> logprobs;  // raw, processed, top_tokens, top_raw, top_processed; empty for none
+  std::vector<Tensor> support;   // counts, ids; empty for none
   std::optional<Tensor> described;
-  LogprobArrays arrays{};
+  LogprobArrays logprob_arrays{};
+  SupportArrays support_arrays{};
 };
 
-inline Logprobs prepare_logprobs(const char* op, const Tensor& like, int64_t count, AcceptProblem& problem) {
-  if (count < -1 || count > kMaxTopLogprobs)
-    refuse(op, "logprobs must be -1 (none) or the number of alternatives, 0 to ", kMaxTopLogprobs, ", got ", count);
-  Logprobs logprobs;
-  if (count < 0) return logprobs;
+// `alternatives`: of each token, -1 for no log probabilities; `room`: for the ids of each token's support, 0 for none.
+inline Reports prepare_reports(const char* op, const Tensor& like, int64_t alternatives, int64_t room,
+                               AcceptProblem& problem) {
+  if (alternatives < -1 || alternatives > kMaxTopLogprobs)
+    refuse(op, "logprobs must be -1 (none) or the number of alternatives, 0 to ", kMaxTopLogprobs, ", got ",
+           alternatives);
   const int64_t requests = problem.requests, width = int64_t{problem.max_depth} + 1;
-  const auto make = [&](const std::vector<int64_t>& shape, ScalarType type) {
-    return logprobs.outputs.emplace_back(empty_of_shape(op, like, shape, type));
+  const int64_t vocabulary = problem.target.vocabulary;
+  if (room < 0 || room > vocabulary)
+    refuse(op, "support must be 0 (none) or the ids that each token has room for, at most the vocabulary, ", vocabulary,
+           ", got ", room);
+  Reports reports;
+  const auto make = [&](std::vector<Tensor>& outputs, const std::vector<int64_t>& shape, ScalarType type) {
+    return outputs.emplace_back(empty_of_shape(op, like, shape, type));
   };
-  logprobs.arrays.raw = output_of<float>(make({requests, width}, ScalarType::Float));
-  logprobs.arrays.processed = output_of<float>(make({requests, width}, ScalarType::Float));
-  logprobs.arrays.top_tokens = output_of<int64_t>(make({requests, width, count}, ScalarType::Long));
-  logprobs.arrays.top_raw = output_of<float>(make({requests, width, count}, ScalarType::Float));
-  logprobs.arrays.top_processed = output_of<float>(make({requests, width, count}, ScalarType::Float));
-  logprobs.arrays.count = static_cast<int32_t>(count);
+  if (alternatives >= 0) {
+    const std::vector<int64_t> each{requests, width}, top{requests, width, alternatives};
+    reports.logprob_arrays.raw = output_of<float>(make(reports.logprobs, each, ScalarType::Float));
+    reports.logprob_arrays.processed = output_of<float>(make(reports.logprobs, each, ScalarType::Float));
+    reports.logprob_arrays.top_tokens = output_of<int64_t>(make(reports.logprobs, top, ScalarType::Long));
+    reports.logprob_arrays.top_raw = output_of<float>(make(reports.logprobs, top, ScalarType::Float));
+    reports.logprob_arrays.top_processed = output_of<float>(make(reports.logprobs, top, ScalarType::Float));
+    reports.logprob_arrays.count = static_cast<int32_t>(alternatives);
+  }
+  if (room > 0) {
+    reports.support_arrays.counts = output_of<int32_t>(make(reports.support, {requests, width}, ScalarType::Int));
+    reports.support_arrays.ids = output_of<int32_t>(make(reports.support, {requests, width, room}, ScalarType::Int));
+    reports.support_arrays.room = static_cast<int32_t>(room);
+  }
+  if (alternatives < 0 && room == 0) return reports;
   const int64_t bytes = problem.nodes * static_cast<int64_t>(sizeof(Distribution));
-  logprobs.described = empty_of_shape(op, like, {bytes}, ScalarType::Byte);
-  problem.described = output_of<Distribution>(*logprobs.described);
-  return logprobs;
+  reports.described = empty_of_shape(op, like, {bytes}, ScalarType::Byte);
+  problem.described = output_of<Distribution>(*reports.described);
+  return reports;
 }
 
 // The ops with their torch signatures; `run` fills in the outputs on its device.
 
 using RunAccept = void (*)(const char* op, const AcceptProblem& problem, const LogprobArrays& logprobs,
-                           const Tensor& target_logits);
-using AcceptOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor, std::vector<Tensor>>;  // AcceptResult, logprobs
+                           const SupportArrays& supports, const Tensor& target_logits);
+// AcceptResult, logprobs, support
+using AcceptOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor, std::vector<Tensor>, std::vector<Tensor>>;
 
 template <RunAccept run>
-AcceptOutputs accept_tree(const Tensor& target_logits, const Tensor& tokens, const Tensor& parents,
+AcceptOutputs accept_tree(const Tensor& target_logits, const Tensor& tokens, const OptionalTensor& parents,
                           const Tensor& cu_nodes, int64_t max_depth, int64_t rule, const OptionalTensor& draft_logits,
                           const OptionalTensor& draft_rows, const OptionalTensor& temperature,
                           const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
@@ -217,7 +234,7 @@ AcceptOutputs accept_tree(const Tensor& target_logits, const Tensor& tokens, con
                           const OptionalTensor& draft_top_p, const OptionalTensor& draft_min_p,
                           const OptionalTensor& allowed, const OptionalTensor& draft_allowed,
                           const OptionalTensor& seeds, const OptionalTensor& positions, double threshold, double alpha,
-                          int64_t logprobs) {
+                          int64_t logprobs, int64_t support) {
   AcceptProblem problem{};
   const AcceptResult result = prepare_accept_tree({"accept_tree",
                                                    target_logits,
@@ -232,9 +249,9 @@ AcceptOutputs accept_tree(const Tensor& target_logits, const Tensor& tokens, con
                                                    threshold,
                                                    alpha},
                                                   tokens, parents, cu_nodes, max_depth, draft_rows, problem);
-  const Logprobs scores = prepare_logprobs("accept_tree", target_logits, logprobs, problem);
-  run("accept_tree", problem, scores.arrays, target_logits);
-  return std::tuple_cat(result, std::tuple(scores.outputs));
+  const Reports reports = prepare_reports("accept_tree", target_logits, logprobs, support, problem);
+  run("accept_tree", problem, reports.logprob_arrays, reports.support_arrays, target_logits);
+  return std::tuple_cat(result, std::tuple(reports.logprobs, reports.support));
 }
 
 template <RunAccept run>
@@ -245,7 +262,7 @@ AcceptOutputs accept_chain(const Tensor& target_logits, const Tensor& draft_toke
                            const OptionalTensor& draft_top_p, const OptionalTensor& draft_min_p,
                            const OptionalTensor& allowed, const OptionalTensor& draft_allowed,
                            const OptionalTensor& seeds, const OptionalTensor& positions, double threshold, double alpha,
-                           int64_t logprobs) {
+                           int64_t logprobs, int64_t support) {
   AcceptProblem problem{};
   const AcceptResult result = prepare_accept_chain({"accept_chain",
                                                     target_logits,
@@ -260,9 +277,9 @@ AcceptOutputs accept_chain(const Tensor& target_logits, const Tensor& draft_toke
                                                     threshold,
                                                     alpha},
                                                    draft_tokens, problem);
-  const Logprobs scores = prepare_logprobs("accept_chain", target_logits, logprobs, problem);
-  run("accept_chain", problem, scores.arrays, target_logits);
-  return std::tuple_cat(result, std::tuple(scores.outputs));
+  const Reports reports = prepare_reports("accept_chain", target_logits, logprobs, support, problem);
+  run("accept_chain", problem, reports.logprob_arrays, reports.support_arrays, target_logits);
+  return std::tuple_cat(result, std::tuple(reports.logprobs, reports.support));
 }
 
 }  // namespace pass_ext

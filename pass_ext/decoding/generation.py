@@ -1,9 +1,9 @@
 """``generate``: reads its arguments, runs the decoding loop, and returns the texts with statistics.
 
 The device makes the rows of a step if the host decides nothing between two steps: no logits processors, grammars, log
-probabilities or tensor parallelism, draft tokens from look-ahead slots alone or none, and the rule "coupled" (or greedy texts,
-on which all rules of the ops agree). On the CPU a batch with fixed rows stays with the host. Streamers and stopping criteria
-are called later, with the same tokens in order.
+probabilities, supports or tensor parallelism, draft tokens from look-ahead slots alone or none, and the rule "coupled" (or
+greedy texts, on which all rules of the ops agree). On the CPU a batch with fixed rows stays with the host. Streamers and
+stopping criteria are called later, with the same tokens in order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session.reading import read_again
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.stats import GenerationStats
-from pass_ext.ops.accept import TokenLogprobs
+from pass_ext.ops.accept import TokenLogprobs, TokenSupport
 
 MOST_NEW_TOKENS = 1 << 30  # positions are int32, and the prompt has some too
 
@@ -53,6 +53,9 @@ class Generation:
     stats: GenerationStats
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """With ``logprobs``: those of each text's new tokens, ``[n]`` and for alternatives ``[n, logprobs]``."""
+    support: tuple[TokenSupport, ...] | None = None
+    """With ``support``: for each text the ids that each new token was drawn from, ``counts [n]`` and ``ids [sum of counts]``,
+    one token's after the other's."""
 
 
 def generate(
@@ -77,6 +80,7 @@ def generate(
     generation_config: Any = None,
     session: Session | None = None,
     logprobs: int | None = None,
+    support: bool = False,
 ) -> Generation:
     """Continues each prompt with up to ``max_new_tokens`` tokens.
 
@@ -107,9 +111,11 @@ def generate(
         session: a ``pass_ext.Session``. It may hold keys and values to begin with; it has the KV cache after the call.
         logprobs: the result has ``logprobs`` of every new token, raw and processed. 0: of the tokens alone; n: of the n most
             probable ones beside each too, at most 64. Texts stay the same.
+        support: the result has ``support``, the ids that every new token was drawn from, after masks and filters: what a
+            trainer needs to compute the same law under new weights. Texts stay the same.
 
     Returns:
-        Generation: ``sequences``, ``lengths``, ``stats``, ``logprobs``.
+        Generation: ``sequences``, ``lengths``, ``stats``, ``logprobs``, ``support``.
     """
     method, accept = Plain() if method is None else method, accept_function(rule)
     whole_number("generate: max_new_tokens", max_new_tokens, most=MOST_NEW_TOKENS)
@@ -127,7 +133,8 @@ def generate(
     is_alone = isinstance(method, Plain) and len(prompts.texts) == 1
     processors = processors_of(logits_processor, adapted, config, prompts, max_new_tokens, ends, one_text=is_alone)
     accept.check(processors, None if guides is None else grammar)
-    scores = Scores.of(logprobs, sampling, accept, has_processors=bool(processors), has_grammar=guides is not None)
+    wanted = logprobs, support, vocabulary
+    scores = Scores.of(*wanted, sampling, accept, has_processors=bool(processors), has_grammar=guides is not None)
     listener = Listener(streamer, stopping)
     # Inference tensors would break a session that is used again outside the caller's inference mode.
     with torch.inference_mode(False), torch.no_grad(), adapted.attached(), ExitStack() as stack:
@@ -174,8 +181,8 @@ def generate(
         synthetic=accept.is_synthetic,
         way=way,
     )
-    logs = None if scores is None else scores.logprobs(len(new))
-    return Generation(prompts.extended(new, pad or 0), tuple(map(len, new)), stats, logs)
+    reports = (None, None) if scores is None else (scores.logprobs(len(new)), scores.support(len(new)))
+    return Generation(prompts.extended(new, pad or 0), tuple(map(len, new)), stats, *reports)
 
 
 def _device_rows(
@@ -191,7 +198,7 @@ def _device_rows(
         return None
     try:
         for decides, reason in (
-            (scores is not None, "log probabilities are kept"),
+            (scores is not None, "log probabilities or supports are kept"),
             (processors, "logits processors run on the host"),
             (context.guides is not None, "a grammar's masks are made on the host"),
             (context.target.logit_shards is not None, "the columns of the logits are divided among ranks"),

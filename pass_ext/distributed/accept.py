@@ -54,6 +54,7 @@ def accept_tree(
     positions: Parameter = None,
     threshold: float | None = None,
     alpha: float | None = None,
+    support: int = 0,
 ) -> AcceptResult:
     """``pass_ext.accept_tree`` on logits whose columns the ranks of a group hold. All ranks call it together, with the same
     arguments except logits and masks, and get the same result: that of the op on all columns, to the bit.
@@ -87,6 +88,7 @@ def accept_tree(
         columns that move                 1, unless each rank's first column is a multiple of 8,192
         columns that only a rank knows    1, see vocab_start
         gathered                          1
+        support, unless gathered          1, of 4 (n + 1) bytes for each place of ``emitted``
 
     s counts the rounds of sums that a tree needs (pass_ext/distributed/steps.py): 0 for a chain under "rejection"; for a tree
     with branching (4, 2, 2) 5 under "rejection" and 6 under "traversal". The tree's shape is read on the host for that.
@@ -101,6 +103,7 @@ def accept_tree(
         target=(temperature, top_k, top_p, min_p),
         draft=(draft_temperature, draft_top_k, draft_top_p, draft_min_p),
         allowed=allowed, draft_allowed=draft_allowed, seeds=seeds, positions=positions, threshold=threshold, alpha=alpha,
+        support=support,
     )  # fmt: skip
     return run(steps, columns.group)
 
@@ -110,12 +113,15 @@ def accept_chain(
     target_logits: Tensor,
     draft_tokens: Tensor,
     *,
+    cu_nodes: Tensor | None = None,
+    max_depth: int | None = None,
     group: dist.ProcessGroup | None = None,
     vocab_start: int | Sequence[int] | None = None,
     vocab_size: int | None = None,
     gather_below: int = 0,
     rule: str = "coupled",
     draft_logits: Tensor | None = None,
+    draft_rows: Tensor | None = None,
     temperature: Parameter = None,
     top_k: Parameter = None,
     top_p: Parameter = None,
@@ -130,17 +136,19 @@ def accept_chain(
     positions: Parameter = None,
     threshold: float | None = None,
     alpha: float | None = None,
+    support: int = 0,
 ) -> AcceptResult:
-    """``pass_ext.accept_chain`` on logits ``[B, K + 1, C]`` whose columns the ranks of a group hold; see ``accept_tree`` above
-    for the arguments that it adds and for the number of exchanges. It reads nothing on the host."""
+    """``pass_ext.accept_chain`` on logits ``[B, K + 1, C]``, or packed ``[N, C]``, whose columns the ranks of a group hold; see
+    ``accept_tree`` above for the arguments that it adds and for the number of exchanges. It reads nothing on the host."""
     columns = columns_of("accept_chain", target_logits, group, vocab_start, vocab_size)
     layout = layout_of(columns)
     steps = chain_steps(
-        columns.rank, layout, columns.local, draft_tokens, gather_below=gather_below, rule=rule,
-        draft_logits=_drafts("accept_chain", columns, draft_logits),
+        columns.rank, layout, columns.local, draft_tokens, cu_nodes=cu_nodes, max_depth=max_depth, gather_below=gather_below,
+        rule=rule, draft_logits=_drafts("accept_chain", columns, draft_logits), draft_rows=draft_rows,
         target=(temperature, top_k, top_p, min_p),
         draft=(draft_temperature, draft_top_k, draft_top_p, draft_min_p),
         allowed=allowed, draft_allowed=draft_allowed, seeds=seeds, positions=positions, threshold=threshold, alpha=alpha,
+        support=support,
     )  # fmt: skip
     return run(steps, columns.group)
 
@@ -166,12 +174,14 @@ def tree_steps(
     positions: Parameter = None,
     threshold: float | None = None,
     alpha: float | None = None,
+    support: int = 0,
     op: str = "accept_tree",
     chain: int | None = None,
 ) -> Steps[AcceptResult]:
     """The steps of ``accept_tree`` on one rank; ``target`` and ``draft``: temperature, top_k, top_p and min_p."""
     check_rule(op, rule, draft_logits is not None)
     yield from agreed(op, locals())
+    whole.check_room(f".distributed.{op}", support, layout.vocab_size)
     if not ACCEPT_RULES[rule].needs_draft_logits:  # does not read them
         draft_logits = draft_rows = None
     width = layout.ends[rank] - layout.starts[rank]
@@ -193,12 +203,12 @@ def tree_steps(
             lambda logits, drafts=None: whole.accept_tree(
                 logits, trees.tokens, trees.parents, trees.cu_nodes, max_depth, rule=rule, draft_logits=drafts,
                 draft_rows=trees.draft_rows if both else None, seeds=trees.seeds, positions=trees.positions,
-                threshold=threshold, alpha=alpha, **trees.sampling(),
+                threshold=threshold, alpha=alpha, support=support, **trees.sampling(),
             ),
             shard,
         )  # fmt: skip
         return accepted
-    result = yield from accept_steps(trees, shard)
+    result = yield from accept_steps(trees, shard, support)
     whole.raise_on_status(op, result.status)
     return result
 
@@ -209,12 +219,26 @@ def chain_steps(
     target_logits: Tensor,
     draft_tokens: Tensor,
     *,
+    cu_nodes: Tensor | None = None,
+    max_depth: int | None = None,
     draft_logits: Tensor | None = None,
+    draft_rows: Tensor | None = None,
     allowed: Tensor | None = None,
     draft_allowed: Tensor | None = None,
     **shared: Any,
 ) -> Steps[AcceptResult]:
     """The steps of ``accept_chain`` on one rank: those of a tree without branches."""
+    whole.check_packed("pass_ext.distributed.", cu_nodes, max_depth, draft_rows, target_logits, draft_tokens)
+    if cu_nodes is not None:
+        assert max_depth is not None
+        rows = torch.arange(len(target_logits), device=target_logits.device)
+        owners = torch.searchsorted(cu_nodes.to(rows.dtype), rows, right=True) - 1
+        parents = rows - cu_nodes[owners.clamp(0, max(len(cu_nodes) - 2, 0))] - 1
+        return tree_steps(
+            rank, layout, target_logits, draft_tokens, parents.int(), cu_nodes, max_depth, draft_logits=draft_logits,
+            draft_rows=draft_rows, allowed=allowed, draft_allowed=draft_allowed, op="accept_chain", chain=max_depth,
+            **shared,
+        )  # fmt: skip
     requests, nodes, _ = target_logits.shape
     device, drafts = target_logits.device, None
     tokens = torch.full((requests, nodes), -1, dtype=torch.int64, device=device)

@@ -13,7 +13,7 @@ all children but the root's last.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from pass_ext.distributed.exchange import Add, Gather, Move, Steps
 from pass_ext.distributed.layout import Layout
-from pass_ext.ops.accept import AcceptResult
+from pass_ext.ops.accept import AcceptResult, TokenSupport
 from pass_ext.ops.common.arguments import SAMPLING
-from pass_ext.ops.shard import SELECT_ROUNDS, answer_shape, is_summed, shard_best, shard_combine, shard_local
+from pass_ext.ops.shard import SELECT_ROUNDS, answer_shape, is_summed, row_cuts, shard_best, shard_combine, shard_local
 
 _NO_TOKEN = (-(1 << 23), -1, -(1 << 23))  # logit -inf, id -1, log probability or another logit -inf
 
@@ -169,11 +169,40 @@ class Trees:
         )
 
 
-def accept_steps(trees: Trees, shard: Shard) -> Steps[AcceptResult]:
-    """``accept_tree`` on a shard."""
+def accept_steps(trees: Trees, shard: Shard, room: int = 0) -> Steps[AcceptResult]:
+    """``accept_tree`` on a shard; ``room``: for the ids of each emitted token's support."""
     shard = yield from shard.aligned()
-    _, result = yield from _combined(trees, shard, trees.rounds(), "finish")
+    state, result = yield from _combined(trees, shard, trees.rounds(), "finish")
+    if room > 0:
+        result.support = yield from support_steps(trees, shard, state, result, room)
     return result
+
+
+def support_steps(trees: Trees, shard: Shard, state: Tensor, result: AcceptResult, room: int) -> Steps[TokenSupport]:
+    """The supports of the emitted tokens: each rank lists the ids among its columns. One exchange."""
+    own = torch.zeros(*result.path.shape, 1 + room, dtype=torch.int32, device=state.device)
+    own[..., 1:] = -1
+    logits = shard.logits[0]
+    if len(logits) and shard.columns:
+        rows = (trees.cu_nodes[:-1, None] + result.path).clamp(0, len(logits) - 1).flatten().long()
+        mask = None if shard.allowed[0] is None else shard.allowed[0][rows]
+        (logits,) = replace(shard, logits=(logits[rows],), allowed=(mask,)).masked()
+        cut, tie = (numbers[rows, None] for numbers in row_cuts(state, len(shard.logits[0])))
+        ids = shard.start + torch.arange(shard.columns, dtype=torch.int32, device=state.device)
+        within = (logits > cut) | ((logits == cut) & (ids <= tie))
+        within &= (result.emitted >= 0).view(-1, 1)
+        own[..., 0] = within.sum(-1, dtype=torch.int32).view(result.path.shape)
+        own[..., 1:] = _first(ids.expand_as(within), within, room).view(*result.path.shape, room)
+    each = yield Gather(own)
+    counts, ids = each[..., 0].sum(0, dtype=torch.int32), each[..., 1:].movedim(0, 2).flatten(2)
+    return TokenSupport(counts, _first(ids, ids >= 0, room).masked_fill(counts[..., None] > room, -1))
+
+
+def _first(ids: Tensor, kept: Tensor, room: int) -> Tensor:
+    """``[..., room]``: of each row the first ids that are kept, then -1."""
+    places = (kept.cumsum(-1) - 1).where(kept, room).clamp(max=room)
+    packed = ids.new_full((*ids.shape[:-1], room + 1), -1)
+    return packed.scatter(-1, places, ids)[..., :room]
 
 
 def gathered_accept_steps(accept: Any, shard: Shard) -> Steps[AcceptResult]:

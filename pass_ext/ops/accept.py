@@ -52,6 +52,16 @@ class TokenLogprobs(NamedTuple):
     """``[B, max_depth + 1, n]`` float32; -inf for tokens that the mask or a filter removed."""
 
 
+class TokenSupport(NamedTuple):
+    """The tokens that each emitted token was drawn from: those with a probability above 0, after mask, temperature and
+    filters."""
+
+    counts: Tensor
+    """``[B, max_depth + 1]`` int32: how many; 0 where no token was emitted. More than n: ``ids`` has none of them."""
+    ids: Tensor
+    """``[B, max_depth + 1, n]`` int32: their ids in ascending order; then -1."""
+
+
 class _AcceptTensors(NamedTuple):
     emitted: Tensor
     """``[B, max_depth + 1]`` int64: the accepted draft tokens, then one token from the target, then -1."""
@@ -69,13 +79,15 @@ class AcceptResult(_AcceptTensors):
 
     logprobs: TokenLogprobs | None = None
     """With ``return_logprobs=True``: the log probabilities of ``emitted``. Not an item of the tuple."""
+    support: TokenSupport | None = None
+    """With ``support``: the tokens that each of ``emitted`` was drawn from. Not an item of the tuple."""
 
 
 @typed("pass_ext::", page="ops/accept")
 def accept_tree(
     target_logits: Tensor,
     tokens: Tensor,
-    parents: Tensor,
+    parents: Tensor | None,
     cu_nodes: Tensor,
     max_depth: int,
     *,
@@ -99,6 +111,7 @@ def accept_tree(
     generator: torch.Generator | None = None,
     return_logprobs: bool = False,
     top_logprobs: int = 0,
+    support: int = 0,
 ) -> AcceptResult:
     """Verifies the drafted tokens of B trees against the target's logits ``[N, V]``: each request gets its accepted tokens and
     one more token from the target.
@@ -109,8 +122,8 @@ def accept_tree(
         tokens: ``[N]`` int64, the token of node i; a root's token is ignored. A token outside [0, V), such as -1, is never
             accepted.
         parents: ``[N]`` int32, each node's parent as an index in its request, -1 for the root, which is node 0;
-            ``parents[i] < i``. At most 1,024 nodes per request. Of siblings with equal tokens the first is followed
-            ("typical" and "joint": the one with the longer path; "kseq" tries both)
+            ``parents[i] < i``. None: chains, each node below the one before it. At most 1,024 nodes per request. Of siblings
+            with equal tokens the first is followed ("typical" and "joint": the one with the longer path; "kseq" tries both)
         cu_nodes: ``[B + 1]`` int32: request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request.
         max_depth: the depth of the deepest tree. It sets the width of the result; deeper nodes are ignored.
         rule: one of ``pass_ext.RULES``; docs/ops/accept.md helps to choose. "kseq" and
@@ -135,6 +148,8 @@ def accept_tree(
         return_logprobs: True: the result has ``logprobs``, the log probabilities of the emitted tokens. Decisions stay the same
             to the bit. Only rows on the accepted path are read again, and only for sums that no decision needed.
         top_logprobs: with ``return_logprobs``: also the most probable tokens beside each emitted one, so many; at most 64.
+        support: n > 0: the result has ``support``, the ids that each emitted token was drawn from, with room for n of each; at
+            most V. Decisions stay the same to the bit.
 
     Returns:
         AcceptResult. If a row that a decision needs holds NaN or +inf, or allows no token, the request ends before that row:
@@ -164,6 +179,7 @@ def accept_tree(
                    (draft_temperature, draft_top_k, draft_top_p, draft_min_p)),
         allowed, draft_allowed, *_noise(op, batch, temperature, seeds, positions, generator),
         *bounds_of(rule, threshold, alpha), _alternatives(op, return_logprobs, top_logprobs),
+        check_room(f"::{op}", support, target_logits.shape[-1]),
     )  # fmt: skip
 
 
@@ -172,8 +188,11 @@ def accept_chain(
     target_logits: Tensor,
     draft_tokens: Tensor,
     *,
+    cu_nodes: Tensor | None = None,
+    max_depth: int | None = None,
     rule: str = "coupled",
     draft_logits: Tensor | None = None,
+    draft_rows: Tensor | None = None,
     temperature: Parameter = None,
     top_k: Parameter = None,
     top_p: Parameter = None,
@@ -191,9 +210,10 @@ def accept_chain(
     generator: torch.Generator | None = None,
     return_logprobs: bool = False,
     top_logprobs: int = 0,
+    support: int = 0,
 ) -> AcceptResult:
     """Verifies one chain of K drafted tokens for each of B requests against the target's logits ``[B, K + 1, V]``, with the
-    rules of ``accept_tree``.
+    rules of ``accept_tree``; or chains of different lengths, packed.
 
     Args:
         target_logits: ``[B, K + 1, V]``: row i is the target's distribution after i drafts. The first two dimensions may
@@ -201,6 +221,11 @@ def accept_chain(
         draft_tokens: ``[B, K]`` int64. Pad requests that have fewer drafts with -1.
         draft_logits: ``[B, K, V]``: draft i was sampled from row i.
         allowed, draft_allowed: ``[B, K + 1, ceil(V / 32)]`` and ``[B, K, ceil(V / 32)]`` int32 words.
+        cu_nodes: ``[B + 1]`` int32: the chains are packed, and request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``, one more
+            than it has drafts. ``target_logits`` is ``[N, V]``, and ``draft_tokens`` ``[N]`` the tokens that the model read in
+            these rows; a request's first one is not judged. ``draft_logits`` and the masks are those of ``accept_tree``.
+        max_depth: with ``cu_nodes``: the most drafts of a request. It sets the width of the result; later ones are ignored.
+        draft_rows: with ``cu_nodes``: as in ``accept_tree``.
 
     The other arguments and the result are those of ``accept_tree``; ``path`` counts 0, 1, 2, …
 
@@ -209,8 +234,23 @@ def accept_chain(
         >>> logits = torch.zeros(1, 3, 5).scatter(2, torch.tensor([[[3], [4], [0]]]), 9.0)  # the target wants 3, then 4, then 0
         >>> pass_ext.accept_chain(logits, torch.tensor([[3, 2]])).emitted  # 3 is accepted, 2 is not
         tensor([[ 3,  4, -1]])
+        >>> packed, cu_nodes = logits[0, [0, 0, 1, 2]], torch.tensor([0, 1, 4])  # without drafts; with 3 and 4
+        >>> pass_ext.accept_chain(packed, torch.tensor([9, 9, 3, 4]), cu_nodes=cu_nodes, max_depth=2).emitted
+        tensor([[ 3, -1, -1],
+                [ 3,  4,  0]])
     """
     op, batch = "accept_chain", (target_logits.shape[0], target_logits.device)
+    check_packed("pass_ext::", cu_nodes, max_depth, draft_rows, target_logits, draft_tokens)
+    if cu_nodes is not None:
+        assert max_depth is not None
+        return accept_tree(
+            target_logits, draft_tokens, None, cu_nodes, max_depth, rule=rule, draft_logits=draft_logits,
+            draft_rows=draft_rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            draft_temperature=draft_temperature, draft_top_k=draft_top_k, draft_top_p=draft_top_p,
+            draft_min_p=draft_min_p, allowed=allowed, draft_allowed=draft_allowed, seeds=seeds, positions=positions,
+            threshold=threshold, alpha=alpha, generator=generator, return_logprobs=return_logprobs,
+            top_logprobs=top_logprobs, support=support,
+        )  # fmt: skip
     return _call(
         _chain_op, target_logits, _dense(op, "draft_tokens", draft_tokens, torch.int64),
         index_of(op, "rule", rule, _RULE_NAMES), draft_logits,
@@ -218,7 +258,36 @@ def accept_chain(
                    (draft_temperature, draft_top_k, draft_top_p, draft_min_p)),
         allowed, draft_allowed, *_noise(op, batch, temperature, seeds, positions, generator),
         *bounds_of(rule, threshold, alpha), _alternatives(op, return_logprobs, top_logprobs),
+        check_room(f"::{op}", support, target_logits.shape[-1]),
     )  # fmt: skip
+
+
+def check_packed(
+    prefix: str,
+    cu_nodes: Tensor | None,
+    max_depth: int | None,
+    draft_rows: Tensor | None,
+    target_logits: Tensor,
+    tokens: Tensor,
+) -> None:
+    """The arguments of ``accept_chain`` that belong to packed chains."""
+    if cu_nodes is None:
+        for name, value in (("max_depth", max_depth), ("draft_rows", draft_rows)):
+            if value is not None:
+                raise ValueError(
+                    f"{prefix}accept_chain: {name} must be None without cu_nodes, got {type(value).__name__}"
+                )
+        return
+    if isinstance(max_depth, bool) or not isinstance(max_depth, int):
+        raise ValueError(
+            f"{prefix}accept_chain: max_depth must be the most drafts of a request with cu_nodes, got {max_depth!r}"
+        )
+    shapes = list(target_logits.shape), list(tokens.shape)
+    if cu_nodes.dim() != 1 or len(shapes[0]) != 2 or shapes[1] != shapes[0][:1]:
+        raise ValueError(
+            f"{prefix}accept_chain: with cu_nodes [B + 1], target_logits must have shape [N, V] and draft_tokens [N], got "
+            f"{shapes[0]} and {shapes[1]}"
+        )
 
 
 def bounds_of(rule: str, threshold: float | None, alpha: float | None) -> tuple[float, float]:
@@ -234,6 +303,16 @@ def _alternatives(op: str, return_logprobs: bool, top_logprobs: int) -> int:
     if top_logprobs and not return_logprobs:
         raise ValueError(f"pass_ext::{op}: return_logprobs must be True with top_logprobs {top_logprobs}, got False")
     return top_logprobs if return_logprobs else -1
+
+
+def check_room(op: str, support: int, vocabulary: int) -> int:
+    """``support``, the ids that each emitted token has room for."""
+    if isinstance(support, bool) or not 0 <= support <= vocabulary:
+        raise ValueError(
+            f"pass_ext{op}: support must be the ids that each token has room for, 0 (none) to the vocabulary, {vocabulary}, "
+            f"got {support}"
+        )
+    return support
 
 
 def _dense(op: str, argument: str, tensor: Tensor | None, dtype: torch.dtype = torch.int32) -> Tensor | None:
@@ -267,10 +346,12 @@ def _noise(
 
 
 def _call(op: Any, *arguments: Any) -> AcceptResult:
-    *tensors, logprobs = call(op, *arguments)  # accepting has no gradient
+    *tensors, logprobs, support = call(op, *arguments)  # accepting has no gradient
     result = AcceptResult(*tensors)
     if logprobs:
         result.logprobs = TokenLogprobs(*logprobs)
+    if support:
+        result.support = TokenSupport(*support)
     if not torch.compiler.is_compiling() and _library.debug_enabled():  # dynamo does not trace the name
         raise_on_status(op._schema.name.split("::")[1], result.status)
     return result
@@ -288,27 +369,29 @@ def raise_on_status(op: str, status: Tensor) -> None:
 
 
 def _fake(
-    requests: Any, width: Any, like: Tensor, logprobs: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    requests: Any, width: Any, like: Tensor, logprobs: int, support: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
     def empty(dtype: torch.dtype, *shape: Any) -> Tensor:
         return like.new_empty(shape, dtype=dtype)
 
     floats = [empty(torch.float32, requests, width) for _ in range(2)]
     top_tokens = empty(torch.int64, requests, width, max(logprobs, 0))
+    ids = empty(torch.int32, requests, width, support)
     return (
         empty(torch.int64, requests, width),
         empty(torch.int32, requests, width),
         empty(torch.int32, requests),
         empty(torch.int32, requests),
         [] if logprobs < 0 else [*floats, top_tokens, *(empty(torch.float32, *top_tokens.shape) for _ in range(2))],
+        [empty(torch.int32, requests, width), ids] if support > 0 else [],
     )
 
 
 @fake_kernel("accept_tree")
 def _tree_shape(target_logits, tokens, parents, cu_nodes, max_depth, *rest):  # type: ignore[no-untyped-def]
-    return _fake(cu_nodes.shape[0] - 1, max_depth + 1, target_logits, rest[-1])
+    return _fake(cu_nodes.shape[0] - 1, max_depth + 1, target_logits, *rest[-2:])
 
 
 @fake_kernel("accept_chain")
 def _chain_shape(target_logits, draft_tokens, *rest):  # type: ignore[no-untyped-def]
-    return _fake(target_logits.shape[0], target_logits.shape[1], target_logits, rest[-1])
+    return _fake(target_logits.shape[0], target_logits.shape[1], target_logits, *rest[-2:])

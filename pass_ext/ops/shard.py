@@ -180,6 +180,15 @@ def state_words(nodes: int) -> int:
     return nodes * (2 * _SLOT_WORDS + _NODE_WORDS)
 
 
+def row_cuts(state: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
+    """What a state says of the support of each node's target row: ``(cut [N] float32, tie [N] int32)``. A token is in it if its
+    logit is above the cut, or equal and its id at most the tie."""
+    words = (
+        state[: nodes * _SLOT_WORDS].view(torch.int32).view(nodes, 2 * _SLOT_WORDS)
+    )  # ShardSlot in csrc/core/shard.h
+    return words[:, 2].contiguous().view(torch.float32), words[:, 3]
+
+
 def answer_shape(
     round: str, *, nodes: int, requests: int, slices: int, rule: str, has_draft: bool
 ) -> tuple[tuple[int, int], torch.dtype]:

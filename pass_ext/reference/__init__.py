@@ -1,6 +1,6 @@
 """The specification of every op in plain PyTorch, written to be read, not to be fast. Tests compare all devices with it."""
 
-from pass_ext.reference.accept import accept_chain, accept_logprobs, accept_tree
+from pass_ext.reference.accept import accept_chain, accept_logprobs, accept_support, accept_tree
 from pass_ext.reference.adapter import adapter_rows_
 from pass_ext.reference.attention import attention_merge, attention_tree
 from pass_ext.reference.cache import cache_commit_
@@ -20,6 +20,7 @@ from pass_ext.reference.tree import tree_mask, tree_prepare
 __all__ = [
     "accept_chain",
     "accept_logprobs",
+    "accept_support",
     "accept_tree",
     "adapter_rows_",
     "attention_merge",

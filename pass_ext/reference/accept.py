@@ -501,7 +501,7 @@ class TensorRequest:
 def accept_tree(
     target_logits: Tensor,
     tokens: Tensor,
-    parents: Tensor,
+    parents: Tensor | None,
     cu_nodes: Tensor,
     max_depth: int,
     *,
@@ -525,7 +525,7 @@ def accept_tree(
 ) -> Accepted:
     """target_logits [N, V]; tokens, parents [N]; cu_nodes [B + 1]; draft_logits [R, V]; draft_rows [N], None: row i for node
     i; parameters, seeds and positions [B], draft parameters of None are the target's; allowed int32 words [N, ceil(V / 32)]
-    for target rows, draft_allowed [R, ceil(V / 32)] for draft rows."""
+    for target rows, draft_allowed [R, ceil(V / 32)] for draft rows. parents None: chains."""
     requests, (nodes, vocabulary) = len(cu_nodes) - 1, target_logits.shape
     emitted = torch.full((requests, max_depth + 1), -1)
     path = torch.full((requests, max_depth + 1), -1, dtype=torch.int32)
@@ -553,7 +553,7 @@ def accept_tree(
         first, last = int(cu_nodes[b]), int(cu_nodes[b + 1])
         if first == last:
             continue
-        tree_parents = [int(i) for i in parents[first:last]]
+        tree_parents = [*range(-1, last - first - 1)] if parents is None else [int(i) for i in parents[first:last]]
         if not is_tree(tree_parents, rule):
             status[b], tree_parents = BAD_TREE, [-1]
         target_parameters = parameters_of(b, temperature, top_k, top_p, min_p)
@@ -594,13 +594,18 @@ def accept_chain(
     target_logits: Tensor,
     draft_tokens: Tensor,
     *,
+    cu_nodes: Tensor | None = None,
     draft_logits: Tensor | None = None,
     allowed: Tensor | None = None,
     draft_allowed: Tensor | None = None,
     **shared: Any,
 ) -> Accepted:
     """accept_tree of chains: target_logits [B, K + 1, V], draft_tokens [B, K], draft_logits [B, K, V]; allowed and
-    draft_allowed have a row of words for each row of their logits; `shared`: the other arguments of accept_tree."""
+    draft_allowed have a row of words for each row of their logits; `shared`: the other arguments of accept_tree. With cu_nodes
+    [B + 1] the chains are packed, and all is as in accept_tree."""
+    if cu_nodes is not None:
+        packed: dict[str, Any] = dict(draft_logits=draft_logits, allowed=allowed, draft_allowed=draft_allowed)
+        return accept_tree(target_logits, draft_tokens, None, cu_nodes, **packed, **shared)
     requests, count, vocabulary = target_logits.shape
     draft_rows = torch.full((requests, count), -1)
     if draft_logits is not None:
@@ -619,7 +624,7 @@ def accept_chain(
     )
 
 
-# ---- log probabilities ----
+# ---- log probabilities and supports ----
 
 
 class Logprobs(NamedTuple):
@@ -657,14 +662,7 @@ def accept_logprobs(
     for b, j in (emitted >= 0).nonzero().tolist():
         row, token = int(cu_nodes[b] + path[b, j]), int(emitted[b, j])
         log_raw = target_logits[row].double().log_softmax(0)
-        weights = log_process(
-            target_logits[row],
-            None if allowed is None else allowed[row],
-            0.0 if temperature is None else float(temperature[b]),
-            0 if top_k is None else int(top_k[b]),
-            1.0 if top_p is None else float(top_p[b]),
-            0.0 if min_p is None else float(min_p[b]),
-        ).log_weights
+        weights = _log_weights(target_logits, allowed, row, b, temperature, top_k, top_p, min_p)
         log_processed = weights - weights.logsumexp(0)
         raw[b, j], processed[b, j] = log_raw[token], log_processed[token]
         if log_raw.isnan().any():
@@ -674,3 +672,51 @@ def accept_logprobs(
         top_tokens[b, j, : len(best)] = best
         top_raw[b, j, : len(best)], top_processed[b, j, : len(best)] = log_raw[best], log_processed[best]
     return Logprobs(raw, processed, top_tokens, top_raw, top_processed)
+
+
+def accept_support(
+    target_logits: Tensor,
+    cu_nodes: Tensor,
+    emitted: Tensor,
+    path: Tensor,
+    room: int,
+    *,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    allowed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """counts int32 [B, A] and ids int32 [B, A, room] of the tokens v with p(v) > 0, ascending, then -1; none if they are more
+    than `room`. Arguments as in accept_logprobs."""
+    counts = torch.zeros(emitted.shape, dtype=torch.int32)
+    ids = torch.full((*emitted.shape, room), -1, dtype=torch.int32)
+    for b, j in (emitted >= 0).nonzero().tolist():
+        row = int(cu_nodes[b] + path[b, j])
+        weights = _log_weights(target_logits, allowed, row, b, temperature, top_k, top_p, min_p)
+        support = (weights > -math.inf).nonzero().flatten()
+        counts[b, j] = len(support)
+        if len(support) <= room:
+            ids[b, j, : len(support)] = support
+    return counts, ids
+
+
+def _log_weights(
+    target_logits: Tensor,
+    allowed: Tensor | None,
+    row: int,
+    request: int,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+) -> Tensor:
+    """ln of the unnormalised probabilities of a row, under a request's parameters."""
+    return log_process(
+        target_logits[row],
+        None if allowed is None else allowed[row],
+        0.0 if temperature is None else float(temperature[request]),
+        0 if top_k is None else int(top_k[request]),
+        1.0 if top_p is None else float(top_p[request]),
+        0.0 if min_p is None else float(min_p[request]),
+    ).log_weights

@@ -72,6 +72,67 @@ class Tree:
             level = range(level.stop, len(parents))
         return cls(parents)
 
+    @classmethod
+    def from_mask(cls, mask: Tensor | Sequence[Sequence[int]]) -> Tree:
+        """The tree whose nodes see each other as a mask says, as other libraries give it: a node sees itself and its ancestors.
+
+        Args:
+            mask: ``[n, n]``, bool or 0 and 1: row i sees column j. Further dimensions in front may have size 1. A parent comes
+                before its children. Of a mask that covers the prefix too, give the last n columns.
+
+        Example:
+
+            >>> pass_ext.Tree.from_mask([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]])
+            Tree([-1, 0, 0, 1])
+        """
+        bits = _checked_mask(mask)
+        if len(bits) > MAX_TREE_NODES:
+            raise ValueError(f"a tree has at most {MAX_TREE_NODES} rows, got a mask of {len(bits)}")
+        # The ancestors of a node come in the order of their depths, so its parent is the last one.
+        before = bits.tril(-1)
+        places = torch.arange(len(bits), device=bits.device)
+        tree = cls([-1, *before[1:].int().mul(places + 1).amax(1).sub(1).clamp(min=0).tolist()])
+        wrong = (tree_bits(tree.visible, len(tree)) != bits.cpu()).any(1).nonzero().flatten().tolist()
+        if wrong:
+            row = wrong[0]
+            raise ValueError(
+                f"Tree.from_mask: mask must let each row see itself and its ancestors alone, {list(tree.path(row))} for row "
+                f"{row} below node {tree.parents[row]}, got {bits[row].nonzero().flatten().tolist()}"
+            )
+        return tree
+
+    @classmethod
+    def from_links(cls, next_token: Sequence[int] | Tensor, next_sibling: Sequence[int] | Tensor) -> Tree:
+        """The tree of links from each node to its first child and to its next sibling, as SGLang's ``retrieve_next_token`` and
+        ``retrieve_next_sibling`` give it.
+
+        Args:
+            next_token, next_sibling: ``[n]`` integers, a later node each; -1 for none.
+
+        Example:
+
+            >>> pass_ext.Tree.from_links([1, 3, -1, -1], [-1, 2, -1, -1])
+            Tree([-1, 0, 0, 1])
+        """
+        children, siblings = _checked_links("next_token", next_token), _checked_links("next_sibling", next_sibling)
+        if len(children) != len(siblings):
+            raise ValueError(
+                f"Tree.from_links: next_sibling must have a link for each of the {len(children)} nodes, got {len(siblings)}"
+            )
+        parents: list[int | None] = [None] * len(children)
+        for node, (child, sibling) in enumerate(zip(children, siblings, strict=True)):
+            if node > 0 and parents[node] is None:
+                raise ValueError(f"Tree.from_links: node {node} must have a link to it from an earlier node, got none")
+            for name, link, parent in (("next_token", child, node), ("next_sibling", sibling, parents[node])):
+                if link == -1:
+                    continue
+                if not node < link < len(children) or parents[link] is not None or parent is None:
+                    raise ValueError(
+                        f"Tree.from_links: {name} must name a later node that no other link names, got {link} at node {node}"
+                    )
+                parents[link] = parent
+        return cls([-1, *(parent for parent in parents[1:] if parent is not None)])
+
     # ---- all rows ----
 
     @property
@@ -317,11 +378,14 @@ class PackedTrees(NamedTuple):
     """``[N]`` int32: edges from the root."""
 
 
-def pack_trees(trees: Sequence[Tree | Sequence[int] | None], device: torch.device | str | None = None) -> PackedTrees:
+def pack_trees(
+    trees: Tree | Sequence[Tree | Sequence[int] | None], device: torch.device | str | None = None
+) -> PackedTrees:
     """Packs one tree per request into the tensors that the ops take; computes on the host and copies to the device once.
 
     Args:
-        trees: for each request a Tree or its parents; None or an empty sequence is a padded request.
+        trees: for each request a Tree or its parents; None or an empty sequence is a padded request. Or one Tree: that of the
+            only request.
         device: the device of the tensors; None is the CPU.
 
     Example:
@@ -334,6 +398,8 @@ def pack_trees(trees: Sequence[Tree | Sequence[int] | None], device: torch.devic
         device = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError, ValueError):
         raise ValueError(f'pack_trees: device must be a device of torch such as "cuda", got {device!r}') from None
+    if isinstance(trees, Tree):
+        trees = [trees]
     if not isinstance(trees, (list, tuple)) or any(isinstance(tree, (int, float)) for tree in trees):
         raise TypeError(f"pack_trees: trees must be a list, one entry for each request, got {trees!r}")
     rows = [tree.parents if isinstance(tree, Tree) else _parents_of_entry(tree) for tree in trees]
@@ -379,6 +445,41 @@ def _checked_parents(parents: Iterable[int] | Tensor) -> tuple[int, ...]:
         if node > 0 and not 0 <= parent < node:
             raise ValueError(f"the parent of node {node} must be an earlier node, 0 to {node - 1}, got {parent}")
     return checked
+
+
+def tree_bits(visible: Tensor, columns: int) -> Tensor:
+    """bool ``[rows, columns]`` of the words of ``visible``."""
+    places = torch.arange(columns)
+    return (visible[:, places // 64] >> places % 64 & 1).bool()
+
+
+def _checked_mask(mask: Tensor | Sequence[Sequence[int]]) -> Tensor:
+    try:
+        bits = torch.as_tensor(mask)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"Tree.from_mask: mask must be [n, n] numbers, got {mask!r}") from None
+    while bits.dim() > 2 and bits.shape[0] == 1:
+        bits = bits[0]
+    if bits.dim() != 2 or bits.shape[0] != bits.shape[1] or not len(bits):
+        raise ValueError(f"Tree.from_mask: mask must have shape [n, n], n at least 1, got {list(bits.shape)}")
+    if bits.dtype != torch.bool and not bool(((bits == 0) | (bits == 1)).all()):
+        raise ValueError(
+            "Tree.from_mask: mask must be bool, or 0 and 1, got other numbers (an additive mask: give mask == 0)"
+        )
+    return bits.bool()
+
+
+def _checked_links(name: str, links: Sequence[int] | Tensor) -> list[int]:
+    try:
+        tensor = torch.as_tensor(links)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"Tree.from_links: {name} must be [n] integers, got {links!r}") from None
+    if tensor.dim() != 1 or not len(tensor) or tensor.is_floating_point() or tensor.dtype == torch.bool:
+        raise ValueError(
+            f"Tree.from_links: {name} must be [n] integers, n at least 1, got {tensor.dtype} {list(tensor.shape)}"
+        )
+    numbers: list[int] = tensor.tolist()
+    return numbers
 
 
 def _checked_groups(groups: int | Mapping[int, int] | Sequence[int], nodes: int) -> list[int]:

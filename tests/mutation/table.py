@@ -14,6 +14,7 @@ _ACCEPT = [
     "not largest and not 1024 and not many_groups and not thread_count and not odd_voc and not gpu_decides",
 ]
 _ROWS = [*_ACCEPT[1:2], "tests/ops/test_draft.py", "tests/ops/every_op/test_mask_padding.py", *_ACCEPT[2:]]
+_SUPPORT = ["tests/ops/accept/test_support.py", "-k", "not thread_count"]
 _LOGPROBS = ["tests/ops/accept/test_logprobs.py", "-k", "not thread_count"]
 _CORE = ["tests/core/test_core.py"]
 _SHARD = ["tests/ops/shard/test_shard_borders.py", "tests/ops/shard/test_shard.py"]
@@ -79,6 +80,7 @@ _CPP = _files_of_families() | {
     "cpu/simd-inl.h": ([], _CORE),
     "core/logprobs.h": (["accept"], _LOGPROBS),
     "cpu/logprobs.h": (["accept"], _LOGPROBS),
+    "cpu/support.h": (["accept"], _SUPPORT),
     "cpu/accept.cpp": (["accept"], _ACCEPT[1:]),
     "cpu/rows.h": (["rows", "accept", "draft"], _ROWS),
     "cpu/rows.cpp": (["rows"], _ROWS),

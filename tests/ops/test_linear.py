@@ -284,9 +284,10 @@ def test_rows_are_few_while_pytorch_is_slower(monkeypatch, machine, amx, bf16, f
     assert most(torch.bfloat16, False) == 64
 
 
-def test_rows_of_slots_do_not_count():
+def test_what_is_few_for_a_text_is_few_in_a_batch():
     assert are_few(64, 64) and not are_few(65, 64)
-    assert are_few(68, 64, 4) and not are_few(69, 64, 4)
+    assert are_few(300, 64, 64) and not are_few(300, 64, 65)
+    assert are_few(64, 64, 65), "some rows of a long text"
 
 
 def test_layers_that_are_not_plain_are_left_alone():
@@ -306,6 +307,20 @@ def test_layers_that_are_not_plain_are_left_alone():
     with torch.autocast("cpu", torch.bfloat16):
         computes_by_ops(model := make_model().float(), are_few)
     assert has_own_forward(model) == []
+
+
+def test_a_layer_with_one_heavy_product_keeps_all_of_them(monkeypatch):
+    """As k and v of an 8B model beside its q on a GPU."""
+    monkeypatch.setattr(module_ops, "is_heavy", lambda weight: weight.numel() > 512)
+
+    def layer(outputs):
+        return nn.ModuleDict({"q": nn.Linear(16, outputs), "k": nn.Linear(16, 8), "norm": nn.LayerNorm(16)})
+
+    model = nn.ModuleDict({"layers": nn.ModuleList([layer(32), layer(64)]), "head": nn.Linear(16, 20)})
+    computes_by_ops(model, are_few)
+    assert has_own_forward(model) == ["layers.0.q", "layers.0.k", "head"]
+    monkeypatch.undo()
+    assert not module_ops.is_heavy(torch.empty(1 << 25)), "the limit is one of GPUs"
 
 
 class Own(torch.Tensor):

@@ -107,6 +107,17 @@ def test_values_out_of_range_are_refused_or_recall_nothing_else(backend, name, v
         assert_same_bits(check(arguments), scores)
 
 
+def test_values_are_checked_of_rows_without_tokens():
+    from pass_ext.testing import cpu_backends
+
+    arguments = a_case(cpu_backends()[-1])
+    arguments["tokens"] = arguments["tokens"][:, :0].contiguous()
+    assert pass_ext.drafting.recall_scores(**arguments).shape == (5, 0)
+    arguments["requests"][1] = 1 << 20
+    with pytest.raises(RuntimeError, match="pass_ext::recall_scores: requests must be in"):
+        pass_ext.drafting.recall_scores(**arguments)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

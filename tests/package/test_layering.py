@@ -29,11 +29,14 @@ CPP_INCLUDES = {
             "cuda/linear",  # a layer is made of its products
             "cuda/step.cuh",
             "cuda/recall_counts.cuh",
-            "cuda/recurrent_rows.cuh",
+            "cuda/recurrent_",
             "cuda/next_",
         ),
     ),
-    "cuda/*.cu": ("core/", "host/", "cuda/runtime.h", "cuda/counters.h", "cuda/attention", "cuda/logprobs.cuh"),
+    "cuda/*.cu": (
+        *("core/", "host/", "cuda/runtime.h", "cuda/counters.h"),
+        *("cuda/attention", "cuda/logprobs.cuh", "cuda/support.cuh"),
+    ),
     "cuda/*.h": ("host/", "cuda/primitives.cuh"),
     "schema.cpp": (),
 }
@@ -98,7 +101,7 @@ DECODING_FLOORS = (
 BENCHMARKS_FLOORS = (
     ("harness",),
     ("ops", "decoding", "architectures", "kernel_code"),
-    ("pages", "kernel_time", "serving", "grammar", "samples", "accepted"),
+    ("pages", "kernel_time", "serving", "grammar", "samples", "accepted", "trust"),
     ("gpu", "contenders", "versions"),
 )
 

@@ -92,6 +92,66 @@ def test_bad_chains_and_branchings_are_refused_in_words():
         Tree.from_branching((1000, 1000, 1000))
 
 
+@settings(max_examples=40, deadline=None)
+@given(tree=trees)
+def test_a_mask_gives_the_tree_back(tree):
+    mask = torch.tensor([[column in tree.path(row) for column in range(len(tree))] for row in range(len(tree))])
+    assert Tree.from_mask(mask) == Tree.from_mask(mask.tolist()) == Tree.from_mask(mask.float()[None, None]) == tree
+
+
+@settings(max_examples=40, deadline=None)
+@given(tree=trees)
+def test_links_give_the_tree_back(tree):
+    first, sibling = ([-1] * len(tree) for _ in range(2))
+    for node in range(len(tree)):
+        children = tree.children(node)
+        first[node] = children[0] if children else -1
+        for one, after in pairwise(children):
+            sibling[one] = after
+    assert Tree.from_links(first, sibling) == Tree.from_links(torch.tensor(first), torch.tensor(sibling).int()) == tree
+
+
+BAD_MASKS = [
+    ([[1, 1], [1, 1]], r"\[0\] for row 0 below node -1, got \[0, 1\]"),
+    ([[1, 0], [0, 1]], r"\[0, 1\] for row 1 below node 0, got \[1\]"),
+    ([[1, 0], [1, 0]], r"\[0, 1\] for row 1 below node 0, got \[0\]"),
+    ([[1, 0, 0], [1, 1, 0], [0, 1, 1]], r"\[0, 1, 2\] for row 2 below node 1, got \[1, 2\]"),
+    ([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1]], r"\[0, 2, 3\] for row 3 .*, got \[0, 1, 2, 3\]"),
+    ([[1, 1, 0], [1, 1, 0]], r"shape \[n, n\], n at least 1, got \[2, 3\]"),
+    (torch.zeros(2, 1, 1), r"shape \[n, n\], n at least 1, got \[2, 1, 1\]"),
+    (torch.zeros(0, 0), r"shape \[n, n\], n at least 1, got \[0, 0\]"),
+    ([[0.0, -1e9], [0.0, 0.0]], "bool, or 0 and 1, got other numbers"),
+    (torch.eye(1025), "at most 1024 rows, got a mask of 1025"),
+]
+
+
+@pytest.mark.parametrize(("mask", "message"), BAD_MASKS, ids=[m[:30] for _, m in BAD_MASKS])
+def test_bad_masks_are_refused_in_words(mask, message):
+    with pytest.raises(ValueError, match=message):
+        Tree.from_mask(mask)
+
+
+BAD_LINKS = [
+    (([1, -1, -1], [-1, -1, -1]), "node 2 must have a link to it from an earlier node, got none"),
+    (([1, 0, -1], [-1, 2, -1]), "next_token must name a later node that no other link names, got 0 at node 1"),
+    (([1, 2, -1], [-1, 2, -1]), "next_sibling must name a later node that no other link names, got 2 at node 1"),
+    (([-1, -1], [1, -1]), "next_sibling must name a later node that no other link names, got 1 at node 0"),
+    (([1, 2], [-1, -1]), "next_token must name a later node that no other link names, got 2 at node 1"),
+    (([1, -2], [-1, -1]), "next_token must name a later node that no other link names, got -2 at node 1"),
+    (([1, -1], [-1]), "next_sibling must have a link for each of the 2 nodes, got 1"),
+    (([], []), r"next_token must be \[n\] integers, n at least 1, got"),
+    (([-1], [0.5]), r"next_sibling must be \[n\] integers, n at least 1, got torch.float32 \[1\]"),
+]
+
+
+@pytest.mark.parametrize(("links", "message"), BAD_LINKS, ids=[m[:40] for _, m in BAD_LINKS])
+def test_bad_links_are_refused_in_words(links, message):
+    with pytest.raises(ValueError, match=f"Tree.from_links: {message}"):
+        Tree.from_links(*links)
+    with pytest.raises(TypeError, match=r"Tree.from_mask: mask must be \[n, n\] numbers, got 'no mask'"):
+        Tree.from_mask("no mask")
+
+
 def test_it_is_a_value():
     tree = Tree([-1, 0, 0])
     assert tree == Tree((-1, 0, 0)) and hash(tree) == hash(Tree((-1, 0, 0))) and tree != Tree([-1, 0, 1])
@@ -276,6 +336,12 @@ def test_a_packed_batch_is_what_tree_prepare_makes(batch):
     for got, other in zip((packed.visible, packed.depths), expected, strict=True):
         assert_same_bits(got, other)
     assert packed.parents.dtype == packed.cu_nodes.dtype == torch.int32
+
+
+def test_one_tree_is_a_batch_of_one():
+    tree = Tree.from_branching((3, 2)).with_lookahead(1)
+    for one, batch in zip(pack_trees(tree), pack_trees([tree]), strict=True):
+        assert one == batch if isinstance(one, int) else torch.equal(one, batch)
 
 
 def test_packed_entries_may_be_parents_or_nothing():

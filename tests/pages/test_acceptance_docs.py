@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.code_blocks import blocks_of, run_blocks
 from support.enumeration import CHAINS, World, emitted_distribution, make
 from support.paths import ROOT
 
@@ -134,7 +135,18 @@ def test_the_picture_is_what_the_page_tells(result):
     assert result["story"]["added"]["word"] == "now"
 
 
-# ---- the example ----
+# ---- the examples ----
+
+
+def test_the_example_of_a_trainer_prints_what_the_page_says():
+    path = ROOT / PAGE
+    blocks = [block for block in blocks_of(path) if block[0] == "pycon"]
+    assert len(blocks) == 1
+    names = run_blocks(path, blocks, {"torch": torch, "pass_ext": pass_ext})
+    z = names["new"].double()[0, 0, :3] / 0.5
+    ratio = z.log_softmax(0)[names["token"].item()] - names["step"].logprobs.processed.item()
+    assert names["log_ratio"].item() == pytest.approx(ratio.item(), abs=1e-6)
+
 
 VOCABULARY, HORIZON = 3, 3
 

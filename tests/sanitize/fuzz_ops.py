@@ -367,10 +367,11 @@ def check_accepted(result, tokens: list[list[int]], vocabulary: int, max_depth: 
         demand(emitted[accepted] >= 0 or status != 0, "emitted -1 though the status is 0")
 
 
-def scores(draw: Draw) -> dict:
-    """Whether log probabilities are asked for, and how many alternatives."""
+def scores(draw: Draw, vocabulary: int) -> dict:
+    """Whether log probabilities are asked for, how many alternatives, and the room for supports."""
     wanted = draw.chance(0.5)
-    return dict(return_logprobs=wanted, top_logprobs=draw.pick((0, 1, 5, 64)) if wanted else 0)
+    return dict(return_logprobs=wanted, top_logprobs=draw.pick((0, 1, 5, 64)) if wanted else 0,
+                support=min(draw.pick((0, 0, 1, 7, 100, vocabulary)), vocabulary))  # fmt: skip
 
 
 def check_logprobs(result, arguments: dict, vocabulary: int) -> None:
@@ -391,6 +392,24 @@ def check_logprobs(result, arguments: dict, vocabulary: int) -> None:
     return None
 
 
+def check_support(result, room: int, vocabulary: int) -> None:
+    if room == 0:
+        return demand(result.support is None, "supports that nobody asked for")
+    has_token, (counts, ids) = result.emitted >= 0, result.support
+    demand(ids.shape == (*result.emitted.shape, room), f"ids {list(ids.shape)}")
+    demand(bool(((counts > 0) == has_token).all() and (counts <= vocabulary).all()), f"counts {counts.tolist()}")
+    listed = counts.where(counts <= room, 0)
+    demand(
+        bool(((ids >= 0).sum(-1) == listed).all() and ((ids >= -1) & (ids < vocabulary)).all()),
+        "other ids than counted",
+    )
+    rises = (ids[..., 1:] > ids[..., :-1]) | (ids[..., 1:] == -1)
+    demand(bool(rises.all()), "ids out of order")
+    holds = (ids == result.emitted[..., None]).any(-1) | (listed == 0)
+    demand(bool(holds.all()), "an emitted token outside its support")
+    return None
+
+
 @case
 def accept_tree(draw: Draw):
     sizes, vocabulary = draw.sizes(), draw.width()
@@ -399,19 +418,21 @@ def accept_tree(draw: Draw):
     arguments = draw.damaged(dict(
         target_logits=draw.floats(nodes, vocabulary, dtype=draw.pick(FLOATS)),
         tokens=draw.integers(-1, vocabulary, nodes, dtype=torch.int64),
-        parents=draw.parents(sizes), cu_nodes=draw.bounds(sizes), max_depth=draw.pick((0, 1, 3, 8, 40)),
+        parents=None if draw.chance(0.2) else draw.parents(sizes),  # None: chains
+        cu_nodes=draw.bounds(sizes), max_depth=draw.pick((0, 1, 3, 8, 40)),
         rule=draw.pick(tuple(pass_ext.RULES)),
         draft_logits=draw.floats(rows if shares else nodes, vocabulary, dtype=draw.pick(FLOATS)),
         draft_rows=draw.integers(-1, rows, nodes) if shares else None,
         **law(draw, len(sizes)), **(law(draw, len(sizes), "draft_") if draw.chance(0.4) else {}),
         allowed=masks(draw, vocabulary, nodes), draft_allowed=masks(draw, vocabulary, rows if shares else nodes),
-        **noise(draw, len(sizes)), **scores(draw),
+        **noise(draw, len(sizes)), **scores(draw, vocabulary),
     ))  # fmt: skip
     result = yield arguments
     bounds, tokens = arguments["cu_nodes"].tolist(), arguments["tokens"].tolist()
     own = [tokens[max(a, 0) : max(b, 0)] for a, b in pairwise(bounds)]
     check_accepted(result, own, arguments["target_logits"].shape[1], arguments["max_depth"])
     check_logprobs(result, arguments, arguments["target_logits"].shape[1])
+    check_support(result, arguments["support"], arguments["target_logits"].shape[1])
 
 
 @case
@@ -424,12 +445,13 @@ def accept_chain(draw: Draw):
         draft_logits=draw.floats(requests, drafts, vocabulary, dtype=draw.pick(FLOATS)),
         **law(draw, requests), **(law(draw, requests, "draft_") if draw.chance(0.4) else {}),
         allowed=masks(draw, vocabulary, requests, drafts + 1),
-        draft_allowed=masks(draw, vocabulary, requests, drafts), **noise(draw, requests), **scores(draw),
+        draft_allowed=masks(draw, vocabulary, requests, drafts), **noise(draw, requests), **scores(draw, vocabulary),
     ))  # fmt: skip
     result = yield arguments
     tokens = [[0, *own] for own in arguments["draft_tokens"].tolist()]
     check_accepted(result, tokens, arguments["target_logits"].shape[2], arguments["target_logits"].shape[1] - 1)
     check_logprobs(result, arguments, arguments["target_logits"].shape[2])
+    check_support(result, arguments["support"], arguments["target_logits"].shape[2])
 
 
 def shard_step(draw: Draw, rounds: tuple[str, ...]) -> tuple[dict, dict, Tensor | None]:

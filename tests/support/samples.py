@@ -111,8 +111,13 @@ def accept_tree(device):
                 0.09,
                 0.3,
                 logprobs,
+                max(logprobs, 0) * 20,
             )
-    yield *tree[:5], 0, None, None, *NO_SAMPLING, *NO_SAMPLING, None, None, None, None, 0.09, 0.3, -1
+    chains = (target, tokens, None, *tree[3:5], 3)
+    yield (
+        *chains, draft, None, *sampling(device), *sampling(device), None, None, seeds, seeds, 0.09, 0.3, -1, 0,
+    )  # fmt: skip
+    yield *tree[:5], 0, None, None, *NO_SAMPLING, *NO_SAMPLING, None, None, None, None, 0.09, 0.3, -1, 5
 
 
 @sample
@@ -121,7 +126,7 @@ def accept_chain(device):
     tokens, seeds = torch.randint(0, 70, (2, 3), device=device), torch.tensor([1, 2], device=device)
     for rule in range(7):
         rest = (draft, *sampling(device), *sampling(device), None, None, seeds, seeds, 0.09, 0.3)
-        yield target, tokens, rule, *rest, rule % 3 - 1
+        yield target, tokens, rule, *rest, rule % 3 - 1, 70 * (rule % 2)
 
 
 @sample

@@ -61,11 +61,12 @@ def random_step(
     draft_dtype: torch.dtype | None = None,
     filters: bool = True,
     closeness: float = 0.7,
+    chain: bool = False,
 ) -> dict[str, object]:
     """One step of requests with `sizes` nodes each (0: padded). Drafts are drawn from the draft's distribution, in the way the
     rule needs. Some nodes have fixed proposals, some children are -1, and a node's children share one row of draft_logits.
     """
-    parents = [random_tree(n, random, rule == "block") if n else [] for n in sizes]
+    parents = [random_tree(n, random, chain or rule == "block") if n else [] for n in sizes]
     cu_nodes = torch.tensor([0, *sizes]).cumsum(0).int()
     total = int(cu_nodes[-1])
     target = torch.randn(total, vocabulary, generator=random) * 2.5

@@ -140,26 +140,26 @@ def test_no_transition_score_before_training_and_yet_a_gradient():
 
 
 def test_shipped_adapters_load_by_name():
-    slots, adapted = (LookaheadEmbedding.from_pretrained(f"smollm2-135m-instruct{end}") for end in ("", "-adapters"))
+    slots, adapted = (LookaheadEmbedding.from_pretrained(f"smollm2-135m-instruct{end}") for end in ("-slots", ""))
     assert slots.adapters is None and adapted.adapters is not None and adapted.adapters.layers == 30
     assert all(torch.isfinite(parameter).all() for parameter in adapted.parameters())
     assert all(bool(up.any()) for _, _, up in adapted.adapters.pairs()), "every adapter was trained"
     assert (adapted.dim, adapted.vocabulary, adapted.base_model) == (slots.dim, slots.vocabulary, slots.base_model)
     assert len(adapted.hit_rates) == adapted.num_lookahead
     assert "--start smollm2-135m-instruct " in adapted.training_record["earlier_runs"][0]["command"]
-    file = pass_ext.modules.files.PRETRAINED / "smollm2-135m-instruct-adapters.safetensors"
+    file = pass_ext.modules.files.PRETRAINED / "smollm2-135m-instruct.safetensors"
     assert file.stat().st_size < 6_000_000
 
 
 def test_shipped_parameters_load_by_name(tmp_path):
-    shipped = LookaheadEmbedding.from_pretrained("smollm2-135m-instruct")
+    shipped = LookaheadEmbedding.from_pretrained("smollm2-135m-instruct-slots")
     assert shipped.dim == 576 and shipped.vocabulary == 49152 and "SmolLM2-135M-Instruct" in shipped.base_model
     assert all(torch.isfinite(parameter).all() for parameter in shipped.parameters())
     assert shipped.hit_rates is not None and len(shipped.hit_rates) == shipped.num_lookahead
     for row in shipped.hit_rates:
         assert len(row) == 16 and 0 < sum(row) <= 1.0001
     assert shipped.training_record["command"].startswith("python -m pass_ext train")
-    file = pass_ext.modules.files.PRETRAINED / "smollm2-135m-instruct.safetensors"
+    file = pass_ext.modules.files.PRETRAINED / "smollm2-135m-instruct-slots.safetensors"
     assert file.stat().st_size < 500_000
     assert torch.equal(LookaheadEmbedding.from_pretrained(file).weight, shipped.weight)
     with pytest.raises(
@@ -167,4 +167,4 @@ def test_shipped_parameters_load_by_name(tmp_path):
     ):
         LookaheadEmbedding.from_pretrained("gpt-9")
     with pytest.raises(ValueError, match="hidden size: it has 576, this model has 16"):
-        LookaheadEmbedding.from_pretrained("smollm2-135m-instruct", table=table_of())
+        LookaheadEmbedding.from_pretrained("smollm2-135m-instruct-slots", table=table_of())

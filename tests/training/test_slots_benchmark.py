@@ -91,7 +91,7 @@ def test_texts_that_loop_are_apart(monkeypatch):
 
 def test_the_table_of_training_runs_shows_its_records():
     assert by_machine.write_page(training_runs.RESULT, training_runs.render, check=True) == 0
-    record = ROOT / "benchmarks/results/pretrained/smollm2-135m-instruct-adapters.json"
+    record = ROOT / "benchmarks/results/pretrained/smollm2-135m-instruct.json"
     name = "the shipped file with adapters"
     assert training_runs.kept(name, json.loads(record.read_text())) in json.loads(training_runs.RESULT.read_text())
 

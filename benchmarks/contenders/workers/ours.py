@@ -18,7 +18,7 @@ from benchmarks.decoding.contenders import GREEDY, method_contender, transformer
 from benchmarks.harness.plan import DTYPES
 from pass_ext.checkpoint import load_checkpoint
 
-SLOTS, WITH_ADAPTERS = "smollm2-135m-instruct", "smollm2-135m-instruct-adapters"
+SLOTS, WITH_ADAPTERS = "smollm2-135m-instruct-slots", "smollm2-135m-instruct"
 
 
 def method(name: str) -> Any:

@@ -12,7 +12,7 @@ from benchmarks.harness.markdown import table
 from benchmarks.harness.plan import Aim
 from benchmarks.pages.lookahead.slot_texts import EIGHT, TIMED, TWO
 
-FILE = "smollm2-135m-instruct-adapters"
+FILE = "smollm2-135m-instruct"
 HITS = (0.60, 0.45, 0.35, 0.30)
 GREEDY = {"code": 2.5, "prose": 2.0, "chat": 2.2}
 SAMPLED = dict.fromkeys(GREEDY, 1.9)

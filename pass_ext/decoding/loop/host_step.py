@@ -43,7 +43,7 @@ class _Done(NamedTuple):
 
 
 class HostStep(Step):
-    """The step of a batch. scores: collects log probabilities; None: nobody wants them."""
+    """The step of a batch. scores: collects log probabilities and supports; None: nobody wants them."""
 
     def __init__(
         self,
@@ -124,7 +124,8 @@ class HostStep(Step):
 
     def _usable(self, logits: Tensor) -> Tensor:
         """The logits, with the columns of all ranks where something reads whole rows."""
-        reads_rows = self._processors or self._scores or self._context.guides is not None or not self._function.by_ops
+        scores = self._scores is not None and self._scores.reads_rows
+        reads_rows = self._processors or scores or self._context.guides is not None or not self._function.by_ops
         return self._shards.whole(logits) if self._shards is not None and reads_rows else logits
 
     def _accept(self, steps: Steps, logits: Tensor) -> AcceptResult:

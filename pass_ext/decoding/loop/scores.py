@@ -1,4 +1,4 @@
-"""``Scores``: the log probabilities of the new tokens, step by step.
+"""``Scores``: the log probabilities of the new tokens, and the supports they were drawn from, step by step.
 
 The distribution of the j-th token that a step emits is that of the row of node ``path[j]``, whatever the rule.
 """
@@ -12,31 +12,44 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.accept import AcceptFunction
-from pass_ext.decoding.arguments import whole_number
+from pass_ext.decoding.arguments import instance, whole_number
 from pass_ext.decoding.drafting.candidates import StepRows
 from pass_ext.decoding.sampling import BatchSampling
-from pass_ext.ops.accept import MAX_TOP_LOGPROBS, AcceptResult, TokenLogprobs, accept_chain
+from pass_ext.ops.accept import MAX_TOP_LOGPROBS, AcceptResult, TokenLogprobs, TokenSupport, accept_chain
 
 
 class Scores:
-    """Collects the log probabilities of a generation's new tokens, each with ``count`` alternatives. Everything stays on the
-    device.
+    """Collects the log probabilities and supports of a generation's new tokens. Everything stays on the device.
 
-    from_accept: True: the accept step's own log probabilities are of the model's logits. False: logits processors change them
-    before it, or it has none.
+    count: the alternatives of each token; None: no log probabilities.
+    room: for the ids of each support, enough for all; 0: no supports.
+    from_accept: True: the accept step's own reports are of the model's logits. False: logits processors change them before it,
+        or it has none.
     """
 
-    def __init__(self, count: int, sampling: BatchSampling, *, from_accept: bool) -> None:
-        self._count, self._sampling = count, sampling
-        self.options: dict[str, Any] = {"return_logprobs": True, "top_logprobs": count} if from_accept else {}
-        """The keywords that ask ``accept_tree`` for log probabilities."""
+    def __init__(self, count: int | None, room: int, sampling: BatchSampling, *, from_accept: bool) -> None:
+        self._count, self._room, self._sampling = count, room, sampling
+        self.options: dict[str, Any] = {}
+        """The keywords that ask ``accept_tree`` for its reports."""
+        if from_accept and count is not None:
+            self.options |= {"return_logprobs": True, "top_logprobs": count}
+        if from_accept and room > 0:
+            self.options |= {"support": room}
         self._owners: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._supports: list[TokenSupport] = []
+
+    @property
+    def reads_rows(self) -> bool:
+        """True: whole rows of logits are needed, where ranks hold their columns."""
+        return self._count is not None or not self.options
 
     @classmethod
     def of(
         cls,
         logprobs: int | None,
+        support: bool,
+        vocabulary: int,
         sampling: BatchSampling,
         accept: AcceptFunction,
         *,
@@ -44,15 +57,19 @@ class Scores:
         has_grammar: bool,
     ) -> Scores | None:
         """The scores that are asked for; None: none."""
-        if logprobs is None:
+        instance("generate: support", support, bool, "True or False")
+        if logprobs is None and not support:
             return None
-        whole_number("generate: logprobs, if not None,", logprobs, 0, MAX_TOP_LOGPROBS)
+        if logprobs is not None:
+            whole_number("generate: logprobs, if not None,", logprobs, 0, MAX_TOP_LOGPROBS)
         if has_processors and has_grammar:
+            name, off, got = ("support", "False", "True") if logprobs is None else ("logprobs", "None", str(logprobs))
             raise ValueError(
-                "generate: logprobs must be None with a grammar and logits processors together: its masks act after the rows "
-                f"that would be read, got {logprobs}"
+                f"generate: {name} must be {off} with a grammar and logits processors together: its masks act after the rows "
+                f"that would be read, got {got}"
             )
-        return cls(logprobs, sampling, from_accept=accept.by_ops and not has_processors)
+        room = _room(sampling, vocabulary) if support else 0
+        return cls(logprobs, room, sampling, from_accept=accept.by_ops and not has_processors)
 
     def add(
         self,
@@ -71,18 +88,56 @@ class Scores:
         owners, depths = (torch.tensor(numbers, device=logits.device) for numbers in zip(*places, strict=True))
         rows = sizes.cumsum(0)[owners] + result.path[owners, depths]
         self._owners += [b for b, _ in places]
-        if self.options and result.logprobs is not None:
-            self._logprobs.append(TokenLogprobs(*(part[owners, depths] for part in result.logprobs)))
-        else:
-            sampling = self._sampling.of_requests(owners)
-            tokens = result.emitted[owners, depths]
-            self._logprobs.append(logprobs_of(logits[rows], drawn_from[rows], tokens, self._count, sampling))
+        sampling = self._sampling if self.options else self._sampling.of_requests(owners)
+        if self._count is not None:
+            if self.options:
+                assert result.logprobs is not None
+                logprobs = TokenLogprobs(*(part[owners, depths] for part in result.logprobs))
+            else:
+                tokens = result.emitted[owners, depths]
+                logprobs = logprobs_of(logits[rows], drawn_from[rows], tokens, self._count, sampling)
+            self._logprobs.append(logprobs)
+        if self._room > 0:
+            if self.options:
+                assert result.support is not None
+                counts, ids = (part[owners, depths] for part in result.support)
+            else:
+                counts, ids = _support(drawn_from[rows], sampling, self._room)
+            self._supports.append(TokenSupport(counts, ids[ids >= 0]))
 
-    def logprobs(self, requests: int) -> tuple[TokenLogprobs, ...]:
+    def logprobs(self, requests: int) -> tuple[TokenLogprobs, ...] | None:
         """The log probabilities of each text."""
+        if self._count is None:
+            return None
         parts = [torch.cat(steps) for steps in zip(*self._logprobs, strict=True)]
         owners = torch.tensor(self._owners, device=parts[0].device)
         return tuple(TokenLogprobs(*(part[owners == b] for part in parts)) for b in range(requests))
+
+    def support(self, requests: int) -> tuple[TokenSupport, ...] | None:
+        """The supports of each text's tokens, their ids one after the other."""
+        if self._room == 0:
+            return None
+        counts, ids = (torch.cat(steps) for steps in zip(*self._supports, strict=True))
+        owners = torch.tensor(self._owners, device=counts.device)
+        each = owners.repeat_interleave(counts)
+        return tuple(TokenSupport(counts[owners == b], ids[each == b]) for b in range(requests))
+
+
+def _room(sampling: BatchSampling, vocabulary: int) -> int:
+    """Room for every support that these parameters can leave."""
+    if sampling.is_greedy:
+        return 1
+    if sampling.top_k is None or not bool((sampling.top_k > 0).all()):
+        return vocabulary
+    return min(int(sampling.top_k.max()), vocabulary)
+
+
+def _support(drawn_from: Tensor, sampling: BatchSampling, room: int) -> TokenSupport:
+    """The support of each row ``[M, V]``, if no accept step has it: that of a chain without drafts."""
+    nothing = torch.zeros(len(drawn_from), 0, dtype=torch.int64, device=drawn_from.device)
+    result = accept_chain(drawn_from[:, None], nothing, positions=0, support=room, **sampling.keywords())
+    assert result.support is not None
+    return TokenSupport(*(part[:, 0] for part in result.support))
 
 
 def logprobs_of(rows: Tensor, drawn_from: Tensor, tokens: Tensor, count: int, sampling: BatchSampling) -> TokenLogprobs:

@@ -52,8 +52,9 @@ def computes_by_ops(module: nn.Module, takes: Callable[[int, int], bool]) -> Non
     """
     if is_autocast_enabled():
         return
+    heavy = _in_heavy_layers(module)
     for part in module.modules():
-        if "forward" not in vars(part) and type(type(part).forward) is FunctionType:
+        if part not in heavy and "forward" not in vars(part) and type(type(part).forward) is FunctionType:
             forward: Any = (
                 _linear_forward(part, takes) or _norm_forward(part) or _gate_forward(part) or _attention_forward(part)
             )
@@ -124,10 +125,26 @@ def most_few_rows(dtype: torch.dtype, is_cpu: bool) -> int:
     return sys.maxsize  # PyTorch converts the weights in each call
 
 
-def are_few(rows: int, most: int, slot_rows: int = 0) -> bool:
-    """True for at most so many rows, look-ahead slots' not counted: so a prompt has the same bits with slots after it as
-    without."""
-    return rows - slot_rows <= most
+def are_few(rows: int, most: int, text_rows: int = sys.maxsize) -> bool:
+    """True for at most so many rows, of the call or of each of its texts: what is few for a text is so in any batch."""
+    return min(rows, text_rows) <= most
+
+
+def is_heavy(weight: Tensor) -> bool:
+    """True for a weight on a GPU whose product PyTorch computes."""
+    return weight.is_cuda and weight.nbytes > MOST_BYTES_ON_CUDA
+
+
+def _in_heavy_layers(module: nn.Module) -> set[nn.Module]:
+    """The linear layers beside a heavy one in an element of a ``ModuleList``: all products of a decoder layer by one library.
+    Else keys and values of a large model would be ours and its queries not: k and v are its smallest weights."""
+    found: set[nn.Module] = set()
+    for layers in module.modules():
+        for layer in layers if isinstance(layers, nn.ModuleList) else ():
+            linears = [part for part in layer.modules() if type(part) is nn.Linear and "weight" in part._parameters]
+            if any(is_heavy(part.weight) for part in linears):
+                found.update(linears)
+    return found
 
 
 def is_plain_linear(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
@@ -139,7 +156,8 @@ def is_plain_linear(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
     return (
         weight is not None
         and is_plain(weight)
-        and (weight.is_cpu or (weight.is_cuda and weight.nbytes <= MOST_BYTES_ON_CUDA))
+        and (weight.is_cpu or weight.is_cuda)
+        and not is_heavy(weight)
         and weight.dtype in _FLOATS
         and (layer.bias is None or (is_plain(layer.bias) and layer.bias.dtype == weight.dtype))
         and (weight.shape[1] < 2 or weight.stride(1) == 1)

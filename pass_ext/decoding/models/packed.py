@@ -70,8 +70,9 @@ class StepAttend(Attend, Protocol):
     """The states of the layers that keep one."""
 
     @property
-    def slot_rows(self) -> int:
-        """How many rows are look-ahead slots'; 0 where the host does not know it."""
+    def text_rows(self) -> int:
+        """The most rows of one text, look-ahead slots' not counted: so the text has the same bits alone and in a batch, and
+        with slots after it. On a GPU all rows."""
 
     def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
         """The arguments of ``layer_stack`` from ``caches`` to ``depths``; None if the caches are not of so many layers with

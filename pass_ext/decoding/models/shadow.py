@@ -8,6 +8,7 @@ used; other changes are from the next generation on.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -42,8 +43,8 @@ class OurCall(NamedTuple):
     """What is added to rows of look-ahead slots."""
     numbers: Mapping[int, int] | None = None
     """Of the layers that attend, where others keep a state; None: each layer's own."""
-    slot_rows: int = 0
-    """How many of many rows are look-ahead slots', if the host knows it."""
+    text_rows: int = sys.maxsize
+    """As ``StepAttend`` has it, of a call of many rows."""
     positions: Any = None
     """``[N]``, of the rows in the text."""
 
@@ -64,7 +65,7 @@ def our_call(call: OurCall) -> Iterator[None]:
 def are_few_of_our_call(rows: int, most: int) -> bool:
     """``are_few`` inside ``our_call``; else False."""
     call = current_call.get()
-    return call is not None and are_few(rows, most, call.slot_rows)
+    return call is not None and are_few(rows, most, call.text_rows)
 
 
 def add_adapters(shadow: Any, places: Iterable[str]) -> None:

@@ -7,6 +7,7 @@ as it is       all else: the forward of its shadow on one "batch" of all rows, `
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -194,13 +195,13 @@ class TransformersModel(Adapted):
         self, rows: Tensor, positions: Tensor, attend: StepAttend, wanted: Tensor | None, slots: CallSlots | None
     ) -> Tensor:
         most = most_few_rows(rows.dtype, rows.is_cpu)
-        slot_rows = attend.slot_rows if len(rows) > most else 0
+        text_rows = attend.text_rows if len(rows) > most else len(rows)
         own, hidden = self._own, self._hidden
-        if own is not None and own.takes(rows) and are_few(len(rows), most, slot_rows):
+        if own is not None and own.takes(rows) and are_few(len(rows), most, text_rows):
             logits = own(rows, positions, attend, wanted, slots, ends_apart=hidden is not None)
             if logits is not None:
                 return logits
-        logits = self._as_it_is(rows, positions, attend, wanted, slots, slot_rows)
+        logits = self._as_it_is(rows, positions, attend, wanted, slots, text_rows)
         if wanted is not None and len(logits) != len(wanted):  # some models of transformers 4 ignore logits_to_keep
             if hidden is not None:
                 hidden.keep(hidden.rows[wanted])
@@ -214,7 +215,7 @@ class TransformersModel(Adapted):
         attend: StepAttend,
         wanted: Tensor | None = None,
         slots: CallSlots | None = None,
-        slot_rows: int = 0,
+        text_rows: int = sys.maxsize,
     ) -> Tensor:
         """The shadow's call."""
         shadow = self._its_shadow()
@@ -227,7 +228,7 @@ class TransformersModel(Adapted):
             self._adapted |= added
         seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
         places = {"position_ids": positions[None]} if self._takes_positions else {}
-        call = OurCall(attend, self.name, self._kept, seen, slots, self.numbers, slot_rows, positions)
+        call = OurCall(attend, self.name, self._kept, seen, slots, self.numbers, text_rows, positions)
         with our_call(call):
             logits: Tensor = shadow(
                 inputs_embeds=rows[None],

@@ -8,7 +8,7 @@ outside the model, and with no reference to it: a copy has none, and the model e
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from operator import is_
 from types import MethodType
 from typing import Any, NamedTuple
@@ -126,13 +126,16 @@ class ModelState:
         """Weak references to classes, their code, weights and settings, to be compared by identity."""
         self._values: list[Any] = []
         """Settings, and where weights lie, and as what."""
+        self._configs: set[int] = set()
+        kinds: dict[type[nn.Module], None] = {}
         for part in model.modules():
             attributes = vars(part)
-            self._note([attributes[name] for name in attributes.keys() - _OF_EVERY_MODULE])
+            self._note([value for name, value in attributes.items() if name not in _OF_EVERY_MODULE])
             for name in ("_parameters", "_buffers", "_modules"):
-                self._note(list(attributes[name].values()))
-            self._note(type(part))
-        for kind in dict.fromkeys(type(part) for part in model.modules()):
+                self._note(attributes[name].values())
+            kinds[type(part)] = None
+            self._objects.append(ref(type(part)))
+        for kind in kinds:
             self._note_code(kind.forward)
 
     def is_same(self, other: ModelState) -> bool:
@@ -144,40 +147,39 @@ class ModelState:
     def _note_code(self, forward: Any) -> None:
         """The functions after the decorators of a forward, and what their files have by the names that they use."""
         while forward is not None:
-            self._note(forward)
             code = getattr(forward, "__code__", None)
-            if code is not None:
-                self._note([code, *map(forward.__globals__.get, code.co_names)])
+            self._note([forward, *([] if code is None else [code, *map(forward.__globals__.get, code.co_names)])])
             forward = getattr(forward, "__wrapped__", None)
 
-    def _note(self, value: Any) -> None:
-        kind = type(value)
-        if kind in _VALUES:
-            self._values.append(value)
-        elif isinstance(value, Tensor):
-            self._objects.append(ref(value))
-            if is_plain(value):  # others may have no place
-                self._values += (value.data_ptr(), value.dtype)
-        elif kind is MethodType:
-            self._note([value.__func__, value.__self__])
-        elif kind in (list, tuple, dict):
-            self._values.append(len(value))
-            for entry in value:
-                self._note(entry)
-            if kind is dict:
-                self._note(list(value.values()))
-        else:
-            self._note_object(value)
+    def _note(self, values: Iterable[Any]) -> None:
+        for value in values:
+            kind = type(value)
+            if kind in _VALUES:
+                self._values.append(value)
+            elif isinstance(value, Tensor):
+                self._objects.append(ref(value))
+                if is_plain(value):  # others may have no place
+                    self._values += (value.data_ptr(), value.dtype)
+            elif kind is MethodType:
+                self._note((value.__func__, value.__self__))
+            elif kind in (list, tuple, dict):
+                self._values.append(len(value))
+                self._note(value)
+                if kind is dict:
+                    self._note(value.values())
+            else:
+                self._note_object(value)
 
     def _note_object(self, value: Any) -> None:
         try:
             self._objects.append(ref(value))
         except TypeError:
             self._values.append(id(value))
-        if hasattr(value, "sub_configs"):  # settings change inside a config
+        if hasattr(type(value), "sub_configs") and id(value) not in self._configs:  # settings change inside a config
+            self._configs.add(id(value))
             for name, entry in vars(value).items():
                 if not name.startswith("_attn_implementation"):
-                    self._note(entry)
+                    self._note((entry,))
 
 
 _kept: MutableMapping[nn.Module, tuple[ModelState, Way]] = WeakKeyDictionary()

@@ -1,6 +1,6 @@
 """``read_prompts``: calls the model on the prompts, at most 1,024 rows of each at a time.
 
-Prompts are cut into pieces from their ends, so that all prompts end in the same call. What several prompts have in common at
+Prompts are cut into pieces from their ends, so that all prompts end in the last calls. What several prompts have in common at
 their beginnings, as samples of one prompt and requests with one system prompt do, is read once and copied.
 """
 
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.models.module_ops import most_few_rows
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.stats import profiled
 from pass_ext.tree import MAX_TREE_NODES, Tree, pack_trees
@@ -120,28 +121,51 @@ def _read(
     session: Session, missing: Sequence[Sequence[int]], slots: int | None, *, are_prompts: bool = True
 ) -> tuple[Tensor, int]:
     """Calls the model on these tokens of each text, and commits them; slots: None if no logits are wanted, and some texts may
-    have no tokens."""
-    device, most = session.device, MAX_TREE_NODES - (slots or 0)
+    have no tokens. Returns the logits of the last tokens and the slots after them, text by text, and the number of calls."""
+    most = MAX_TREE_NODES - (slots or 0)
     session.reads_prompts = are_prompts
-    calls = -(-max(map(len, missing)) // most)
-    for left in reversed(range(calls)):
+    calls, logits = 0, dict[int, Tensor]()
+    for left in reversed(range(-(-max(map(len, missing)) // most))):
         pieces = [text[max(0, len(text) - (left + 1) * most) : max(0, len(text) - left * most)] for text in missing]
-        trees: list[Tree | None] = [Tree.chain(len(piece) - 1) if piece else None for piece in pieces]
-        ids: list[int] = []
-        last_rows: list[int] = []
-        for b, piece in enumerate(pieces):
-            ids += piece
+        for requests in _calls(pieces, session):
+            called = [piece if b in requests else [] for b, piece in enumerate(pieces)]
+            found = _call(session, called, slots if left == 0 else None)
+            calls += 1
             if left == 0 and slots is not None:
-                trees[b] = Tree.chain(len(piece) - 1).with_lookahead({len(piece) - 1: slots})
-                ids += (-1 - slot for slot in range(slots))
-                last_rows += range(len(ids) - slots - 1, len(ids))
-        packed = pack_trees(trees, device)
-        with profiled("verify"):
-            rows = torch.tensor(last_rows or [0], device=device)
-            logits = session.call(packed, torch.tensor(ids, device=device), rows)
-        path = torch.arange(max(map(len, pieces)), dtype=torch.int32, device=device)
-        counts = torch.tensor([max(len(piece) - 1, 0) for piece in pieces], dtype=torch.int32, device=device)
-        with profiled("commit"):
-            session.commit(packed, path.repeat(len(pieces), 1), counts)
+                logits.update(zip(requests, found.clone().split(slots + 1), strict=True))
     session.reads_prompts = False
-    return logits, calls
+    return torch.cat([logits[b] for b in sorted(logits)]) if logits else found, calls
+
+
+def _calls(pieces: Sequence[Sequence[int]], session: Session) -> list[list[int]]:
+    """The requests of each call. On the CPU a piece of many rows has one of its own: PyTorch's product of the rows of several
+    texts gives other bits than that of one."""
+    few = most_few_rows(session.slots.weight.dtype, is_cpu=True) if session.device.type == "cpu" else MAX_TREE_NODES
+    apart = [[b] for b, piece in enumerate(pieces) if len(piece) > few]
+    together = [b for b, piece in enumerate(pieces) if 0 < len(piece) <= few]
+    return [*apart, together] if together else apart
+
+
+def _call(session: Session, pieces: Sequence[Sequence[int]], slots: int | None) -> Tensor:
+    """Calls the model on the pieces, and commits them. The logits of the last token of each that is not empty, and of so many
+    slots after it; slots: None if no logits are wanted."""
+    device = session.device
+    trees: list[Tree | None] = []
+    ids: list[int] = []
+    last_rows: list[int] = []
+    for piece in pieces:
+        tree = Tree.chain(len(piece) - 1) if piece else None
+        ids += piece
+        if tree is not None and slots is not None:
+            tree = tree.with_lookahead({len(piece) - 1: slots})
+            ids += (-1 - slot for slot in range(slots))
+            last_rows += range(len(ids) - slots - 1, len(ids))
+        trees.append(tree)
+    packed = pack_trees(trees, device)
+    with profiled("verify"):
+        logits = session.call(packed, torch.tensor(ids, device=device), torch.tensor(last_rows or [0], device=device))
+    path = torch.arange(max(map(len, pieces)), dtype=torch.int32, device=device)
+    counts = torch.tensor([max(len(piece) - 1, 0) for piece in pieces], dtype=torch.int32, device=device)
+    with profiled("commit"):
+        session.commit(packed, path.repeat(len(pieces), 1), counts)
+    return logits

@@ -53,9 +53,9 @@ class Session:
         cuda_graphs: True: on CUDA, calls of a repeated shape are CUDA graphs. False: none are. None: where all steps have one
             shape (``run_ahead``), the step is one graph, unless the model does what a graph cannot hold: then it warns.
         run_ahead: True: the host begins each step before it has read the one before, so a GPU never waits for it; texts are the
-            same. Refused where the host decides between steps: with logits processors, grammars, ``logprobs``, methods other
-            than ``Plain`` and ``PaSS``, and sampled rules other than "coupled". None: where it is possible and pays. False: the
-            host makes the rows of each step.
+            same. Refused where the host decides between steps: with logits processors, grammars, ``logprobs``, ``support``,
+            methods other than ``Plain`` and ``PaSS``, and sampled rules other than "coupled". None: where it is possible and
+            pays. False: the host makes the rows of each step.
     """
 
     def __init__(

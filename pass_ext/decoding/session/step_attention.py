@@ -29,8 +29,14 @@ class StepAttention(StepAttend):
         self._ids = ids
 
     @property
-    def slot_rows(self) -> int:
-        return 0 if self._ids is None or not self._ids.is_cpu else int((self._ids < 0).sum())
+    def text_rows(self) -> int:
+        trees, ids = self._trees, self._ids
+        if not trees.cu_nodes.is_cpu:
+            return len(trees.parents)
+        if ids is None:
+            return int(trees.cu_nodes.diff().max())
+        tokens = F.pad((ids >= 0).cumsum(0), (1, 0))  # before each row
+        return int(tokens[trees.cu_nodes.long()].diff().max())
 
     def __call__(
         self,

@@ -8,7 +8,7 @@ slots stood after a wrong text, and the next step has slots alone: the published
 
     vllm serve MODEL --speculative-config '{"method": "custom_class", "model": "pass_ext.integrations.vllm.PaSS",
                                             "num_speculative_tokens": 4}'
-                     --additional-config '{"pass_ext": {"slots": "smollm2-135m-instruct"}}'
+                     --additional-config '{"pass_ext": {"slots": "smollm2-135m-instruct-slots"}}'
 
 ``DraftLength`` chooses how many tokens to draft for a batch, by measured time:
 

@@ -1,6 +1,6 @@
 """``Settings``: what a user writes for pass_ext into vLLM's ``additional_config``, and the options that pass_ext cannot honour.
 
-vllm serve MODEL --additional-config '{"pass_ext": {"rule": "coupled", "slots": "smollm2-135m-instruct"}}'
+vllm serve MODEL --additional-config '{"pass_ext": {"rule": "coupled", "slots": "smollm2-135m-instruct-slots"}}'
 """
 
 from __future__ import annotations

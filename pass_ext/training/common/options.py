@@ -12,15 +12,22 @@ from typing import Any, TypeVar
 import torch
 
 from pass_ext.training.common.documents import Document, read_documents
+from pass_ext.training.common.logs import NAMES, check_logs
 
 PACKAGES = ("transformers", "safetensors", "rich", "matplotlib")
 INSTRUCTIONS = Path(__file__).parent.parent / "instructions.txt"
+# Where --help begins; each command has most of them.
+FIRST = (
+    *("--preset", "--model", "--out", "--data", "--draft", "--kind", "--layers"),
+    *("--steps", "--epochs", "--batch", "--device", "--log", "--config", "--dry-run"),
+)
+_FURTHER = "further options"
 _Settings = TypeVar("_Settings")
 
 
 def adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
     """``parser.add_argument``, where the help of every option that may be left out ends with its default. ``least``: the
-    smallest number that ``check_least`` takes."""
+    smallest number that ``check_least`` takes. --help lists ``FIRST`` before the others."""
 
     def add(option: str, *, help: str = "", least: float | None = None, **how: Any) -> None:
         if least is not None:
@@ -31,9 +38,15 @@ def adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
         shown = {"False": "off", "None": "none", "": "none"}.get(words, words)
         if not how.get("required") and "default:" not in help:
             help = "; ".join(filter(None, (help, f"default: {shown}")))
-        parser.add_argument(option, help=help, **how)
+        group = parser if option in FIRST else _further(parser)
+        group.add_argument(option, help=help, **how)
 
     return add
+
+
+def _further(parser: argparse.ArgumentParser) -> Any:
+    groups = [group for group in parser._action_groups if group.title == _FURTHER]
+    return groups[0] if groups else parser.add_argument_group(_FURTHER)
 
 
 def add_text_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,17 +55,41 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="a GGUF file, or a transformers model folder or name; it stays as it is")
     add("--out", required=True, help="folder for checkpoints, samples and results; a run that stopped goes on from it")
     add(
+        "--config",
+        metavar="FILE",
+        help="options and their values in a .yaml, .toml or .json file; the command line wins",
+    )
+    add(
+        "--log",
+        nargs="+",
+        choices=NAMES,
+        default=[],
+        help="where losses go while the run trains: event files in --out, or a service with the account that is set up here",
+    )
+    add(
         "--data",
         nargs="+",
         default=[],
         metavar="PATH",
-        help="files or folders of .py, .txt, .md, .rst text; stdlib: Python's own",
+        help="files or folders of .py, .txt, .md, .rst, .jsonl, .parquet text; NAME or NAME:SPLIT of a data set; "
+        "stdlib: Python's own",
     )
+    add("--data-column", metavar="NAME", help="of rows: a text, or messages; default: text, else messages")
+    add("--data-rows", type=int, least=1, default=10_000, help="read of a data set or a file of rows at most")
     add(
         "--self-distill",
         metavar="PROMPTS",
-        help="a file of instructions, one a line, that the model answers; shipped: the one that comes along",
+        help="a file of instructions, one a line, that the model answers; shipped: that of the package; data: "
+        "users' first messages in --data",
     )
+    add(
+        "--texts-from",
+        metavar="URL",
+        help="an OpenAI-compatible server that runs the same model, as http://host:8000/v1, writes the texts; default: the "
+        "model here",
+    )
+    add("--concurrency", type=int, least=1, default=32, help="requests at a time to that server")
+    add("--request-timeout", type=float, least=0.001, default=300, help="seconds that the server may take for one")
     add(
         "--continuations",
         type=int,
@@ -76,7 +113,15 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, name: str, models: str
     """The seed, the device, and the result's name, which is ``name`` where the user gives none."""
     add = adder(parser)
     add("--seed", type=int, default=0, help="of samples, windows, places and the start")
-    add("--device", default="cpu", help="cpu, cuda or cuda:N")
+    add("--device", default="cpu", help="cpu, cuda or cuda:N; cuda is a GPU of its own for each rank of torchrun")
+    add(
+        "--rank-timeout",
+        type=float,
+        least=0.1,
+        default=60,
+        metavar="MINUTES",
+        help="how long a rank of torchrun waits for the others, who may be sampling, before it ends",
+    )
     add(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -121,6 +166,7 @@ def check_text_arguments(options: argparse.Namespace) -> None:
     if not 0 <= options.seed < 1 << 32:
         raise SystemExit(f"--seed must be from 0 to {(1 << 32) - 1}, got {options.seed}")
     _check_device(options.device)
+    check_logs(options.log)
     if options.name is not None and (not options.name or Path(options.name).name != options.name):
         raise SystemExit(f"--name must be a file's name without its ending, got {options.name!r}")
     try:
@@ -131,7 +177,9 @@ def check_text_arguments(options: argparse.Namespace) -> None:
         raise SystemExit("nothing to train on: give --data FILES, --self-distill PROMPTS or --own-chats N")
     if options.continuations and not options.data:
         raise SystemExit("--continuations takes its prefixes from --data, which is not given")
-    if options.self_distill and not _instructions_file(options.self_distill).is_file():
+    if options.self_distill == "data" and not options.data:
+        raise SystemExit("--self-distill data takes its prompts from --data, which is not given")
+    if options.self_distill not in (None, "", "data") and not _instructions_file(options.self_distill).is_file():
         raise SystemExit(f"--self-distill names {options.self_distill!r}, and there is no such file")
 
 
@@ -152,20 +200,27 @@ def _instructions_file(name: str) -> Path:
 def read_texts(options: argparse.Namespace) -> tuple[list[Document], list[str]]:
     """The documents of --data and the instructions of --self-distill."""
     try:
-        documents = read_documents(options.data)
+        documents = read_documents(options.data, column=options.data_column, most=options.data_rows)
     except FileNotFoundError as error:
         raise SystemExit(str(error)) from error
+    except ValueError as error:
+        raise SystemExit(f"--data {error}") from error
     except OSError as error:
         raise SystemExit(f"--data has a file that cannot be read: {error}") from error
     if options.data and not documents:
-        raise SystemExit(f"--data holds no .py, .txt, .md or .rst text: {' '.join(options.data)}")
+        raise SystemExit(f"--data holds no .py, .txt, .md, .rst, .jsonl or .parquet text: {' '.join(options.data)}")
+    if options.self_distill == "data":
+        asked = list(dict.fromkeys(document.name for document in documents if document.messages))
+        if not asked:
+            raise SystemExit("--self-distill data needs rows with messages in --data, and there are none")
+        return documents, asked
     try:
         prompts = _instructions_file(options.self_distill).read_text(encoding="utf-8") if options.self_distill else ""
     except (OSError, UnicodeDecodeError) as error:
         raise SystemExit(
             f"--self-distill must be a text file in UTF-8, got {options.self_distill!r}: {error}"
         ) from error
-    return documents, [line.strip() for line in prompts.splitlines() if line.strip()]
+    return documents, list(dict.fromkeys(line.strip() for line in prompts.splitlines() if line.strip()))
 
 
 def settings_from(options: argparse.Namespace, kind: type[_Settings]) -> _Settings:

@@ -1,8 +1,8 @@
 """The model's own samples as training text: continued prefixes, answered instructions, and chats written by it alone.
 
 A JSON-lines file beside the checkpoints keeps the samples, a batch a line, after a header of all that decides them. A batch's
-random numbers depend on the seed and its number, so a run that was stopped goes on to the same file. Held-out prompts are
-continued greedily, for the evaluation.
+random numbers depend on the seed and its number, so a run that was stopped goes on to the same file, with any number of ranks:
+they write as many batches at a time. Held-out prompts are continued greedily, for the evaluation.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch
 
 from pass_ext.training.common.documents import Document, is_held_out
 from pass_ext.training.common.frozen_model import sample, weights_digest
+from pass_ext.training.common.ranks import Ranks
+from pass_ext.training.common.server import TextServer
 
 BATCH = 48
 TEMPERATURES = (0.8, 0.5, 1.0, 0.0)
@@ -64,6 +66,7 @@ def plan_batches(
     chats = [(line, _chat_ids(tokenizer, line)) for line in instructions]
     evaluated: list[Batch] = []
     trained: list[list[Batch]] = []
+    documents = [document for document in documents if not document.messages]  # of chats, prompts are answered
     kinds = sorted({document.kind for document in documents})
     for kind in kinds:
         prefixes = list(_prefixes(tokenizer, [d for d in documents if d.kind == kind], prefix_tokens, chooser))
@@ -123,11 +126,15 @@ def collect(
     new_tokens: int,
     seed: int,
     replaces: bool = False,
+    ranks: Ranks | None = None,
+    server: TextServer | None = None,
 ) -> Iterator[list[Sample]]:
     """Yields every batch's samples: read from ``path`` if it has them, else sampled and appended.
 
-    ``name`` is the model's, for the header. Samples of other settings are refused, or with ``replaces`` written anew.
+    ``name`` is the model's, for the header. Samples of other settings are refused, or with ``replaces`` written anew. Of
+    several ranks the first has the file. With a ``server``, this writes them.
     """
+    ranks = ranks or Ranks()
     stop = frozenset(_stop_ids(model))
     frame = _chat_frame(tokenizer) if any(not all(batch.prompts) for batch in batches) else ([], [])
     header = {
@@ -138,7 +145,52 @@ def collect(
         "batches": len(batches),
         "new_tokens": new_tokens,
         "seed": seed,
+        **({} if server is None else {"texts from": server.model}),
     }
+
+    def continued(
+        prompts: list[list[int]], most: int, temperature: float, generator: torch.Generator
+    ) -> list[list[int]]:
+        if server is not None:
+            return server.sample(prompts, most, temperature, generator)
+        return sample(model, prompts, most, temperature, generator, stop)
+
+    def sampled(number: int) -> list[Sample]:
+        batch, prompts = batches[number], batches[number].prompts
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+        if not all(prompts):
+            opening, closing = frame
+            written = continued([opening] * len(batch.names), _OWN_MESSAGE, 1.0, generator)
+            prompts = [opening + [token for token in text if token not in stop] + closing for text in written]
+        texts = continued(prompts, new_tokens, batch.temperature, generator)
+        ranks.did(f"texts of {path.name}", len(texts))
+        return [
+            Sample(name, batch.kind, batch.temperature, len(prompt), list(prompt) + without_loop(prompt, text))
+            for name, prompt, text in zip(batch.names, prompts, texts, strict=True)
+        ]
+
+    lines = ranks.first(lambda: _written_lines(path, header, replaces))
+    for number, line in enumerate(lines):
+        yield _read_samples(path, number + 2, line, batches[number].names)
+    for start in range(len(lines), len(batches), ranks.count):
+        numbers = range(len(batches))[start : start + ranks.count]
+        for samples in ranks.gather(sampled(numbers[ranks.rank]) if ranks.rank < len(numbers) else []):
+            if samples and ranks.is_first:
+                _append(path, json.dumps([asdict(written_sample) for written_sample in samples]) + "\n")
+            if samples:
+                yield samples
+
+
+def _append(path: Path, line: str) -> None:
+    try:
+        with path.open("a") as file:
+            file.write(line)
+    except OSError as error:  # a full disk; a part of the line is cut off when the file is read
+        raise SystemExit(f"{path} cannot be written, the batches before it stay: {error}") from error
+
+
+def _written_lines(path: Path, header: dict[str, Any], replaces: bool) -> list[bytes]:
+    """The lines after the header of a file of samples, which is begun if it is missing; without a line that was cut off."""
     written = path.read_bytes() if path.exists() else b""
     whole = written[: written.rfind(b"\n") + 1]  # a run that was stopped while writing left a part of a line after it
     lines = whole.splitlines()
@@ -150,22 +202,7 @@ def collect(
             file.truncate(len(whole))
     else:
         path.write_text(json.dumps(header) + "\n")
-    for number, batch in enumerate(batches):
-        if number + 1 < len(lines):
-            yield _read_samples(path, number + 2, lines[number + 1], batch.names)
-            continue
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-        prompts = batch.prompts
-        if not all(prompts):
-            prompts = _own_prompts(model, frame, len(batch.names), generator, stop)
-        texts = sample(model, prompts, new_tokens, batch.temperature, generator, stop)
-        samples = [
-            Sample(name, batch.kind, batch.temperature, len(prompt), list(prompt) + without_loop(prompt, text))
-            for name, prompt, text in zip(batch.names, prompts, texts, strict=True)
-        ]
-        with path.open("a") as file:
-            file.write(json.dumps([asdict(written_sample) for written_sample in samples]) + "\n")
-        yield samples
+    return lines[1:]
 
 
 def _stop_ids(model: Any) -> list[int]:
@@ -215,15 +252,6 @@ def _chat_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     before, _, after = whole.partition(marker)
     opening, closing = (list(tokenizer(part, add_special_tokens=False).input_ids) for part in (before, after))
     return opening, closing
-
-
-def _own_prompts(
-    model: Any, frame: tuple[list[int], list[int]], count: int, generator: torch.Generator, stop: frozenset[int]
-) -> list[list[int]]:
-    """Instructions written by the model after the template's user header, closed with the template's answer header."""
-    opening, closing = frame
-    written = sample(model, [opening] * count, _OWN_MESSAGE, 1.0, generator, stop)
-    return [opening + [token for token in text if token not in stop] + closing for text in written]
 
 
 def without_loop(prompt: Sequence[int], written: Sequence[int]) -> list[int]:

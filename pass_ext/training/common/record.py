@@ -34,7 +34,7 @@ def machine(device: str) -> str:
 
 
 def facts_of(run: Run, module: Any, data: dict[str, str], **others: Any) -> dict[str, Any]:
-    """The record of a trained module: what every command tells, and ``others``."""
+    """The record of a trained module: what every command tells, and ``others``. All ranks call it."""
     count = sum(parameter.numel() for parameter in module.parameters())
     return {
         "command": run.command,
@@ -43,14 +43,19 @@ def facts_of(run: Run, module: Any, data: dict[str, str], **others: Any) -> dict
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": machine(run.options.device),
         "versions": versions(),
+        **({"ranks": run.ranks.count, "by_rank": run.ranks.report()} if run.ranks.count > 1 else {"ranks": 1}),
         "data": data,
+        "options": run.settings,
         **others,
     }
 
 
 def save_before_evaluation(run: Run, module: Any, facts: dict[str, Any]) -> None:
-    """Writes the module with what is known before its evaluation, which may fail or be stopped."""
+    """Writes the module with what is known before its evaluation, which may fail or be stopped. Of several ranks, the first
+    writes, here and in ``save_result``."""
     module.training_record = facts
+    if not run.ranks.is_first:
+        return
     module.save(_file(run, ".safetensors"))
     run.console.print(f"written, not yet evaluated: {_file(run, '.safetensors')}", markup=False, soft_wrap=True)
 
@@ -69,6 +74,8 @@ def save_result(
     """
     result, record, text, picture = (_file(run, end) for end in (".safetensors", ".json", ".md", ".svg"))
     module.training_record = facts
+    if not run.ranks.is_first:
+        return result
     module.save(result)
     record.write_text(json.dumps({**facts, "losses": [round(loss, 4) for loss in losses]}, indent=1) + "\n")
     text.write_text(card(run.options.name, facts, picture.name))
@@ -106,7 +113,7 @@ def card_of(
         f"safetensors file too (`{module}.training_record`).",
         f"```\n{facts['command']}\n```",
         "\n".join(f"- {key}: {value}" for key, value in facts["data"].items()),
-        f"{facts['date']}, {facts['machine']}, {effort}; "
+        f"{facts['date']}, {_ranks(facts)}{facts['machine']}, {effort}; "
         + ", ".join(f"{key} {value}" for key, value in facts["versions"].items())
         + ".",
         *([f"**{facts['summary']}**"] if "summary" in facts else []),
@@ -114,6 +121,10 @@ def card_of(
         *sections,
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _ranks(facts: dict[str, Any]) -> str:
+    return f"{facts['ranks']} ranks, the first on " if facts.get("ranks", 1) > 1 else ""
 
 
 def held_out(evaluation: dict[str, Any], whose: str = "model") -> str:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import random
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,9 +24,12 @@ import torch
 from torch import Tensor
 
 from pass_ext.training.common.documents import Document, fingerprint, is_held_out
-from pass_ext.training.common.frozen_model import load_frozen, weights_digest
+from pass_ext.training.common.frozen_model import check_tokenizer, load_frozen, weights_digest, with_template
+from pass_ext.training.common.logs import Log, open_logs
 from pass_ext.training.common.options import check_packages, read_texts
-from pass_ext.training.common.own_texts import Sample, collect, plan_batches
+from pass_ext.training.common.own_texts import Batch, Sample, collect, plan_batches
+from pass_ext.training.common.ranks import Ranks, local_device
+from pass_ext.training.common.server import TextServer
 from pass_ext.training.common.steps import watched
 
 _HELD_OUT = "held out"
@@ -45,7 +48,8 @@ class Texts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Options, the command line, the frozen model with its tokenizer, all documents, and instructions to answer."""
+    """Options, the command line, the frozen model with its tokenizer, all documents, instructions to answer, and the processes
+    that share the work."""
 
     options: argparse.Namespace
     command: str
@@ -54,6 +58,7 @@ class Run:
     documents: list[Document]
     instructions: list[str]
     console: Any
+    ranks: Ranks = dataclasses.field(default_factory=Ranks)
 
     @property
     def out(self) -> Path:
@@ -67,6 +72,17 @@ class Run:
         """The model's name, as the trained file keeps it."""
         return Path(self.options.model).name.removesuffix(".gguf")
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Every option with its value, for the record."""
+        return {name: value for name, value in vars(self.options).items() if name not in ("command", "least")}
+
+    def logs(self, part: str = "") -> Callable[[int], list[Log]]:
+        """What opens the logs of --log, after so many steps, for a part of the run; on the first rank."""
+        name = f"{self.options.name}{part}"
+        names = self.options.log if self.ranks.is_first else ()
+        return lambda step: open_logs(names, self.out, name, self.settings, step)
+
     def texts(self) -> Texts:
         """All texts; samples that the folder lacks are written now."""
         samples = self._samples()
@@ -77,14 +93,23 @@ class Run:
 
     def identity(self, texts: Texts, **settings: Any) -> str:
         """A JSON line of all that decides what is kept in the folder: another model, other data or settings differ in it. What
-        is held out decides nothing but the evaluation."""
+        is held out decides nothing but the evaluation; the number of ranks decides nothing. Ranks that differ in it are
+        refused."""
         model = {"model": Path(self.options.model).name, "weights": weights_digest(self.model)}
         data = {name: text for name, text in texts.description.items() if name != _HELD_OUT}
-        return json.dumps({**settings, **model, "dtype": self.options.dtype, "data": data})
+        described = json.dumps({**settings, **model, "dtype": self.options.dtype, "data": data})
+        for rank, other in enumerate(self.ranks.gather(described)):
+            if other != described:
+                raise SystemExit(
+                    f"all ranks must have the same model, texts and settings, but rank {rank} differs from {self.ranks.rank}"
+                    f"\n  {other}\n  {described}"
+                )
+        return described
 
-    def _samples(self) -> list[Sample]:
+    def planned(self) -> tuple[list[Batch], list[Batch]]:
+        """The batches of training and of held-out samples."""
         options = self.options
-        training, held_out = plan_batches(
+        return plan_batches(
             self.tokenizer,
             self.documents,
             self.instructions,
@@ -94,26 +119,52 @@ class Run:
             prefix_tokens=min(48, options.length // 2),
             seed=options.seed,
         )
-        settings = {"name": Path(options.model).name, "new_tokens": options.sample_tokens, "seed": options.seed}
-        samples: list[Sample] = []
+
+    def _samples(self) -> list[Sample]:
+        options, (training, held_out) = self.options, self.planned()
+        settings = {
+            **{"name": Path(options.model).name, "new_tokens": options.sample_tokens},
+            **{"seed": options.seed, "ranks": self.ranks},
+        }
+        samples: dict[tuple[int, ...], Sample] = {}
+        server = None
+        if options.texts_from:
+            how = {"concurrency": options.concurrency, "timeout": options.request_timeout}
+            server = TextServer(options.texts_from, self.tokenizer, **how)
         for name, batches, replaces in (("samples", training, False), ("held-out", held_out, True)):
             if batches:
                 file = self.out / f"{name}.jsonl"
-                written = collect(self.model, self.tokenizer, batches, file, **settings, replaces=replaces)
+                written = collect(
+                    self.model, self.tokenizer, batches, file, **settings, replaces=replaces, server=server
+                )
                 for batch in watched(self.console, f"sampling, batches of {name}", written, len(batches)):
-                    samples += batch
-        return samples
+                    for sample in batch:
+                        samples.setdefault(tuple(sample.ids), sample)
+        return list(samples.values())
 
 
-def load_run(options: argparse.Namespace, command: Sequence[str]) -> Run:
+def load_run(options: argparse.Namespace, command: Sequence[str], ranks: Ranks) -> Run:
     """Reads the texts and loads the model; what cannot be done ends the program with a sentence."""
     check_packages()
     from rich.console import Console
 
     documents, instructions = read_texts(options)
+    if not ranks.is_first:
+        ranks.first(_nothing)  # a GGUF file is converted once
     model, tokenizer = load_frozen(options.model, getattr(torch, options.dtype))
-    console = Console(highlight=False)
-    return Run(options, shlex.join(command), model.to(options.device), tokenizer, documents, instructions, console)
+    check_tokenizer(model, tokenizer)
+    documents = [with_template(tokenizer, document) for document in documents]
+    if ranks.is_first:
+        ranks.first(_nothing)
+    options.device = local_device(options.device)
+    console = Console(highlight=False, quiet=not ranks.is_first)
+    return Run(
+        options, shlex.join(command), model.to(options.device), tokenizer, documents, instructions, console, ranks
+    )
+
+
+def _nothing() -> None:
+    return
 
 
 def _description(
@@ -148,6 +199,13 @@ class Window:
 
     ids: Tensor
     anchors: Tensor
+
+    def share(self, ranks: Ranks) -> Window:
+        """What this rank reads of it: every so many-th text; where ranks are more than texts, anchors of one text."""
+        rank, count, texts = ranks.rank, ranks.count, len(self.ids)
+        readers = len(range(rank % texts, count, texts))  # of the same text
+        rows = slice(rank % texts, None, count)
+        return Window(self.ids[rows], self.anchors[rows, rank // texts :: max(readers, 1)])
 
 
 def document_window(tokenizer: Any, documents: Sequence[Document], length: int, chooser: random.Random) -> list[int]:

@@ -28,6 +28,7 @@ from pass_ext.decoding.models.packed import KeptHidden
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.decision import DecisionModel, DraftLevel
 from pass_ext.ops.draft import draft_sample
+from pass_ext.training.common.ranks import Ranks
 from pass_ext.training.common.steps import Trainer
 from pass_ext.tree import Tree, pack_trees
 
@@ -185,11 +186,13 @@ class DecisionTrainer(Trainer):
         batch: int,
         seed: int,
         balanced: bool,
+        ranks: Ranks | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         orders = [torch.randperm(len(features), generator=generator) for _ in range(epochs)]
         self._batches = [picked for order in orders for picked in order.split(batch)]
-        super().__init__(decision, torch.optim.Adam(decision.parameters(), lr=learning_rate), steps=len(self._batches))
+        optimizer = torch.optim.Adam(decision.parameters(), lr=learning_rate)
+        super().__init__(decision, optimizer, steps=len(self._batches), ranks=ranks)
         self._decision, self._labels = decision, labels
         self._weights = class_weights(labels) if balanced else torch.ones_like(labels)
         deviation = features.std(0, correction=0)
@@ -197,10 +200,14 @@ class DecisionTrainer(Trainer):
         self._rows = (features - self._mean) / self._deviation
 
     def loss(self, step: int) -> Tensor:
-        """The weighted cross-entropy of one batch."""
-        picked = self._batches[step]
+        """This rank's part of the weighted cross-entropy of one batch."""
+        batch = self._batches[step]
+        picked = batch[self.ranks.rank :: self.ranks.count]
+        self.ranks.did("places", len(picked))
+        self.tokens += len(batch)
         logits = self._decision.logit(self._rows[picked])
-        return F.binary_cross_entropy_with_logits(logits, self._labels[picked], self._weights[picked])
+        labels, weights = self._labels[picked], self._weights[picked]
+        return F.binary_cross_entropy_with_logits(logits, labels, weights, reduction="sum") / len(batch)
 
     def finish(self) -> None:
         """Lets the first layer take features as they come, and freezes the model."""

@@ -66,16 +66,21 @@ def train_for(draft_model: Any, run: Run) -> Path:
             base_model=run.base_model,
             draft_model=draft_name(options.draft),
         )
-        shown = watched(run.console, "reading, texts", _training_texts(windows, options.texts), options.texts)
-        places = read_places(pair, shown, decision.features, options.temperature)
-        trainer = _trainer(options, decision, places)
-        take_steps(trainer, run.console)
+        mine = run.ranks.share_of(list(_training_texts(windows, options.texts)))
+        shown = watched(run.console, "reading, texts", mine, len(mine))
+        places = _of_all_ranks(
+            run, [read_places(pair, [text], decision.features, options.temperature) for text in shown]
+        )
+        trainer = _trainer(run, decision, places)
+        take_steps(trainer, run.console, logs=run.logs())
         trainer.finish()
         if options.threshold == "auto":
             some = _chain_texts(options, map(_whole_sample, texts.samples[:_THRESHOLD_TEXTS])) or _chain_texts(
                 options, [(text.ids, 0, text.kind) for text in _training_texts(windows, _THRESHOLD_TEXTS)]
             )
-            decision.threshold = best_threshold(_chains(options, pair, some, decision), options.draft_cost)
+            decision.threshold = run.ranks.first(
+                lambda: best_threshold(_chains(options, pair, some, decision), options.draft_cost)
+            )
         texts.description["places"] = (
             f"{len(places.labels):,} of {options.texts} texts, mean label {float(places.labels.mean()):.3f}"
         )
@@ -89,13 +94,23 @@ def train_for(draft_model: Any, run: Run) -> Path:
             evaluation={"places": 0},
         )
         save_before_evaluation(run, decision, facts)
-        evaluation = _evaluation(run, pair, decision, texts.held_out)
+        evaluation = run.ranks.first(lambda: _evaluation(run, pair, decision, texts.held_out))
     seconds = round(time.monotonic() - started, 1)
     facts |= {"seconds": seconds, "evaluation": evaluation, "summary": summary(evaluation)}
     return save_result(run, decision, facts, trainer.losses, card, chains_panel(evaluation))
 
 
-def _trainer(options: argparse.Namespace, decision: DecisionModel, places: Places) -> DecisionTrainer:
+def _of_all_ranks(run: Run, texts: list[Places]) -> Places:
+    """The places of all ranks' texts, in the texts' order."""
+    whole = run.ranks.joined(texts)
+    kinds = [kind for places in whole for kind in places.kinds]
+    return Places(
+        torch.cat([places.features for places in whole]), torch.cat([places.labels for places in whole]), kinds
+    )
+
+
+def _trainer(run: Run, decision: DecisionModel, places: Places) -> DecisionTrainer:
+    options = run.options
     try:
         return DecisionTrainer(
             decision,
@@ -106,6 +121,7 @@ def _trainer(options: argparse.Namespace, decision: DecisionModel, places: Place
             batch=options.batch,
             seed=options.seed,
             balanced=options.kind == "entropy",
+            ranks=run.ranks,
         )
     except ValueError as error:
         raise SystemExit(str(error)) from error

@@ -2,7 +2,7 @@
 
 The frozen model runs once over all text. For every token: the rows after some of the layers, and the last ones, which enter
 the model's head (the teacher's). They fit in memory as bfloat16, and one file keeps them, so that a run that stopped need not
-compute them again.
+compute them again. Of several ranks, each has the rows of its share of the texts.
 
 loss = KL(teacher || draft) over the adapter's vocabulary, both normalised within it, averaged over a step's rows. The rows of a
 step depend on the seed and its number alone.
@@ -24,6 +24,7 @@ from pass_ext.modules.exit_adapter import ExitAdapter
 from pass_ext.modules.files import write_tensors
 from pass_ext.training.common.documents import Document
 from pass_ext.training.common.loss import distillation_loss
+from pass_ext.training.common.ranks import Ranks
 from pass_ext.training.common.run import document_window
 from pass_ext.training.common.steps import Trainer, rate_at
 
@@ -31,7 +32,7 @@ ROWS = 1024  # tokens in one forward
 
 
 class Hidden(NamedTuple):
-    """Rows of all texts, one after the other."""
+    """Rows of texts, one after the other."""
 
     tokens: Tensor
     """``[N]`` int32."""
@@ -153,7 +154,16 @@ def rows_of_step(count: int, batch: int, step: int, seed: int) -> Tensor:
 class DraftTrainer(Trainer):
     """Trains ``adapter`` in place on ``hidden``; the model lends its norm and its head."""
 
-    def __init__(self, model: Any, adapter: ExitAdapter, hidden: Hidden, settings: DraftSettings) -> None:
+    def __init__(
+        self,
+        model: Any,
+        adapter: ExitAdapter,
+        hidden: Hidden,
+        settings: DraftSettings,
+        ranks: Ranks | None = None,
+        lengths: Sequence[int] = (),
+    ) -> None:
+        """lengths: of all ranks' texts, of which ``hidden`` has this rank's share; empty: ``hidden`` has all."""
         optimizer = torch.optim.AdamW(
             adapter.parameters(), lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=settings.weight_decay
         )
@@ -163,7 +173,12 @@ class DraftTrainer(Trainer):
             steps=settings.steps,
             schedule=lambda step: rate_at(step, settings.steps, settings.warm_up),
             clip=settings.clip,
+            ranks=ranks,
         )
+        mine = self.ranks.share_of(torch.arange(sum(lengths)).split(list(lengths)))
+        rows = torch.cat(list(mine)) if mine else torch.arange(len(hidden.final))
+        self._place = torch.full((sum(lengths) or len(rows),), -1)  # of a row among those that this rank has
+        self._place[rows] = torch.arange(len(rows))
         parts = exit_parts(model)
         head, chosen = parts.head, slice(None) if adapter.vocabulary is None else adapter.vocabulary.long()
         self.adapter, self._hidden, self._settings, self._norm = adapter, hidden, settings, parts.norm
@@ -171,12 +186,16 @@ class DraftTrainer(Trainer):
         self._bias = None if head.bias is None else head.bias.detach()[chosen]
 
     def loss(self, step: int) -> Tensor:
-        """The loss of one step's rows."""
+        """The loss of those of one step's rows that this rank has."""
         device, dtype = self._table.device, self._table.dtype
-        picked = rows_of_step(len(self._hidden.final), self._settings.batch, step, self._settings.seed)
+        chosen = rows_of_step(len(self._place), self._settings.batch, step, self._settings.seed)
+        picked = self._place[chosen]
+        picked = picked[picked >= 0]
+        self.ranks.did("rows", len(picked))
+        self.tokens += len(chosen)
         behind = self._hidden.behind[self.adapter.layers][picked].to(device, torch.float32)  # as the adapter's numbers
         final = self._hidden.final[picked].to(device, dtype)
-        weights = torch.full((len(picked),), 1 / len(picked), device=device)
+        weights = torch.full((len(picked),), 1 / len(chosen), device=device)
         return distillation_loss(
             [self._norm(self.adapter(behind).to(dtype))],
             [self._table],

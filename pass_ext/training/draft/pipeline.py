@@ -19,6 +19,7 @@ from pass_ext.modules.exit_adapter import ExitAdapter
 from pass_ext.modules.files import fingerprint_of
 from pass_ext.training.common.frozen_model import check_head
 from pass_ext.training.common.options import settings_from
+from pass_ext.training.common.own_texts import Sample
 from pass_ext.training.common.record import card_of, facts_of, held_out, save_before_evaluation, save_result, table
 from pass_ext.training.common.run import Run
 from pass_ext.training.common.steps import Checkpoint, Phase, take_steps, watched
@@ -52,18 +53,26 @@ def train(run: Run) -> Path:
     )
     settings = settings_from(options, DraftSettings)
     identity = run.identity(texts, length=options.length, seed=options.seed)
-    hidden = _hidden(run, training, layers, run.out / "hidden.safetensors", identity)
-    held_out = [sample.ids for sample in texts.held_out]
+    ranks = run.ranks
+    if len(training) < ranks.count:
+        raise SystemExit(f"{ranks.count} ranks cannot share {len(training)} texts: each needs one")
+    part = f"-{ranks.rank}-of-{ranks.count}" if ranks.count > 1 else ""
+    hidden = _hidden(run, ranks.share_of(training), layers, run.out / f"hidden{part}.safetensors", identity)
     vocabulary = None
     if options.vocabulary:
-        vocabulary = frequent_tokens(hidden.tokens, options.vocabulary, parts.head.out_features)
+        tokens = torch.tensor([token for text in training for token in text])
+        vocabulary = frequent_tokens(tokens, options.vocabulary, parts.head.out_features)
 
     trainers: dict[int, DraftTrainer] = {}
     seconds = 0.0
     for count in layers:
-        trainer = DraftTrainer(model, _start(run, count, vocabulary), hidden, settings)
+        trainer = DraftTrainer(
+            model, _start(run, count, vocabulary), hidden, settings, ranks, [len(text) for text in training]
+        )
         checkpoint = _checkpoint(run, identity, count, settings)
-        seconds += take_steps(trainer, run.console, f"{count} layers, steps", checkpoint=checkpoint)
+        seconds += take_steps(
+            trainer, run.console, f"{count} layers, steps", checkpoint=checkpoint, logs=run.logs(f"-{count}")
+        )
         trainers[count] = trainer
     adapters = {count: trainer.adapter.to(torch.bfloat16) for count, trainer in trainers.items()}
 
@@ -81,19 +90,27 @@ def train(run: Run) -> Path:
         )
 
     save_before_evaluation(run, adapters[layers[0]], facts(layers[0], {}))
-    held_out_hidden = _collected(run, held_out, layers, "held-out hidden states, tokens") if held_out else None
-    exits: dict[str, dict[str, Any]] = {}
-    what = f"evaluating on {len(held_out)} held-out texts, exits"
-    for count, adapter in watched(run.console, what, adapters.items(), len(layers)):
-        exits[str(count)] = {"places": 0}
-        if held_out_hidden is not None:  # what the file holds is what is measured
-            adapter.to(parts.head.weight.dtype)
-            exits[str(count)] = evaluate_draft(model, adapter, texts.held_out, held_out_hidden)
+    exits = ranks.first(lambda: _evaluated(run, adapters, texts.held_out))
     best = max(layers, key=lambda count: exits[str(count)].get("speedup", 0.0))
     if exits[str(best)]["places"]:
         adapters[best].hit_rates = exits[str(best)]["hit_rates"]
     result = adapters[best].to(torch.bfloat16)
     return save_result(run, result, facts(best, exits), trainers[best].losses, card)
+
+
+def _evaluated(run: Run, adapters: dict[int, ExitAdapter], samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
+    """The evaluation of each exit."""
+    texts, layers = [sample.ids for sample in samples], list(adapters)
+    hidden = _collected(run, texts, layers, "held-out hidden states, tokens") if texts else None
+    exits: dict[str, dict[str, Any]] = {}
+    for count, adapter in watched(
+        run.console, f"evaluating on {len(texts)} held-out texts, exits", adapters.items(), len(layers)
+    ):
+        exits[str(count)] = {"places": 0}
+        if hidden is not None:  # what the file holds is what is measured
+            adapter.to(exit_parts(run.model).head.weight.dtype)
+            exits[str(count)] = evaluate_draft(run.model, adapter, samples, hidden)
+    return exits
 
 
 def _checkpoint(run: Run, identity: str, layers: int, settings: DraftSettings) -> Checkpoint:

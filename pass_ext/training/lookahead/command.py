@@ -6,18 +6,25 @@ import argparse
 
 from pass_ext.ops.adapter import MAX_RANK
 from pass_ext.training.common import options as shared
+from pass_ext.training.common.config import PRESETS
 
 KINDS = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
+    shared.adder(parser)("--preset", help=f"options that go together: {', '.join(PRESETS)}")
     shared.add_text_arguments(parser)
     shared.add_sample_share(parser, "windows")
     add = shared.adder(parser)
     add("--lookahead", type=int, least=1, default=4, help="L, the number of slots")
     add("--transition-rank", type=int, least=0, default=0, help="width of the transition score; 0: none")
-    add("--deep", action="store_true", help="a vector for every layer and slot beside the input embeddings")
+    add(
+        "--deep",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="a vector for every layer and slot beside the input embeddings",
+    )
     add(
         "--adapter-rank",
         type=int,
@@ -26,7 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rank of adapters that slots' rows have in linear layers; 0: none",
     )
     add("--adapter-kinds", nargs="+", choices=KINDS, metavar="KIND", help=f"of {', '.join(KINDS)}; default: all")
-    add("--adapter-by-slot", action="store_true", help="adapters for each slot, not shared by all")
+    add(
+        "--adapter-by-slot",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="adapters for each slot, not shared by all",
+    )
     add("--start", metavar="FILE", help="begin with these embeddings: a file, or a name that comes with the package")
     add("--steps", type=int, least=1, default=1000)
     add("--batch", type=int, least=1, default=2, help="texts a step")
@@ -49,7 +61,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--adapter-learning-rate", type=float, least=0, default=0.001)
     add("--warm-up", type=int, least=0, default=20, help="steps")
     add("--clip", type=float, least=0, default=1.0, help="largest gradient norm of a parameter")
+    add("--dry-run", action="store_true", help="print the plan, with times and memory of two steps, and write nothing")
     add("--minutes", type=float, least=0, default=0, help="stop after this long, with a checkpoint; 0: never")
+    add(
+        "--patience",
+        type=int,
+        least=0,
+        default=0,
+        help="end when so many evaluations in a row were below the best, and keep the best parameters; 0: never",
+    )
+    add("--evaluate-every", type=int, least=1, default=250, help="steps between the evaluations of --patience")
     add("--evaluation-anchors", type=int, least=1, default=64, help="places a held-out text")
     add("--checkpoint-every", type=int, least=1, default=50, help="steps")
     shared.add_run_arguments(parser, name="lookahead")

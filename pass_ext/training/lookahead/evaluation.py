@@ -17,6 +17,7 @@ from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.recall import MAX_RECALL_ROW, RECALL_TOKENS, recall_scores
 from pass_ext.training.common.loss import CHUNK
 from pass_ext.training.common.own_texts import Sample
+from pass_ext.training.common.ranks import Ranks
 from pass_ext.training.common.rates import accepted_lengths, hit_rates, ranks_among, top_rates
 from pass_ext.training.common.run import even_places
 from pass_ext.training.lookahead.loop import read_texts, slot_rows, transition_hidden
@@ -72,30 +73,48 @@ def _add_recall(logits: Tensor, ids: Tensor, places: Tensor) -> None:
     logits.index_add_(1, tokens, scores)
 
 
-def evaluate(model: Any, embedding: LookaheadEmbedding, samples: Iterable[Sample], anchors: int) -> dict[str, Any]:
-    """Hit rates and accepted lengths over all samples and by kind, at ``anchors`` even places a sample at most.
+class _TextHits(NamedTuple):
+    """What one text gives; ``hits`` is None if it is too short."""
+
+    kind: str
+    temperature: float
+    hits: SlotHits | None
+    recalled: Tensor | None
+    """Ranks with what the text recalls."""
+
+
+def _text_hits(model: Any, embedding: LookaheadEmbedding, sample: Sample, anchors: int) -> _TextHits:
+    # The first place has the last token of the prompt as its new root.
+    first, behind = max(sample.prompt_tokens - 2, 0), len(sample.ids) - 1 - embedding.num_lookahead
+    if first >= behind:
+        return _TextHits(sample.kind, sample.temperature, None, None)
+    device = model.get_input_embeddings().weight.device
+    even, ids = even_places(torch.arange(first, behind), anchors).to(device), torch.tensor(sample.ids, device=device)
+    hits = SlotHits(*(part.cpu() for part in hits_of(model, embedding, ids, even)))
+    recalled = hits_of(model, embedding, ids, even, recalls=True).ranks.cpu()
+    return _TextHits(sample.kind, sample.temperature, hits, recalled)
+
+
+def evaluate(
+    model: Any, embedding: LookaheadEmbedding, samples: Iterable[Sample], anchors: int, world: Ranks | None = None
+) -> dict[str, Any]:
+    """Hit rates and accepted lengths over all samples and by kind, at ``anchors`` even places a sample at most. Of several
+    ranks each gives its share of the samples, and gets the numbers of all.
 
     Hit rates, which drafts are planned by, are counted with what the text recalls, as ``PaSS`` drafts. All else tells of the
     slots themselves.
     """
-    device = model.get_input_embeddings().weight.device
     hits_by_kind: dict[str, list[SlotHits]] = {}
     recalled: list[Tensor] = []
     greedy: list[Tensor] = []
     temperatures = set()
-    for sample in samples:
-        temperatures.add(sample.temperature)
-        # The first place has the last token of the prompt as its new root.
-        first, behind = max(sample.prompt_tokens - 2, 0), len(sample.ids) - 1 - embedding.num_lookahead
-        if first < behind:
-            places = torch.arange(first, behind)
-            even = even_places(places, anchors)
-            ids = torch.tensor(sample.ids, device=device)
-            hits = hits_of(model, embedding, ids, even.to(device))
-            hits_by_kind.setdefault(sample.kind, []).append(SlotHits(*(part.cpu() for part in hits)))
-            recalled.append(hits_of(model, embedding, ids, even.to(device), recalls=True).ranks.cpu())
-            if sample.temperature == 0:
-                greedy.append(recalled[-1])
+    for text in (world or Ranks()).joined([_text_hits(model, embedding, sample, anchors) for sample in samples]):
+        temperatures.add(text.temperature)
+        if text.hits is not None and text.recalled is not None:
+            hits_by_kind.setdefault(text.kind, []).append(text.hits)
+            recalled.append(text.recalled)
+            if text.temperature == 0:
+                greedy.append(text.recalled)
     if not hits_by_kind:
         return {"places": 0}
     by_kind = {kind: torch.cat([hits.ranks for hits in parts]) for kind, parts in sorted(hits_by_kind.items())}

@@ -11,7 +11,7 @@ w_i is decay^i, or a number of --slot-weights. With a curriculum the first steps
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from pass_ext.decoding.models.states import attending_layers, keeps_states
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.training.common.frozen_model import text_rows
 from pass_ext.training.common.loss import distillation_loss
+from pass_ext.training.common.ranks import Ranks
 from pass_ext.training.common.run import Window, Windows
 from pass_ext.training.common.steps import Trainer, rate_at
 from pass_ext.training.lookahead.adapters import adapters_in_training
@@ -130,14 +131,19 @@ def step_loss(
     slot_weights: Sequence[float],
     loss: str = "kl",
     temperature: float = 1.0,
+    groups: int | None = None,
+    part: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
 ) -> Tensor:
     """The loss of one step's groups, each of as many slots as there are weights; its graph reaches the look-ahead parameters
-    only."""
+    only. groups: how many the step has, if the window is one rank's share of them. part: a context around each part, by its
+    name."""
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     slots, (batch, count) = len(slot_weights), window.anchors.shape
     ids, anchors = window.ids.to(table.device), window.anchors.to(table.device)
-    text, past = read_texts(model, ids)
-    rows = [slot_rows(model, embedding, anchors, past, slots).flatten(0, 2)]
+    with part("teacher pass"):
+        text, past = read_texts(model, ids)
+    with part("slots pass"):
+        rows = [slot_rows(model, embedding, anchors, past, slots).flatten(0, 2)]
     tables = [head.weight]
     # Slot i stands where the ordinary row at a + 1 + i stands, which is its teacher and whose token precedes the one sought.
     place = anchors[..., None] + 1 + torch.arange(slots, device=anchors.device)
@@ -149,18 +155,26 @@ def step_loss(
         else:
             rows, tables = [*rows, score], [*tables, table]
     powers = torch.tensor(slot_weights, dtype=torch.float32, device=table.device)
-    weights = (powers / powers.sum() / (batch * count)).repeat(batch * count)
+    weights = (powers / powers.sum() / (groups or batch * count)).repeat(batch * count)
     fixed = {"bias": head.bias, "temperature": temperature}
-    if loss == "cross-entropy":
-        return distillation_loss(rows, tables, weights, labels=ids.flatten()[flat + 1], **fixed)
-    text = text.flatten(0, 1)
-    return distillation_loss(rows, tables, weights, teacher_rows=text, teacher=flat, divergence=loss, **fixed)
+    with part("loss"):
+        if loss == "cross-entropy":
+            return distillation_loss(rows, tables, weights, labels=ids.flatten()[flat + 1], **fixed)
+        text = text.flatten(0, 1)
+        return distillation_loss(rows, tables, weights, teacher_rows=text, teacher=flat, divergence=loss, **fixed)
 
 
 class LookaheadTrainer(Trainer):
     """Trains ``embedding`` in place beside the frozen model, every parameter at a rate and with a norm of its own."""
 
-    def __init__(self, model: Any, embedding: LookaheadEmbedding, windows: Windows, settings: Settings) -> None:
+    def __init__(
+        self,
+        model: Any,
+        embedding: LookaheadEmbedding,
+        windows: Windows,
+        settings: Settings,
+        ranks: Ranks | None = None,
+    ) -> None:
         rates = {
             "weight": settings.learning_rate,
             "transition_left": settings.transition_learning_rate,
@@ -178,11 +192,16 @@ class LookaheadTrainer(Trainer):
             steps=settings.steps,
             schedule=lambda step: rate_at(step, settings.steps, settings.warm_up),
             clip=settings.clip,
+            ranks=ranks,
         )
         self._model, self._embedding, self._windows, self._settings = model, embedding, windows, settings
 
     def loss(self, step: int) -> Tensor:
-        """The loss of the windows of this step."""
-        window, settings = self._windows.at(step), self._settings
+        """This rank's part of the loss of the windows of this step."""
+        with self.part("texts"):
+            window, settings = self._windows.at(step), self._settings
         weights = settings.weights_of(settings.slots_at(step, self._embedding.num_lookahead))
-        return step_loss(self._model, self._embedding, window, weights, settings.loss, settings.loss_temperature)
+        self.tokens += window.ids.numel() + window.anchors.numel() * len(weights)
+        share, how = window.share(self.ranks), (settings.loss, settings.loss_temperature, window.anchors.numel())
+        self.ranks.did("groups", share.anchors.numel())
+        return step_loss(self._model, self._embedding, share, weights, *how, self.part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from pass_ext.checkpoint import with_dtype
 from pass_ext.modules.files import fingerprint_of, pretrained_path
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.modules.slot_adapters import SlotAdapters
+from pass_ext.training.common.documents import is_held_out
 from pass_ext.training.common.frozen_model import check_head
 from pass_ext.training.common.options import settings_from
+from pass_ext.training.common.own_texts import Sample
 from pass_ext.training.common.record import card_of, facts_of, held_out, save_before_evaluation, save_result, table
-from pass_ext.training.common.run import Run, Windows, windows_of
-from pass_ext.training.common.steps import Checkpoint, take_steps, watched
+from pass_ext.training.common.run import Run, Texts, Windows, windows_of
+from pass_ext.training.common.steps import Checkpoint, HeldOut, take_steps, watched
 from pass_ext.training.lookahead.adapters import adapter_sizes
+from pass_ext.training.lookahead.dry_run import plan_of
 from pass_ext.training.lookahead.evaluation import evaluate
 from pass_ext.training.lookahead.loop import LookaheadTrainer, Settings
 from pass_ext.training.lookahead.states import with_states
@@ -31,9 +35,12 @@ _SHAPE = (
 _OF_RUN = ("command", "date", "machine", "steps", "data")  # what a card tells of the runs before this one
 
 
-def train(run: Run) -> Path:
-    """The path of the safetensors file, beside which the record, the card and the curve lie."""
-    options, texts = run.options, run.texts()
+def train(run: Run) -> Path | None:
+    """The path of the safetensors file, beside which the record, the card and the curve lie; None for a dry run."""
+    options = run.options
+    if run.ranks.count > (most := options.batch * options.anchors):
+        raise SystemExit(f"{run.ranks.count} ranks cannot share a step of --batch × --anchors = {most} groups")
+    texts = _unwritten(run) if options.dry_run else run.texts()
     options.step_dtype = options.step_dtype or options.dtype
     model = with_dtype(run.model, getattr(torch, options.step_dtype))
     windows = windows_of(run, texts, batch=options.batch, anchors=options.anchors, lookahead=options.lookahead)
@@ -45,11 +52,23 @@ def train(run: Run) -> Path:
     check_head(model, windows.at(0).ids[:1].to(options.device))
     model = with_states(model)
     embedding, earlier = _start(run, windows)
+    if options.dry_run:
+        sizes = {name: getattr(options, name) for name in ("batch", "length", "anchors")}
+        count = sum(len(batch.names) for batches in run.planned() for batch in batches)
+        trainer = LookaheadTrainer(model, embedding, windows, settings, run.ranks)
+        run.console.print(plan_of(trainer, model, **sizes, texts=count), markup=False, soft_wrap=True)
+        return None
     identity = run.identity(texts, **described, anchors=options.anchors, share=options.sample_share)
-    trainer = LookaheadTrainer(model, embedding, windows, settings)
+    trainer = LookaheadTrainer(model, embedding, windows, settings, run.ranks)
     checkpoint = Checkpoint(run.out / "checkpoint.pt", identity)
     seconds = take_steps(
-        trainer, run.console, every=options.checkpoint_every, checkpoint=checkpoint, minutes=options.minutes
+        trainer,
+        run.console,
+        every=options.checkpoint_every,
+        checkpoint=checkpoint,
+        minutes=options.minutes,
+        held_out=_early_stopping(run, model, embedding, texts) if options.patience else None,
+        logs=run.logs(),
     )
 
     embedding.to(torch.bfloat16)  # what the file will hold is what is measured
@@ -66,12 +85,34 @@ def train(run: Run) -> Path:
     )
     save_before_evaluation(run, embedding, facts)
     embedding.to(next(model.parameters()).dtype)
-    held_out = watched(run.console, "evaluating, held-out texts", texts.held_out, len(texts.held_out))
-    evaluation = evaluate(model, embedding, held_out, options.evaluation_anchors)
+    mine = run.ranks.share_of(texts.held_out)
+    held_out = watched(run.console, "evaluating, held-out texts", mine, len(mine))
+    evaluation = evaluate(model, embedding, held_out, options.evaluation_anchors, run.ranks)
     if evaluation["places"]:
         embedding.hit_rates, embedding.greedy_hit_rates = evaluation["hit_rates"], evaluation.get("greedy_hit_rates")
     facts |= {"evaluation": evaluation}
     return save_result(run, embedding.to(torch.bfloat16), facts, trainer.losses, card)
+
+
+def _unwritten(run: Run) -> Texts:
+    """The documents, and one random text in place of samples."""
+    documents = [document for document in run.documents if not is_held_out(document.name)]
+    chooser = random.Random(run.options.seed)
+    tokens = [chooser.randrange(len(run.model.get_input_embeddings().weight)) for _ in range(run.options.length)]
+    return Texts(documents, [Sample("random", "chat", 0.0, 1, tokens)], [], {})
+
+
+def _early_stopping(run: Run, model: Any, embedding: LookaheadEmbedding, texts: Texts) -> HeldOut:
+    """By the tokens that a call of eight rows is expected to give on held-out texts."""
+    options, mine = run.options, run.ranks.share_of(texts.held_out)
+    if not texts.held_out:
+        raise SystemExit("--patience needs held-out texts: give --held-out a number, or more text")
+
+    def score() -> float:
+        found = evaluate(model, embedding, mine, options.evaluation_anchors, run.ranks)
+        return 1 + float(found["accepted"]["tree 8"]) if found["places"] else 0.0
+
+    return HeldOut(score, options.evaluate_every, options.patience)
 
 
 def _digest(start: str) -> str:

@@ -61,22 +61,24 @@ def test_a_text_is_plains(model, length, temperature, monkeypatch):
         assert got[0].stats.mean_acceptance_length > 1.8, name
 
 
-def test_texts_of_a_batch_are_those_alone(model):
-    """Ragged prompts, of few rows in all."""
-    lengths = (3, 17, 9)
-    ids = torch.zeros(3, max(lengths), dtype=torch.long)
+@pytest.mark.parametrize(
+    "lengths",
+    [(3, 17, 9), (MOST - 5, MOST - 9, 40), (MOST + 9, 3, MOST - 1, 2 * MOST)] if MOST < 1000 else [(3, 17, 9)],
+)
+def test_texts_of_a_batch_are_those_alone(model, lengths):
+    """Ragged prompts: of few rows in all, of many in all, of many in one text."""
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, length in enumerate(lengths):
         ids[row, -length:], mask[row, -length:] = prompt(length, seed=row)[0], 1
-    options = dict(max_new_tokens=NEW, eos_token_id=[])
-    alone = [
-        generate(model, prompt(length, seed=row), Plain(), **options).sequences[0, length:]
-        for row, length in enumerate(lengths)
-    ]
+    alone = [text_of(model, prompt(length, seed=row), Plain()) for row, length in enumerate(lengths)]
     method = PaSS(methods_for(model)["one pass"].lookahead, rows=16)
     for each in (Plain(), NGram(tokens=5), method):
-        got = generate(model, ids, each, attention_mask=mask, **options)
-        assert torch.equal(got.sequences[:, max(lengths) :], torch.stack(alone)), each
+        got, caches = text_of(model, ids, each, attention_mask=mask)
+        for row, (length, (want, cache)) in enumerate(zip(lengths, alone, strict=True)):
+            assert torch.equal(got.sequences[row, max(lengths) :], want.sequences[0, length:]), (each, row)
+            differing = (caches[:, :, row, : cache.shape[3]] != cache[:, :, 0]).any(-1).nonzero().tolist()
+            assert not differing, (each, row, "layer, K or V, place, head", differing[:3])
 
 
 @pytest.mark.parametrize("length", [FEW - 2, FEW, FEW + 1])

@@ -1,4 +1,4 @@
-"""generate(logprobs=...): the numbers of the model alone, by every method and rule, batched and with ends."""
+"""generate(logprobs=..., support=...): the numbers of the model alone, by every method and rule, batched and with ends."""
 
 import math
 from itertools import product
@@ -116,7 +116,9 @@ def test_zero_gives_the_tokens_alone_and_waits_for_the_host(llama):
     got = generate(llama, ids, max_new_tokens=5, attention_mask=mask, logprobs=0, eos_token_id=[])
     assert [part.shape for part in got.logprobs[1]] == [(5,), (5,), (5, 0), (5, 0), (5, 0)]
     assert got.stats.ahead_calls == 0 and got.logprobs[0].processed.tolist() == [0.0] * 5
-    with pytest.raises(ValueError, match="run_ahead must be False or None, because log probabilities are kept"):
+    with pytest.raises(
+        ValueError, match="run_ahead must be False or None, because log probabilities or supports are kept"
+    ):
         session = Session(llama, run_ahead=True)
         generate(llama, ids, max_new_tokens=5, attention_mask=mask, logprobs=0, session=session)
     for count in (-1, 65, True):
@@ -170,3 +172,72 @@ def test_logprobs_of_rows_are_those_of_the_accept_step():
     ours = logprobs_of(logits, logits, result.emitted[:, 0], 30, sampling)
     for left, right in zip(ours, result.logprobs, strict=True):
         torch.testing.assert_close(left, right[:, 0], rtol=0, atol=2e-6)
+
+
+def assert_support(support, logprobs, law, new, bound, parameters):
+    """The ids of one text are those that the model alone leaves, and with its rows they give the processed numbers."""
+    assert support.counts.shape == (len(new),) and support.ids.shape == (int(support.counts.sum()),)
+    clear = 0
+    for j, (token, ids) in enumerate(zip(new, support.ids.split(support.counts.tolist()), strict=True)):
+        assert token in ids and (ids[1:] > ids[:-1]).all()
+        distribution = log_process(law[j], None, **(parameters or {"temperature": 0.0}))
+        if distribution.margin < NEAR:
+            continue
+        clear += 1
+        assert ids.tolist() == (distribution.log_weights > -math.inf).nonzero().flatten().tolist()
+        z = law[j] / (parameters or {}).get("temperature", 1.0)
+        again = z[token] - z[ids.long()].logsumexp(0)
+        torch.testing.assert_close(logprobs.processed[j].double(), again, rtol=0, atol=2 * bound)
+    assert clear > len(new) // 2
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "parameters"),
+    [
+        ("plain", "coupled", dict(temperature=0.8, top_k=20, top_p=0.95)),
+        ("one pass", "coupled", dict(temperature=0.8, top_p=0.9)),
+        ("ngram", "coupled", {}),
+        ("several candidates", "traversal", dict(temperature=0.8, top_k=12, min_p=0.02)),
+        ("speculative", "block", dict(temperature=1.0, top_k=12)),
+        ("several candidates", "longest_branch", dict(temperature=0.8, top_p=0.9)),
+    ],
+)
+@pytest.mark.parametrize("has_processor", [False, True])
+def test_ids_are_those_of_the_model_alone(llama, exact, name, rule, parameters, has_processor):
+    if has_processor and rule == "longest_branch":
+        pytest.skip("takes no processors")
+    ids, mask = ragged_prompts(4)
+
+    def forbid(ids, scores):
+        odd = ids[:, -1:] % 2 == 1
+        return scores.masked_fill(odd & (torch.arange(VOCABULARY) % 3 == 0), -math.inf)
+
+    arguments = dict(max_new_tokens=NEW, attention_mask=mask, rule=rule, eos_token_id=ENDS, seeds=7, **parameters)
+    if has_processor:
+        arguments["logits_processor"] = forbid
+    method = drafted(llama, rule)[name]
+    want = generate(llama, ids, method, **arguments)
+    got = generate(llama, ids, method, support=True, logprobs=0, **arguments)
+    alone = generate(llama, ids, method, support=True, **arguments)
+    assert torch.equal(got.sequences, want.sequences) and want.support is None and alone.logprobs is None
+    prompts = [row[seen].tolist() for row, seen in zip(ids, mask.bool(), strict=True)]
+    bound = plain_error(llama, exact, prompts) / parameters.get("temperature", 1.0)
+    for b, prompt in enumerate(prompts):
+        assert all(torch.equal(*parts) for parts in zip(got.support[b], alone.support[b], strict=True))
+        new = got.sequences[b, ids.shape[1] :][: got.lengths[b]].tolist()
+        law = rows_of(exact, prompt, new)
+        if has_processor:
+            law = forbid(torch.tensor([[token] for token in [prompt[-1], *new[:-1]]]), law)
+        assert_support(got.support[b], got.logprobs[b], law, new, bound, parameters)
+
+
+def test_the_support_is_a_switch(llama):
+    ids, mask = ragged_prompts(2)
+    with pytest.raises(TypeError, match="generate: support must be True or False, got int"):
+        generate(llama, ids, max_new_tokens=3, attention_mask=mask, support=5)
+    with pytest.raises(
+        ValueError, match="run_ahead must be False or None, because log probabilities or supports are kept"
+    ):
+        generate(
+            llama, ids, max_new_tokens=3, attention_mask=mask, support=True, session=Session(llama, run_ahead=True)
+        )

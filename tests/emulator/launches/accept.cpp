@@ -1,7 +1,8 @@
-// The kernels of csrc/cuda/accept.cuh and logprobs.cuh through their own launch functions, as accept.cu calls them.
+// The kernels of csrc/cuda/accept.cuh, logprobs.cuh and support.cuh through their own launch functions, as accept.cu calls them.
 #include "cuda/accept.cuh"
 
 #include "cuda/logprobs.cuh"
+#include "cuda/support.cuh"
 #include "logits.h"
 
 namespace emulator {
@@ -44,6 +45,10 @@ pass_ext::LogprobArrays logprob_arrays(const LogitArguments& given) {
           given.at<float>("top_raw"), given.at<float>("top_processed"), static_cast<int32_t>(given("logprobs"))};
 }
 
+pass_ext::SupportArrays support_arrays(const LogitArguments& given) {
+  return {given.at<int32_t>("support_counts"), given.at<int32_t>("support_ids"), static_cast<int32_t>(given("room"))};
+}
+
 auto plan(const LogitArguments& given) {
   return pass_ext::gpu::plan_accept(accept_problem(given), static_cast<int>(given("multiprocessors")));
 }
@@ -59,6 +64,7 @@ void accept(const Arguments& arguments) {
   pass_ext::gpu::launch_accept(accept_problem(given), steps,
                                steps.carve(given.at<void>("workspace"), given.at<int32_t>("counters")), {});
   pass_ext::gpu::launch_logprobs(accept_problem(given), logprob_arrays(given), {});
+  pass_ext::gpu::launch_supports(accept_problem(given), support_arrays(given), {});
 }
 
 const Registration kLaunches[] = {

@@ -13,7 +13,7 @@ DISTRIBUTION_BYTES = 28
 
 def accept(
     target, draft, requests, max_depth, rule, tensors, sampling, allowed, draft_allowed, numbers, threshold, alpha,
-    logprobs,
+    logprobs, support,
 ):  # fmt: skip
     inputs = given(target=target, draft=draft, target_allowed=allowed, draft_allowed=draft_allowed, **tensors)
     inputs |= given(**dict(zip(SAMPLING + DRAFT_SAMPLING, sampling, strict=True)))
@@ -32,25 +32,31 @@ def accept(
         tops = [torch.empty((requests, max_depth + 1, logprobs)) for _ in range(2)]
         outputs |= {"raw": scores[0], "processed": scores[1], "top_tokens": tops[0].long(), "top_raw": tops[0],
                     "top_processed": tops[1]}  # fmt: skip
-        outputs |= {"described": torch.empty(numbers["nodes"] * DISTRIBUTION_BYTES, dtype=torch.uint8)}
         numbers["logprobs"] = logprobs
+    if support > 0:
+        ids = torch.empty((requests, max_depth + 1, support), dtype=torch.int32)
+        outputs |= {"support_counts": torch.empty((requests, max_depth + 1), dtype=torch.int32), "support_ids": ids}
+        numbers["room"] = support
+    if logprobs >= 0 or support > 0:
+        outputs |= {"described": torch.empty(numbers["nodes"] * DISTRIBUTION_BYTES, dtype=torch.uint8)}
     results = launch("accept", numbers | dict(threshold=threshold, alpha=alpha), inputs, outputs)
-    return *results[:4], list(results[4:9])
+    scores = list(results[4:9]) if logprobs >= 0 else []
+    return *results[:4], scores, list(results[4 + len(scores) :][:2]) if support > 0 else []
 
 
 def accept_tree(target, tokens, parents, cu_nodes, max_depth, rule, draft, draft_rows, *rest):
-    *sampling, allowed, draft_allowed, seeds, positions, threshold, alpha, logprobs = rest
+    *sampling, allowed, draft_allowed, seeds, positions, threshold, alpha, logprobs, support = rest
     tensors = dict(
         tokens=tokens, parents=parents, cu_nodes=cu_nodes, draft_rows=draft_rows, seeds=seeds, positions=positions
     )
     return accept(
         target, draft, cu_nodes.numel() - 1, max_depth, rule, tensors, sampling, allowed, draft_allowed,
-        {"nodes": target.shape[0]}, threshold, alpha, logprobs,
+        {"nodes": target.shape[0]}, threshold, alpha, logprobs, support,
     )  # fmt: skip
 
 
 def accept_chain(target, tokens, rule, draft, *rest):
-    *sampling, allowed, draft_allowed, seeds, positions, threshold, alpha, logprobs = rest
+    *sampling, allowed, draft_allowed, seeds, positions, threshold, alpha, logprobs, support = rest
     requests, nodes = target.shape[:2]
     numbers = {
         "nodes": requests * nodes,
@@ -62,7 +68,7 @@ def accept_chain(target, tokens, rule, draft, *rest):
     tensors = dict(tokens=tokens, seeds=seeds, positions=positions)
     return accept(
         target, draft, requests, nodes - 1, rule, tensors, sampling, allowed, draft_allowed, numbers, threshold, alpha,
-        logprobs,
+        logprobs, support,
     )  # fmt: skip
 
 

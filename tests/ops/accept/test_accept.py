@@ -237,6 +237,23 @@ def test_a_chain_is_a_tree(backend, rule):
     assert_same_decisions(pass_ext.AcceptResult(*(tensor.cpu() for tensor in as_chain)), expected)
 
 
+@pytest.mark.parametrize("rule", pass_ext.RULES)
+def test_packed_chains_are_trees_without_branches(backend, rule):
+    """Of different lengths, padded requests and lone roots among them; with room for all drafts, and for fewer."""
+    step = random_step(rule, [4, 1, 0, 6, 2, 0, 5, 3], 60, torch.Generator().manual_seed(8), chain=True)
+    expected, depth = reference.accept_tree(**step), step.pop("max_depth")
+    assert depth == 5
+    parents, tokens = (step.pop(name).to(backend.device) for name in ("parents", "tokens"))
+    given = to(step, backend.device)
+    for most in (2, depth):
+        tree = pass_ext.accept_tree(tokens=tokens, parents=parents, max_depth=most, support=60, **given)
+        chains = pass_ext.accept_chain(draft_tokens=tokens, max_depth=most, support=60, **given)
+        for left, right in zip((*tree, *tree.support), (*chains, *chains.support), strict=True):
+            assert torch.equal(left, right)
+    assert chains.num_accepted.max() > 1
+    assert_same_decisions(pass_ext.AcceptResult(*(part.cpu() for part in chains)), expected)
+
+
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
 def test_a_mask_for_the_target_and_one_for_the_drafts(backend, rule):
     random = torch.Generator().manual_seed(6)
@@ -774,6 +791,21 @@ def test_chains_are_refused_in_words_too():
         pass_ext.accept_chain(logits, tokens, draft_logits=torch.zeros(2, 4, 8))
     with pytest.raises(RuntimeError, match=r"accept_chain: target_logits must have 1 to 1024 rows"):
         pass_ext.accept_chain(torch.zeros(2, 0, 8), tokens[:, :0])
+    packed = dict(
+        target_logits=logits[0], draft_tokens=torch.zeros(4).long(), cu_nodes=torch.tensor([0, 4]), max_depth=3
+    )
+    for change, message in (
+        (dict(cu_nodes=None), "max_depth must be None without cu_nodes, got int"),
+        (
+            dict(cu_nodes=None, max_depth=None, draft_rows=torch.zeros(4)),
+            "draft_rows must be None without cu_nodes, got T",
+        ),
+        (dict(max_depth=None), "max_depth must be the most drafts of a request with cu_nodes, got None"),
+        (dict(target_logits=logits), r"target_logits must have shape \[N, V\] .*, got \[2, 4, 8\] and \[4\]"),
+        (dict(draft_tokens=torch.zeros(3).long()), r"and draft_tokens \[N\], got \[4, 8\] and \[3\]"),
+    ):
+        with pytest.raises(ValueError, match=f"pass_ext::accept_chain: .*{message}"):
+            pass_ext.accept_chain(**packed | change)
     with pytest.raises(ValueError, match=r"accept_chain: rule must be one of coupled, .*, got 'greedy'"):
         pass_ext.accept_chain(logits, tokens, rule="greedy")
 

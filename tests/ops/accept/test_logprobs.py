@@ -261,6 +261,7 @@ def test_the_op_refuses_other_counts():
                 0.1,
                 0.1,
                 count,
+                0,
             )
 
 

@@ -100,6 +100,12 @@ def chains(rank, ranks):
                     **law,
                 )
                 wrong += [] if is_same(listed, expected) else [["list of first columns", vocabulary, rule]]
+            flat = torch.cat([torch.zeros(2, 1).long(), tree], 1).flatten()[[0, 4, 5, 6, 7]]  # 0 drafts, and 3
+            rows = dict(draft_rows=torch.tensor([-1, 3, 4, 5, -1]), cu_nodes=torch.tensor([0, 1, 5]), max_depth=3)
+            logits, drafts = target.flatten(0, 1)[[0, 4, 5, 6, 7]], draft.flatten(0, 1)
+            packed = distributed.accept_chain(logits[:, part], flat, draft_logits=drafts[:, part], **rows, **law)
+            whole = pass_ext.accept_chain(logits, flat, draft_logits=drafts, **rows, **law)
+            wrong += [] if is_same(packed, whole) else [["packed", vocabulary, rule]]
             results = {"plain": plain, "padded": with_padding, "DTensor": from_dtensors}
             wrong += [[name, vocabulary, rule] for name, result in results.items() if not is_same(result, expected)]
     empty = target[:0, :, part]

@@ -72,10 +72,10 @@ class Step:
     draft_sampling: dict
     chance: random.Random
 
-    def whole(self):
+    def whole(self, **more):
         drafts = {f"draft_{name}": value for name, value in self.draft_sampling.items()}
         return pass_ext.accept_tree(
-            self.target, *self.tree, draft_logits=self.draft, **self.keywords, **self.sampling, **drafts
+            self.target, *self.tree, draft_logits=self.draft, **self.keywords, **self.sampling, **drafts, **more
         )
 
     def on(self, device):

@@ -91,6 +91,28 @@ def test_rules_that_need_all_columns_gather_them(rule):
 # ---- faults ----
 
 
+@pytest.mark.quick_on("best")
+def test_supports_are_those_of_all_columns():
+    """Of every rule and filter, masked and with room for some: some ranks hold no column, some no id."""
+    listed = left_out = 0
+    for seed in range(60):
+        step = random_step(seed)
+        room = min(step.chance.choice((1, 4, 40, 40_000)), step.target.shape[1])
+        whole = step.whole(support=room)
+        results, _ = step.on_ranks(
+            any_layout(step.target.shape[1], step.chance.choice((1, 2, 3)), step.chance), support=room
+        )
+        for result in results:
+            assert torch.equal(result.emitted, whole.emitted)
+            assert all(
+                left.dtype == right.dtype and torch.equal(left, right)
+                for left, right in zip(result.support, whole.support, strict=True)
+            )
+        listed += int(((whole.support.counts > 1) & (whole.support.counts <= room)).sum())
+        left_out += int((whole.support.counts > room).sum())
+    assert listed > 20 and left_out > 20
+
+
 def test_a_shard_off_by_one_column_shows():
     """Each fault shows in most steps: a draw depends on its columns alone, an accepted token on its own."""
     seen = 0

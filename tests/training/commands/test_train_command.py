@@ -322,12 +322,12 @@ def test_the_guides_command_and_the_shipped_one_have_options_that_exist(monkeypa
     guide, _, _ = (
         (root / "docs/guide/training.md").read_text().replace("\\\n", " ").partition("## Train an early-exit draft")
     )
-    shipped = LookaheadEmbedding.from_pretrained("smollm2-135m-instruct").training_record["command"]
+    shipped = LookaheadEmbedding.from_pretrained("smollm2-135m-instruct-slots").training_record["command"]
     lines = [line for line in guide.splitlines() if line.startswith("python -m pass_ext train")]
     assert len(lines) == 1
     monkeypatch.chdir(root)  # the shipped command ran there
     for line, instructions in (lines[0], "shipped"), (shipped, "pass_ext/training/instructions.txt"):
-        options = parser.parse_args(shlex.split(line)[4:])
+        options = parser.parse_args(training.with_config(parser, shlex.split(line)[4:]))
         assert options.lookahead == 4 and options.self_distill == instructions
         command.check_arguments(options)
     for option in re.findall(r"`(--[a-z-]+)", guide):

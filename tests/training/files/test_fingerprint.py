@@ -127,7 +127,7 @@ def test_shipped_files_name_their_model():
     found = {module.fingerprint for module in map(LookaheadEmbedding.from_pretrained, LookaheadEmbedding.shipped())}
     assert found == {ExitAdapter.from_pretrained("smollm2-135m-instruct").fingerprint} and len(found.pop()) == 64
     with pytest.raises(ValueError, match=r"trained with that of 'SmolLM2-135M-Instruct.Q4_1'"):
-        LookaheadEmbedding.from_pretrained("smollm2-135m-instruct", table=torch.randn(49152, 576))
+        LookaheadEmbedding.from_pretrained("smollm2-135m-instruct-slots", table=torch.randn(49152, 576))
 
 
 def test_shipped_files_fit_their_model_as_its_gguf_file_holds_it():
@@ -146,7 +146,7 @@ def test_shipped_files_fit_their_model_as_its_gguf_file_holds_it():
 def test_the_command_writes_metadata_alone(tmp_path):
     from tools.fingerprints import write_fingerprint
 
-    path = tmp_path / "smollm2-135m-instruct.safetensors"
+    path = tmp_path / "smollm2-135m-instruct-slots.safetensors"
     path.write_bytes((PRETRAINED / path.name).read_bytes())
     before, tensors = LookaheadEmbedding.load(path), load_file(path)
     table = torch.randn(49152, 576)

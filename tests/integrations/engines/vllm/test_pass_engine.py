@@ -14,7 +14,7 @@ from pass_ext.decoding.stats import GenerationStats
 from pass_ext.modules.lookahead import LookaheadEmbedding
 
 NEW = 48
-SLOTS = "smollm2-135m-instruct"
+SLOTS = "smollm2-135m-instruct-slots"
 GREEDY = {"temperature": 0.0, "max_tokens": NEW}
 
 pytestmark = pytest.mark.timeout(1200)

@@ -1,0 +1,154 @@
+"""``Ranks``: the processes of one run, which share its work and add up its gradients. One process is a rank of one.
+
+A launcher (torchrun, Ray, or one that sets torch.distributed's variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) starts the
+same command several times. What a step reads is drawn alike by all of them, from the seed and the step's number, and each takes
+its share: so the number of ranks changes sums of float32 by their rounding, and nothing else.
+
+A rank that ends says why in the launcher's store, and the others end with that sentence when they next wait for it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_FAILED = "pass_ext/failed"  # key of the store: why the first rank that failed did
+_LOOK = timedelta(seconds=5)  # for that reason
+_Value = TypeVar("_Value")
+
+
+class Ranks:
+    """This process's number among ``count``, and what all of them do together.
+
+    Every method but ``share_of`` and ``did`` waits for all ranks, and ends the program with a sentence if one is gone.
+    """
+
+    def __init__(self, rank: int = 0, count: int = 1) -> None:
+        self.rank, self.count = rank, count
+        self._done: dict[str, int] = {}
+
+    @property
+    def is_first(self) -> bool:
+        """True for the rank that writes files and prints."""
+        return self.rank == 0
+
+    def share_of(self, items: Sequence[_Value]) -> Sequence[_Value]:
+        """This rank's part of a list: every item is in one part."""
+        return items[self.rank :: self.count]
+
+    def total_(self, tensors: Sequence[Tensor]) -> None:
+        """Makes each tensor, float32, the sum over the ranks; one exchange for all."""
+        if self.count == 1:
+            return
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        with _together(self.rank):
+            dist.all_reduce(flat)
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def gather(self, value: _Value) -> list[_Value]:
+        """Every rank's value, by rank."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        with _together(self.rank):
+            dist.all_gather_object(values, value)
+        return values
+
+    def first(self, call: Callable[[], _Value]) -> _Value:
+        """What the first rank's call returns; the others do not call."""
+        if self.count == 1:
+            return call()
+        parcel: list[Any] = [call() if self.is_first else None]
+        with _together(self.rank):
+            dist.broadcast_object_list(parcel, src=0)
+        return parcel[0]
+
+    def any(self, flag: bool) -> bool:
+        """True if it is for any rank."""
+        return any(self.gather(flag))
+
+    def joined(self, parts: Sequence[_Value]) -> list[_Value]:
+        """All ranks' parts of a list that ``share_of`` divided, in its order."""
+        shares = self.gather(list(parts))
+        return [share[at] for at in range(max(map(len, shares))) for share in shares if at < len(share)]
+
+    def did(self, what: str, count: int) -> None:
+        """Adds to what this rank has done, for the record."""
+        self._done[what] = self._done.get(what, 0) + count
+
+    def report(self) -> list[dict[str, Any]]:
+        """What each rank did in this call of the command."""
+        return self.gather({"rank": self.rank, "host": socket.gethostname(), **self._done})
+
+
+@contextmanager
+def _together(rank: int) -> Iterator[None]:
+    """An exchange that fails ends the program with the reason of the rank that failed."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.distributed's are of this kind
+        reason = _reason() or f"another rank is gone: {str(error).splitlines()[0]}"
+        raise SystemExit(f"rank {rank} stops, because {reason}") from error
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _reason() -> str | None:
+    """Why a rank failed, if it could say so."""
+    try:
+        store = _store()
+        store.set_timeout(_LOOK)
+        return str(store.get(_FAILED).decode())
+    except Exception:  # no such key, or the store's own process is the one that is gone
+        return None
+
+
+def local_device(name: str) -> str:
+    """The device of this process: of several on a machine, each has its own GPU."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" else name
+
+
+@contextmanager
+def launched(minutes: float) -> Iterator[Ranks]:
+    """The ranks of the launcher that started this process; without one, a rank of one. ``minutes``: how long a rank waits for
+    the others before it ends."""
+    was_there = dist.is_initialized()  # Ray does it
+    if not was_there and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Ranks()
+        return
+    if not was_there:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        if torch.cuda.is_available():
+            torch.cuda.set_device(local_device("cuda"))
+        dist.init_process_group(backend, timeout=timedelta(minutes=minutes))
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    try:
+        yield ranks
+    except Exception as error:
+        _say_why(ranks.rank, f"{type(error).__name__}: {error}")
+        raise
+    except SystemExit as error:
+        _say_why(ranks.rank, str(error.code))
+        raise
+    finally:
+        if not was_there:
+            dist.destroy_process_group()
+
+
+def _say_why(rank: int, reason: str) -> None:
+    """Keeps the first failure's reason for the other ranks; the store may be gone."""
+    try:
+        _store().compare_set(_FAILED, "", f"rank {rank} ended: {reason}")
+    except Exception:
+        return

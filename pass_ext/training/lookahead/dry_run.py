@@ -1,0 +1,73 @@
+"""``train --dry-run``: the plan of a run, with times and memory from two steps that change nothing. No text is written.
+
+memory of a device = model + 16 bytes a trained parameter (itself, gradient, Adam's two moments) + what the slots' pass keeps
+for its gradient + a chunk of the loss: 64 rows of logits, five times in float32
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pass_ext.training.common.loss import CHUNK
+from pass_ext.training.lookahead.loop import LookaheadTrainer
+
+_COPIES = 5  # of a chunk's logits: the slots' and the teachers', their logarithms, the slope
+
+
+def plan_of(trainer: LookaheadTrainer, model: Any, *, batch: int, length: int, anchors: int, texts: int) -> str:
+    """The plan, a fact a line; ``texts``: how many the model is still to write."""
+    ranks, module = trainer.ranks, trainer.module
+    trained = sum(parameter.numel() for parameter in module.parameters())
+    weights = list(model.parameters())
+    size = sum(parameter.numel() * parameter.element_size() for parameter in weights)
+    kept, seconds = kept_bytes(lambda: trainer.loss(0), [*weights, *module.parameters()]), []
+    for step in range(2):
+        started = time.perf_counter()
+        trainer.loss(step).backward()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    module.zero_grad()
+    each, left = min(seconds), trainer.steps - trainer.step
+    parts = {"model": size, "trained": 16 * trained, "kept for the gradient": kept}
+    parts["loss"] = 4 * _COPIES * CHUNK * model.get_output_embeddings().weight.shape[0]
+    slots = getattr(module, "num_lookahead", 0)
+    lines = {
+        "model": f"{sum(weight.numel() for weight in weights):,} parameters, frozen, {str(weights[0].dtype)[6:]}",
+        "trained": f"{trained:,} parameters in float32",
+        "ranks": str(ranks.count),
+        "memory of a device": f"{_size(sum(parts.values()))}: {', '.join(f'{name} {_size(n)}' for name, n in parts.items())}",
+        "texts to write": f"{texts:,}, whose time is not in this plan",
+        "a step": f"{batch} texts of up to {length} tokens, {batch * anchors} groups of {slots} slots",
+        "steps": f"{left:,}, at most {left * batch * (length + anchors * slots):,} rows",
+        "time": f"{each:.2f} s a step, {left * each / 3600:.2f} hours",
+    }
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+
+def kept_bytes(forward: Callable[[], Any], parameters: Iterable[Tensor]) -> int:
+    """Bytes of the tensors that a forward keeps for its gradient beside the parameters; shared memory is counted once."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    sizes: dict[int, int] = {}
+    kept = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept.append(tensor)  # alive, so that no other tensor gets its address
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(sizes.values())
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
