@@ -18,12 +18,15 @@
 
 namespace pass_ext {
 
-// The head sizes, ascending; pass_ext.ops.attention.HEAD_DIMS.
+// The widths of keys and of values: multiples of kWidthStep.
+constexpr int32_t kWidthStep = 16, kMostKeyDim = 576, kMostValueDim = 512;
+// Those of keys and values alike that have a CUDA kernel with matrix fragments, ascending;
+// pass_ext.ops.attention.HEAD_DIMS.
 constexpr int32_t kHeadDims[] = {64, 80, 96, 128, 256};
 constexpr int32_t kLargestHeadDim = kHeadDims[sizeof kHeadDims / sizeof *kHeadDims - 1];
 
-// The layout of the rows of K or V, strides in elements. A cache: [outer, slot, head, head_dim]; outer is the request,
-// or the page if there is a block table. New rows: [node, head, head_dim], outer unused.
+// The layout of the rows of K or V, strides in elements. A cache: [outer, slot, head, width]; outer is the request, or
+// the page if there is a block table. New rows: [node, head, width], outer unused.
 struct KeyRows {
   const void* data;
   int64_t outer, slot, head;
@@ -49,10 +52,11 @@ struct AttentionProblem {
   float scale, softcap;  // softcap 0: none
   int32_t window;        // a row sees the last so many positions, its own included; -1: all
   FloatType type;        // q, K, V and out
-  void* out;             // [rows, heads, head_dim]
+  void* out;             // [rows, heads, value_dim]
   float* lse;            // [rows, heads]
   const float* sinks;    // [heads]; null: none
   int32_t chunk;         // a row sees no position before its own chunk of so many; -1: no chunks
+  int32_t value_dim;     // of V and out; head_dim is that of q and K
 };
 
 // The merge of two results for the same rows over disjoint keys:

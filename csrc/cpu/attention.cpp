@@ -39,7 +39,7 @@ struct Unit {
         unfinished(chunks) {}
 
   int32_t padded_rows() const { return (task.rows + kMostBlockRows - 1) / kMostBlockRows * kMostBlockRows; }
-  size_t chunk_floats() const { return size_t(padded_rows()) * (task.problem->head_dim + 3); }
+  size_t chunk_floats() const { return size_t(padded_rows()) * (task.problem->value_dim + 3); }
 
   AttentionTask chunk(int32_t index) const {
     AttentionTask part = task;
@@ -51,7 +51,7 @@ struct Unit {
 
   PartialRows result(float* data, int32_t index) const {
     float* values = data + index * chunk_floats();
-    float* rest = values + size_t(padded_rows()) * task.problem->head_dim;
+    float* rest = values + size_t(padded_rows()) * task.problem->value_dim;
     return {values, rest, rest + padded_rows(), rest + 2 * padded_rows()};
   }
 };
@@ -88,10 +88,10 @@ class Pool {
 // Work space of one thread for one call.
 class Worker {
  public:
-  explicit Worker(size_t dim) {
+  Worker(size_t key_dim, size_t value_dim) {
     thread_local Buffer buffer;
-    const size_t sizes[] = {dim * kTaskRows, dim * kTileKeys, dim * kTileKeys, kTileKeys * kMostBlockRows,
-                            kMostBlockRows,  dim * 2};
+    const size_t sizes[] = {key_dim * kTaskRows,        key_dim * kTileKeys, value_dim * kTileKeys,
+                            kTileKeys * kMostBlockRows, kMostBlockRows,      value_dim * 2};
     size_t total = 0;
     for (size_t size : sizes) total += size;
     float* parts[6] = {buffer.at_least(total)};
@@ -145,7 +145,7 @@ void Worker::run(Unit& unit, int32_t chunk, Pool& pool) {
 
 // Rows that belong to no request: out 0, lse -inf.
 void clear_rows(const AttentionProblem& problem, int64_t begin, int64_t end) {
-  const int64_t row_bytes = int64_t{problem.heads} * problem.head_dim * (problem.type == FloatType::float32 ? 4 : 2);
+  const int64_t row_bytes = int64_t{problem.heads} * problem.value_dim * (problem.type == FloatType::float32 ? 4 : 2);
   std::memset(static_cast<char*>(problem.out) + begin * row_bytes, 0, (end - begin) * row_bytes);
   std::fill(problem.lse + begin * problem.heads, problem.lse + end * problem.heads, -kInfinity);
 }
@@ -188,12 +188,12 @@ void attend_on_cpu(const AttentionProblem& problem) {
   for (const auto& unit : units.all) {
     for (int32_t chunk = 0; chunk < unit->chunks; ++chunk) tasks.emplace_back(unit.get(), chunk);
     const AttentionRequest& request = unit->task.request;
-    work += double(unit->task.rows) * (request.keys() - request.begin) * problem.head_dim * 2;
+    work += double(unit->task.rows) * (request.keys() - request.begin) * (problem.head_dim + problem.value_dim);
   }
   static Pool pool;
   std::atomic<size_t> next{0};
   const auto run = [&](int64_t) {
-    Worker worker(problem.head_dim);
+    Worker worker(problem.head_dim, problem.value_dim);
     for (size_t i = next++; i < tasks.size(); i = next++) worker.run(*tasks[i].first, tasks[i].second, pool);
   };
   const int64_t threads = work < (threads_are_ready() ? kReadyAloneBelow : kAloneBelow)

@@ -13,7 +13,6 @@ namespace pass_ext {
 constexpr int32_t kTileKeys = 2 * kTileColumns;  // most keys at once: branches share columns
 constexpr int32_t kMostBlockRows = 64;           // no level multiplies more rows at once
 constexpr int32_t kTaskRows = 256;               // most rows of a task
-constexpr int32_t kMostHeadDim = 256;
 
 struct AttentionTask {
   const AttentionProblem* problem;
@@ -34,7 +33,7 @@ struct AttentionTask {
 
 // A task's rows after its keys: out = values / total, lse = log_of_total(maximum, exact_total).
 struct PartialRows {
-  float* values;       // [rows, head_dim], times 2^-maximum
+  float* values;       // [rows, value_dim], times 2^-maximum
   float* maximum;      // [rows], in powers of two
   float* total;        // [rows], sums of the weights as they multiplied the values
   float* exact_total;  // [rows], sums of the weights before they were rounded
@@ -44,10 +43,10 @@ struct PartialRows {
 struct AttentionScratch {
   uint32_t* queries;  // [head_dim, kTaskRows]
   uint32_t* keys;     // [kTileKeys, head_dim]
-  uint32_t* values;   // [kTileKeys, head_dim]
+  uint32_t* values;   // [kTileKeys, value_dim]
   uint32_t* scores;   // [kTileKeys, kMostBlockRows]
   float* scale;       // [kMostBlockRows]
-  void* row;          // [head_dim] of any type
+  void* row;          // two of V, of any type
 };
 
 // Refuses values out of range. On CUDA this check would need a synchronisation.

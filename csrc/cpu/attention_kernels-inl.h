@@ -102,12 +102,15 @@ struct TileRows {
   }
 
   // Asks for all rows at once, where no tile before this one could.
-  void prefetch(int32_t dim) const {
-    for (int32_t i = 0; i < count; ++i)
-      for (int32_t byte = 0; byte < dim * static_cast<int32_t>(sizeof(T)); byte += 64) {
-        __builtin_prefetch(reinterpret_cast<const char*>(key[i]) + byte, 0, 2);
-        __builtin_prefetch(reinterpret_cast<const char*>(value[i]) + byte, 0, 2);
-      }
+  void prefetch(int32_t key_dim, int32_t value_dim) const {
+    const auto fetch = [](const T* row, int32_t dim) {
+      for (int32_t byte = 0; byte < dim * static_cast<int32_t>(sizeof(T)); byte += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, 0, 2);
+    };
+    for (int32_t i = 0; i < count; ++i) {
+      fetch(key[i], key_dim);
+      fetch(value[i], value_dim);
+    }
   }
 
  private:
@@ -266,7 +269,7 @@ void arrange_queries(const AttentionTask& task, typename Form::Element* to) {
 template <typename T>
 void add_left_out(const AttentionTask& task, int32_t first, int32_t keys, const PartialRows& result) {
   const AttentionProblem& problem = *task.problem;
-  const int32_t dim = problem.head_dim;
+  const int32_t dim = problem.value_dim;
   for (int32_t key = 0; key < keys; ++key) {
     const int32_t place = first + key;
     const T* row =
@@ -287,12 +290,12 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
   using T = typename Form::Storage;
   using E = typename Form::Element;
   const AttentionProblem& problem = *task.problem;
-  const int32_t dim = problem.head_dim, steps = dim / Form::size;
+  const int32_t key_dim = problem.head_dim, value_dim = problem.value_dim, steps = key_dim / Form::size;
   const int32_t padded = (task.rows + kBlockRows - 1) / kBlockRows * kBlockRows;
   E* const queries = reinterpret_cast<E*>(scratch.queries);
   float* const scores = reinterpret_cast<float*>(scratch.scores);
   if (!task.has_queries) arrange_queries<Form>(task, queries);
-  memset(result.values, 0, sizeof(float) * task.rows * dim);
+  memset(result.values, 0, sizeof(float) * task.rows * value_dim);
   for (int32_t r = 0; r < padded; ++r) {
     result.maximum[r] = -kLargest;
     result.total[r] = result.exact_total[r] = 0.0f;
@@ -308,23 +311,25 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
     return static_cast<int32_t>(minimum_of(from + kTileKeys, task.tiles->first_place(tile_index + 1)));
   };
   tiles[0].find(task, first, end_of_tile(first));
-  tiles[0].prefetch(dim);
+  tiles[0].prefetch(key_dim, value_dim);
   for (int32_t turn = 0; first < end; first += tiles[turn].count, turn = 1 - turn) {
     const TileRows<T>& tile = tiles[turn];
     const int32_t keys = tile.count;
     const bool all_seen = all_see<true>(problem, task.request, first, keys);
-    const Keys<Form> key_rows = keys_of<Form>(tile, scratch, dim);
-    const bool left_out = fill_values<Form>(tile, scratch, dim, all_seen);
+    const Keys<Form> key_rows = keys_of<Form>(tile, scratch, key_dim);
+    const bool left_out = fill_values<Form>(tile, scratch, value_dim, all_seen);
     Ahead ahead;
     if (first + keys < end) {
       tiles[1 - turn].find(task, first + keys, end_of_tile(first + keys));
       ahead.keys = reinterpret_cast<const void* const*>(tiles[1 - turn].key);
       ahead.values = reinterpret_cast<const void* const*>(tiles[1 - turn].value);
       ahead.count = tiles[1 - turn].count;
-      ahead.row_bytes = dim * static_cast<int32_t>(sizeof(T));
+      ahead.key_bytes = key_dim * static_cast<int32_t>(sizeof(T));
+      ahead.value_bytes = value_dim * static_cast<int32_t>(sizeof(T));
       const int32_t blocks = (task.rows + kBlockRows - 1) / kBlockRows * (keys / kMostRows) +
-                             task.rows / kMostRows * ((dim + kBlockRows - 1) / kBlockRows);
-      ahead.lines_at_once = ahead.count * (ahead.row_bytes / 32) / 2 / (blocks + 1) + 1;
+                             task.rows / kMostRows * ((value_dim + kBlockRows - 1) / kBlockRows);
+      const int32_t row_bytes = ahead.key_bytes > ahead.value_bytes ? ahead.key_bytes : ahead.value_bytes;
+      ahead.lines_at_once = ahead.count * (row_bytes / 32) / 2 / (blocks + 1) + 1;
     }
     const bool is_raw = all_seen && problem.softcap == 0.0f;
     for (int32_t row = 0; row < task.rows; row += kBlockRows) {
@@ -338,9 +343,10 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
       for (int32_t r = 0; r < width; r += Floats::width)
         store(scratch.scale + r, weigh<Form>(scores + r, width, keys, factor, result.maximum + row + r,
                                              result.total + row + r, result.exact_total + row + r));
-      multiply(Product<E>{reinterpret_cast<const E*>(scores), 1, width, reinterpret_cast<const E*>(scratch.values), dim,
-                          (keys + Form::size - 1) / Form::size, result.values + int64_t{row} * dim, dim, scratch.scale},
-               rows, dim, ahead);
+      multiply(Product<E>{reinterpret_cast<const E*>(scores), 1, width, reinterpret_cast<const E*>(scratch.values),
+                          value_dim, (keys + Form::size - 1) / Form::size, result.values + int64_t{row} * value_dim,
+                          value_dim, scratch.scale},
+               rows, value_dim, ahead);
     }
     if (left_out) add_left_out<T>(task, first, keys, result);
   }
@@ -381,7 +387,7 @@ void write_row(T* to, const float* values, float factor, int32_t dim) {
 // out and lse of a task's rows from their parts, one per chunk of keys, added in order into the first.
 inline void finish_rows(const AttentionTask& task, PartialRows* parts, int32_t count) {
   const AttentionProblem& problem = *task.problem;
-  const int32_t dim = problem.head_dim;
+  const int32_t dim = problem.value_dim;
   for (int32_t r = 0; r < task.rows; ++r) {
     for (int32_t part = 1; part < count; ++part) merge_row(parts[0], parts[part], r, dim);
     const int64_t row = task.packed_row(r);

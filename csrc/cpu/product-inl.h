@@ -29,15 +29,15 @@ inline Floats add_product(Floats sum, Words a, Words b) { return sum_of_products
 struct Ahead {
   const void* const* keys = nullptr;  // rows
   const void* const* values = nullptr;
-  int32_t count = 0, row_bytes = 0, lines_at_once = 0;
+  int32_t count = 0, key_bytes = 0, value_bytes = 0, lines_at_once = 0;  // bytes of a row
   int32_t next = 0, offset = 0;
 
   void fetch() {
     for (int32_t i = 0; i < lines_at_once && next < count; ++i) {
-      __builtin_prefetch(static_cast<const char*>(keys[next]) + offset, 0, 2);
-      __builtin_prefetch(static_cast<const char*>(values[next]) + offset, 0, 2);
+      if (offset < key_bytes) __builtin_prefetch(static_cast<const char*>(keys[next]) + offset, 0, 2);
+      if (offset < value_bytes) __builtin_prefetch(static_cast<const char*>(values[next]) + offset, 0, 2);
       offset += 64;
-      if (offset >= row_bytes) {
+      if (offset >= key_bytes && offset >= value_bytes) {
         offset = 0;
         ++next;
       }

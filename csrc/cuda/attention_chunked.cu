@@ -1,5 +1,5 @@
-// Attention kernels for problems with chunks, of head size 128: a file of its own, because all kernels in one take over a
-// minute.
+// Attention kernels for problems with chunks, of head size 128: a file of its own, because all kernels in one take over
+// a minute.
 #include "cuda/attention.cuh"
 
 namespace pass_ext::gpu {

@@ -1,6 +1,6 @@
 // attention_merge on the GPU: merges two results for the same rows over disjoint keys with the weights of
-// core/attention.h. A thread computes 16 bytes of a row if rows are multiples of that, else one element. attention_tree's
-// sinks are a merge with nothing, in place: the kernels that attend need not know of them.
+// core/attention.h. A thread computes 16 bytes of a row if rows are multiples of that, else one element. The
+// sinks of attention_tree are a merge with nothing, in place: the kernels that attend need not know of them.
 #pragma once
 
 #include <cstdint>
@@ -76,7 +76,7 @@ inline void launch_sinks(const AttentionProblem& problem, Stream stream) {
   merge.out_a = merge.out_b = merge.out = problem.out;
   merge.lse_a = problem.lse;
   merge.rows = problem.rows * problem.heads;
-  merge.head_dim = problem.head_dim;
+  merge.head_dim = problem.value_dim;
   merge.type = problem.type;
   merge.sinks = problem.sinks;
   merge.heads = problem.heads;

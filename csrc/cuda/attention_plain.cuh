@@ -1,5 +1,5 @@
-// Attention on the GPU without matrix fragments: in fp32, which has none, and where no kernel with them is compiled. One
-// warp takes one row and head, 32 keys at a time: for the scores a lane has one key, for the result some columns.
+// Attention on the GPU without matrix fragments: in fp32, which has none, and where no kernel with them is compiled.
+// One warp takes one row and head, 32 keys at a time: for the scores a lane has one key, for the result some columns.
 // Correct and simple, not fast.
 #pragma once
 
@@ -11,11 +11,11 @@
 namespace pass_ext::gpu {
 
 constexpr int kPlainWarps = 4;
-constexpr int kPlainColumns = kLargestHeadDim / 32;  // columns of one lane
-
 // True if the problem has no kernel with matrix fragments.
 inline bool is_plain(const AttentionProblem& problem) {
-  return problem.type == FloatType::float32 || (problem.chunk >= 0 && problem.head_dim != 128);
+  bool has_size = false;
+  for (int32_t dim : kHeadDims) has_size |= dim == problem.head_dim && dim == problem.value_dim;
+  return problem.type == FloatType::float32 || !has_size || (problem.chunk >= 0 && problem.head_dim != 128);
 }
 
 // The request that owns a row of q, or -1. Every lane of the warp must call it.
@@ -33,14 +33,15 @@ PASS_EXT_DEVICE int64_t owner_of(const AttentionProblem& problem, int64_t row) {
   return -1;
 }
 
-template <typename T>
+// kColumns: of one lane.
+template <typename T, int kColumns>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kPlainWarps)
     plain_attention_kernel(PASS_EXT_PARAMETER AttentionProblem problem) {
   const int64_t index = int64_t{block_index().x} * kPlainWarps + warp_index();  // row and head
   if (index >= problem.rows * problem.heads) return;
   const int64_t row = index / problem.heads, owner = owner_of(problem, row);
   const int32_t lane = static_cast<int32_t>(lane_index());
-  float sums[kPlainColumns] = {}, highest = -kLargest, total = 0.0f;
+  float sums[kColumns] = {}, highest = -kLargest, total = 0.0f;
   if (owner >= 0) {
     const AttentionRequest request = request_of<true>(problem, owner);
     const int32_t node = static_cast<int32_t>(row - request.first);
@@ -67,26 +68,26 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kPlainWarps)
       const float shrink = exp2_approximate(highest - new_highest), weight = exp2_approximate(score - new_highest);
       highest = new_highest;
       total = fused(total, shrink, weight);  // the weights of this lane's keys
-      float step_sums[kPlainColumns] = {};   // added once: thousands of equal terms would all round the same way
+      float step_sums[kColumns] = {};   // added once: thousands of equal terms would all round the same way
       for (unsigned keys = ballot(is_seen); keys != 0; keys &= keys - 1) {
         const int32_t i = first_set_bit(keys);
         const float p = shuffle(weight, i);
         const T* const v = key_row<T>(problem, request, problem.v_cache, problem.v_new, first + i, head);
         if (v == nullptr) continue;
 #pragma unroll
-        for (int c = 0; c < kPlainColumns; ++c)
-          if (lane + 32 * c < problem.head_dim) step_sums[c] = fused(p, to_float(v[lane + 32 * c]), step_sums[c]);
+        for (int c = 0; c < kColumns; ++c)
+          if (lane + 32 * c < problem.value_dim) step_sums[c] = fused(p, to_float(v[lane + 32 * c]), step_sums[c]);
       }
 #pragma unroll
-      for (int c = 0; c < kPlainColumns; ++c) sums[c] = fused(sums[c], shrink, step_sums[c]);
+      for (int c = 0; c < kColumns; ++c) sums[c] = fused(sums[c], shrink, step_sums[c]);
     }
     for (int step = 16; step > 0; step /= 2) total += shuffle_xor(total, step);
   }
   const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
 #pragma unroll
-  for (int c = 0; c < kPlainColumns; ++c)
-    if (lane + 32 * c < problem.head_dim)
-      static_cast<T*>(problem.out)[index * problem.head_dim + lane + 32 * c] = from_float<T>(sums[c] * inverse);
+  for (int c = 0; c < kColumns; ++c)
+    if (lane + 32 * c < problem.value_dim)
+      static_cast<T*>(problem.out)[index * problem.value_dim + lane + 32 * c] = from_float<T>(sums[c] * inverse);
   if (lane == 0) problem.lse[index] = log_of_total(highest, total);
 }
 
@@ -95,10 +96,13 @@ inline void launch_plain_attention(const AttentionProblem& problem, Stream strea
   const auto run = [&](auto* kernel) {
     launch("attention_tree", kernel, LaunchShape{{blocks}, {32 * kPlainWarps}}, stream, problem);
   };
+  constexpr int kFew = kLargestHeadDim / 32, kMost = kMostValueDim / 32;
   switch (problem.type) {
-    case FloatType::bfloat16: return run(plain_attention_kernel<bfloat16>);
-    case FloatType::float16: return run(plain_attention_kernel<float16>);
-    case FloatType::float32: return run(plain_attention_kernel<float>);
+    case FloatType::bfloat16: return run(plain_attention_kernel<bfloat16, kMost>);
+    case FloatType::float16: return run(plain_attention_kernel<float16, kMost>);
+    case FloatType::float32:
+      return problem.value_dim <= kLargestHeadDim ? run(plain_attention_kernel<float, kFew>)
+                                                  : run(plain_attention_kernel<float, kMost>);
   }
 }
 

@@ -32,7 +32,7 @@ struct AttentionArguments {
   int64_t chunk;
 };
 
-// A cache's rows: [outer, slot, head, head_dim].
+// A cache's rows: [outer, slot, head, width].
 inline KeyRows cache_rows_of(const char* op, const char* argument, const Tensor& cache) {
   return {data_of<void>(op, argument, cache), cache.stride(0), cache.stride(1), cache.stride(2)};
 }
@@ -42,39 +42,35 @@ inline KeyRows checked_cache_rows_of(const char* op, const AttentionArguments& a
   const Tensor& q = arguments.q;
   check_dtype(op, argument, cache, {q.scalar_type()});
   check_dim(op, argument, cache, 4, arguments.block_table ? "[pages, page, Hkv, D]" : "[B, S, Hkv, D]");
-  check_size(op, argument, cache, 3, q.size(2), "q's head size D");
   check_same_device(op, argument, cache, "q", q);
   check_contiguous_rows(op, argument, cache);
   return cache_rows_of(op, argument, cache);
 }
 
-// The rows of the nodes themselves: [N, head, head_dim].
+// The rows of the nodes themselves, [N, head, width], which go into `cache`.
 inline KeyRows new_rows_of(const char* op, const AttentionArguments& arguments, const char* argument,
-                           const Tensor& fresh) {
+                           const Tensor& fresh, const Tensor& cache) {
   const Tensor& q = arguments.q;
   check_dtype(op, argument, fresh, {q.scalar_type()});
   check_dim(op, argument, fresh, 3, "[N, Hkv, D]");
   check_size(op, argument, fresh, 0, q.size(0), "the packed nodes of q");
   check_size(op, argument, fresh, 1, arguments.k_cache.size(2), "the heads of k_cache");
-  check_size(op, argument, fresh, 2, q.size(2), "q's head size D");
+  check_size(op, argument, fresh, 2, cache.size(3), "the width of its cache");
   check_same_device(op, argument, fresh, "q", q);
   check_contiguous_rows(op, argument, fresh);
   return {data_of<void>(op, argument, fresh), 0, fresh.stride(0), fresh.stride(1)};
 }
 
-inline void check_head_dim(const char* op, const Tensor& q) {
-  std::string sizes;
-  for (int32_t dim : kHeadDims) {
-    if (q.size(2) == dim) return;
-    sizes += (dim == kHeadDims[0] ? "" : dim == kLargestHeadDim ? " or " : ", ") + std::to_string(dim);
-  }
-  refuse(op, "q must have a head size of ", sizes, ", got ", describe(q));
+inline void check_width(const char* op, const char* argument, const Tensor& rows, int64_t width, int64_t most) {
+  if (width >= kWidthStep && width <= most && width % kWidthStep == 0) return;
+  refuse(op, argument, " must have a head size that is a multiple of ", kWidthStep, ", at most ", most, ", got ",
+         describe(rows));
 }
 
 inline void check_queries(const char* op, const Tensor& q) {
   check_dtype(op, "q", q, {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float});
   check_dim(op, "q", q, 3, "[N, Hq, D]");
-  check_head_dim(op, q);
+  check_width(op, "q", q, q.size(2), kMostKeyDim);
   check_below(op, "q", q, 0, kInt32Limit, "rows");
   check_below(op, "q", q, 1, kMostHeads + 1, "heads");
 }
@@ -106,7 +102,9 @@ inline AttentionResult prepare_attention(const char* op, const AttentionArgument
   const Tensor &q = arguments.q, &k_cache = arguments.k_cache, &v_cache = arguments.v_cache;
   check_max_nodes(op, arguments.max_nodes);
   problem.k_cache = checked_cache_rows_of(op, arguments, "k_cache", k_cache);
+  check_size(op, "k_cache", k_cache, 3, q.size(2), "q's head size D");
   problem.v_cache = checked_cache_rows_of(op, arguments, "v_cache", v_cache);
+  check_width(op, "v_cache", v_cache, v_cache.size(3), kMostValueDim);
   for (int64_t i = 0; i < 3; ++i) check_size(op, "v_cache", v_cache, i, k_cache.size(i), "as k_cache");
   // Positions count the cache slots, then the nodes, then the rest of a tile of keys, all in int32.
   constexpr int64_t kMostSlots = INT32_MAX - 2 * kMaxTreeNodes;
@@ -118,8 +116,8 @@ inline AttentionResult prepare_attention(const char* op, const AttentionArgument
   if (arguments.k_new.has_value() != arguments.v_new.has_value())
     refuse(op, "k_new and v_new must come together, got only ", arguments.k_new ? "k_new" : "v_new");
   if (arguments.k_new) {
-    problem.k_new = new_rows_of(op, arguments, "k_new", *arguments.k_new);
-    problem.v_new = new_rows_of(op, arguments, "v_new", *arguments.v_new);
+    problem.k_new = new_rows_of(op, arguments, "k_new", *arguments.k_new, k_cache);
+    problem.v_new = new_rows_of(op, arguments, "v_new", *arguments.v_new, v_cache);
   }
   const Bounds bounds = check_cu_nodes(op, arguments.cu_nodes, "q", q);
   problem.cu_nodes = bounds.cu_nodes;
@@ -167,11 +165,12 @@ inline AttentionResult prepare_attention(const char* op, const AttentionArgument
   problem.kv_heads = static_cast<int32_t>(k_cache.size(2));
   problem.group = problem.heads / problem.kv_heads;
   problem.head_dim = static_cast<int32_t>(q.size(2));
+  problem.value_dim = static_cast<int32_t>(v_cache.size(3));
   problem.max_nodes = static_cast<int32_t>(arguments.max_nodes);
   problem.visible_stride = arguments.visible.stride(0);
   problem.type = float_type_of(q);
   problem.sinks = checked_sinks(op, arguments.sinks, q.size(1), "q's heads", "q", q);
-  const Tensor out = empty_of_shape(op, q, {q.size(0), q.size(1), q.size(2)});
+  const Tensor out = empty_of_shape(op, q, {q.size(0), q.size(1), v_cache.size(3)});
   const Tensor lse = empty_of_shape(op, q, {q.size(0), q.size(1)}, ScalarType::Float);
   problem.out = output_of<void>(out);
   problem.lse = output_of<float>(lse);
@@ -187,14 +186,16 @@ AttentionResult attention_tree(const Tensor& q, const Tensor& k_cache, const Ten
                                const Tensor& cu_nodes, const Tensor& visible, int64_t max_nodes,
                                const OptionalTensor& k_new, const OptionalTensor& v_new,
                                const OptionalTensor& block_table, const OptionalTensor& depths,
-                               std::optional<double> scale, double softcap, int64_t window, const OptionalTensor& sinks, int64_t chunk) {
+                               std::optional<double> scale, double softcap, int64_t window, const OptionalTensor& sinks,
+                               int64_t chunk) {
   constexpr const char* op = "attention_tree";
   AttentionProblem problem{};
   check_queries(op, q);  // before they are copied
   const Tensor flat_q = contiguous_of(op, "q", q);
   const AttentionResult result = prepare_attention(op,
                                                    {flat_q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes,
-                                                    k_new, v_new, block_table, depths, scale, softcap, window, sinks, chunk},
+                                                    k_new, v_new, block_table, depths, scale, softcap, window, sinks,
+                                                    chunk},
                                                    problem);
   run(problem, flat_q);
   return result;

@@ -15,7 +15,24 @@ from pass_ext.ops.common.arguments import integers, typed
 from pass_ext.ops.common.kernels import call, fake_kernel, refuse_gradients
 from pass_ext.ops.tree import check_bounds
 
-HEAD_DIMS = (64, 80, 96, 128, 256)  # kHeadDims of csrc/core/attention.h
+HEAD_DIMS = (64, 80, 96, 128, 256)
+"""The head sizes of keys and values alike that have a CUDA kernel with matrix fragments: kHeadDims of csrc/core/attention.h."""
+WIDTH_STEP, MOST_KEY_DIM, MOST_VALUE_DIM = 16, 576, 512
+
+
+def padded_widths(keys: int, values: int, device: torch.device) -> tuple[int, int]:
+    """The widths to pad rows of keys and of values to with zeros: on a GPU those of the next kernel with matrix fragments, if
+    there is one; else the next multiples of 16."""
+    if device.type == "cuda" and max(keys, values) <= HEAD_DIMS[-1]:
+        width = next(dim for dim in HEAD_DIMS if dim >= max(keys, values))
+        return width, width
+    if keys > MOST_KEY_DIM or values > MOST_VALUE_DIM:
+        raise NotImplementedError(
+            f"attention_tree has head sizes up to {MOST_KEY_DIM} of keys and {MOST_VALUE_DIM} of values, these are {keys} and "
+            f"{values}"
+        )
+    return -(-keys // WIDTH_STEP) * WIDTH_STEP, -(-values // WIDTH_STEP) * WIDTH_STEP
+
 
 _op = _library.ops.attention_tree.default
 _merge_op = _library.ops.attention_merge.default
@@ -42,20 +59,23 @@ def attention_tree(
     chunk: int = -1,
 ) -> tuple[Tensor, Tensor]:
     """Attention of N packed nodes, ``q [N, Hq, D]``, over the KV cache of B requests: row i sees its request's prefix and the
-    nodes in ``visible[i]``.
+    nodes in ``visible[i]``. Keys have D numbers, values Dv.
 
     Args:
-        q: ``[N, Hq, D]`` bfloat16, float16 or float32; D is 64, 80, 96, 128 or 256, and Hq at most 2^20.
-        k_cache, v_cache: ``[B, S, Hkv, D]`` with any strides, D contiguous (a ``[B, Hkv, S, D]`` cache comes through
-            ``.transpose(1, 2)``), or pages ``[P, page, Hkv, D]`` beside a ``block_table``. Hq is any multiple of Hkv.
+        q: ``[N, Hq, D]`` bfloat16, float16 or float32; D is a multiple of 16 up to 576, and Hq at most 2^20. On CUDA the fast
+            kernels are those of 64, 80, 96, 128 and 256 numbers, keys and values alike, in 16 bits.
+        k_cache, v_cache: ``[B, S, Hkv, D]`` and ``[B, S, Hkv, Dv]`` with any strides, numbers of a row contiguous (a
+            ``[B, Hkv, S, D]`` cache comes through ``.transpose(1, 2)``), or pages ``[P, page, Hkv, D]`` beside a
+            ``block_table``. Hq is any multiple of Hkv, Dv a multiple of 16 up to 512. Values may be the first numbers of the
+            keys, ``k_cache[..., :Dv]``.
         prefix_lens: ``[B]`` int32, committed tokens of each request: its slots ``[0, prefix_len)``.
         cu_nodes: ``[B + 1]`` int32; request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request. Rows
             after the last bound belong to no request.
         visible: ``[N, ceil(max_nodes / 64)]`` int64: bit j of row i set = node i sees node j of its request. Any bits are
             legal; bits of nodes that the request does not have are ignored. Rows may be strided, as in ``Tree.slice``.
         max_nodes: no request has more nodes than this; at most 1,024.
-        k_new, v_new: ``[N, Hkv, D]``, keys and values of the nodes, if they are not in the cache. None: node j is in the
-            cache at slot ``prefix_len + j``.
+        k_new, v_new: ``[N, Hkv, D]`` and ``[N, Hkv, Dv]``, keys and values of the nodes, if they are not in the cache. None:
+            node j is in the cache at slot ``prefix_len + j``.
         block_table: ``[B, P']`` int32, the page of each ``page`` slots of a request. Entries after the last slot needed and
             before window and chunk are not read.
         depths: ``[N]`` int32, edges from the root, from ``tree_prepare``; needed with a window or chunks only.
@@ -69,7 +89,7 @@ def attention_tree(
             ``position // chunk * chunk`` on. -1 is off. With a window too, both must hold.
 
     Returns:
-        ``(out [N, Hq, D] in q's dtype, lse [N, Hq] float32)``; lse is the natural log of the sum of exponentials, without a
+        ``(out [N, Hq, Dv] in q's dtype, lse [N, Hq] float32)``; lse is the natural log of the sum of exponentials, without a
         sink's. A row that sees nothing or belongs to no request: out 0, lse -inf.
 
     Keys that no row sees never reach a result: unused slots, page padding and hidden nodes may hold NaN. Sums have a fixed
@@ -191,8 +211,8 @@ def attention_merge(
 
 
 @fake_kernel("attention_tree")
-def _attention_shape(q: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+def _attention_shape(q: Tensor, _keys: Tensor, values: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:2], values.shape[3]), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 @fake_kernel("attention_merge")

@@ -14,11 +14,11 @@ class AttentionTerms(NamedTuple):
     """A result, and two terms that bound the error of a kernel with less precision. s is a logit, p = e^(s - lse)."""
 
     out: Tensor
-    """``[N, Hq, D]``: sum of p v over the keys that a row sees. A sink is in the sum of p, but has no v."""
+    """``[N, Hq, Dv]``: sum of p v over the keys that a row sees. A sink is in the sum of p, but has no v."""
     lse: Tensor
     """``[N, Hq]``: ln of the sum of e^s over them, without a sink."""
     magnitude: Tensor
-    """``[N, Hq, D]``: sum of p abs(v)."""
+    """``[N, Hq, Dv]``: sum of p abs(v)."""
     reach: Tensor
     """``[N, Hq]``: the largest sum of abs(q_d k_d) over d."""
 
@@ -42,7 +42,7 @@ def attention_mask(
 
 
 def attention_tree(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """``(out [N, Hq, D], lse [N, Hq])``, both fp64; the arguments are those of ``attention_terms``."""
+    """``(out [N, Hq, Dv], lse [N, Hq])``, both fp64; the arguments are those of ``attention_terms``."""
     terms = attention_terms(*arguments, **options)
     return terms.out, terms.lse
 
@@ -71,7 +71,7 @@ def attention_terms(
     rows, heads, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
     sinks = q.new_full((heads,), -torch.inf) if sinks is None else sinks
-    zeros = q.new_zeros(rows, heads, dim, dtype=precision)
+    zeros = q.new_zeros(rows, heads, v_cache.shape[3], dtype=precision)
     terms = AttentionTerms(zeros, zeros[..., 0] - torch.inf, zeros.clone(), zeros[..., 0].clone())
     for b, (first, last) in enumerate(pairwise(cu_nodes.tolist())):
         prefix = int(prefix_lens[b])

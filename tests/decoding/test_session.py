@@ -38,7 +38,7 @@ def test_a_session_holds_all_but_the_last_token(llama, whole, monkeypatch):
     assert session.prefix_lens.tolist() == [10, 8]
 
 
-def keys_and_values(layers=2, requests=2, columns=4, heads=2, width=64, dtype=torch.float32):
+def keys_and_values(layers=2, requests=2, columns=4, heads=2, width=16, dtype=torch.float32):
     return [tuple(torch.zeros(requests, columns, heads, width, dtype=dtype) for _ in range(2)) for _ in range(layers)]
 
 
@@ -49,11 +49,11 @@ def keys_and_values(layers=2, requests=2, columns=4, heads=2, width=64, dtype=to
         ((keys_and_values(), -2), "past must be of 1 token or more, got -2"),
         ((keys_and_values(), 2.0), r"past must be of 1 token or more, got 2\.0"),
         (([], 2), "past must be of each layer, 1 or more, got 0"),
-        ((keys_and_values(columns=3), 4), r"layer 0 must be \[2, 4 or more, heads, D\], got \[2, 3, 2, 64\]"),
-        ((keys_and_values(requests=1), 2), r"layer 0 must be \[2, 2 or more, heads, D\], got \[1, 4, 2, 64\]"),
+        ((keys_and_values(columns=3), 4), r"layer 0 must be \[2, 4 or more, heads, D\], got \[2, 3, 2, 16\]"),
+        ((keys_and_values(requests=1), 2), r"layer 0 must be \[2, 2 or more, heads, D\], got \[1, 4, 2, 16\]"),
         (([(torch.zeros(2, 4, 64),) * 2], 2), "layer 0 must be"),
-        ((keys_and_values(heads=4), 2), r"layer 0: .* \[4, 64\] .* \[2, 64\]"),
-        ((keys_and_values(width=80), 2), r"layer 0: .* \[2, 80\] .* \[2, 64\]"),
+        ((keys_and_values(heads=4), 2), r"layer 0: .* \[4, 16\] .* \[2, 16\]"),
+        ((keys_and_values(width=80), 2), r"layer 0: .* \[2, 80\] .* \[2, 16\]"),
         ((keys_and_values(dtype=torch.float16), 2), r"layer 0: .*torch.float16 .* torch.float32"),
         ((keys_and_values(layers=1), 2), "more layers than 1, which `past` is of"),
         ((keys_and_values(layers=3), 2), "2 layers attended, 3 in the first call or in `past`"),
@@ -95,7 +95,7 @@ def test_a_past_goes_into_the_caches_that_are_there(llama, whole):
     with pytest.raises(ValueError, match="past must be of each layer, 2, got 3"):
         generate(llama, IDS, session=session, **options)
     session.past = keys_and_values(heads=1), 3
-    with pytest.raises(ValueError, match=r"layer 0: .* \[2, 64\] .* given now torch.float32 \[1, 64\]"):
+    with pytest.raises(ValueError, match=r"layer 0: .* \[2, 16\] .* given now torch.float32 \[1, 16\]"):
         generate(llama, IDS, session=session, **options)
 
 

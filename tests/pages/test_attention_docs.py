@@ -67,7 +67,9 @@ def test_the_limits_on_the_page_are_those_of_the_op():
     from pass_ext.tree import MAX_TREE_NODES
 
     page = PAGE.read_text()
-    assert f"| head size D | {', '.join(map(str, attention.HEAD_DIMS))} |" in page
+    of_keys, of_values = attention.MOST_KEY_DIM, attention.MOST_VALUE_DIM
+    assert f"of keys any multiple of {attention.WIDTH_STEP} up to {of_keys}, of values up to {of_values}" in page
+    assert f"the same; fast are {', '.join(map(str, attention.HEAD_DIMS))}, alike" in page
     assert f"up to {MAX_TREE_NODES:,}, any bits" in page
 
 

@@ -219,18 +219,21 @@ def tree_mask(draw: Draw):
 
 @case
 def attention_tree(draw: Draw):
-    sizes, dim, dtype = draw.sizes(), draw.pick((64, 64, 80, 96, 128, 256)), draw.pick(FLOATS)
+    sizes, dtype = draw.sizes(), draw.pick(FLOATS)
+    dim = draw.pick((64, 64, 80, 96, 128, 256, 16, 192))
+    value_dim = draw.pick((dim, dim, dim, 16, 128, 512))
     prefixes = [draw.pick((0, 1, 5, 63, 64, 65, 130)) for _ in sizes]
     nodes, kv_heads, max_nodes = sum(sizes), draw.pick((1, 2, 3)), max([1, *sizes]) + draw.pick((0, 0, 60))
     has_new, page = draw.chance(0.5), draw.pick((0, 0, 1, 3, 16))
     slots = max([0, *map(sum, zip(prefixes, [0] * len(sizes) if has_new else sizes, strict=True))]) + draw.pick((0, 2))
     pages = -(-slots // page) if page else 0
     heads = kv_heads * draw.pick((1, 2, 5))
-    shape = (len(sizes) * pages + 1, page, kv_heads, dim) if page else (len(sizes), slots, kv_heads, dim)
-    fresh = [draw.floats(nodes, kv_heads, dim, dtype=dtype) if has_new else None for _ in range(2)]
+    shape = (len(sizes) * pages + 1, page, kv_heads) if page else (len(sizes), slots, kv_heads)
+    widths = dim, value_dim
+    fresh = [draw.floats(nodes, kv_heads, width, dtype=dtype) if has_new else None for width in widths]
     arguments = draw.damaged(dict(
         q=draw.floats(nodes, heads, dim, dtype=dtype),
-        k_cache=draw.floats(*shape, dtype=dtype), v_cache=draw.floats(*shape, dtype=dtype),
+        k_cache=draw.floats(*shape, dim, dtype=dtype), v_cache=draw.floats(*shape, value_dim, dtype=dtype),
         prefix_lens=draw.spoilt(prefixes), cu_nodes=draw.bounds(sizes),
         visible=draw.integers(-(2**63), 2**63 - 1, nodes, -(-max_nodes // 64), dtype=torch.int64), max_nodes=max_nodes,
         k_new=fresh[0], v_new=fresh[1],
@@ -242,7 +245,8 @@ def attention_tree(draw: Draw):
     ))  # fmt: skip
     out, lse = yield arguments
     q = arguments["q"]
-    demand(out.shape == q.shape and out.dtype == q.dtype, f"out is {out.dtype}{list(out.shape)}")
+    expected = *q.shape[:2], arguments["v_cache"].shape[3]
+    demand(out.shape == expected and out.dtype == q.dtype, f"out is {out.dtype}{list(out.shape)}")
     demand(lse.shape == q.shape[:2] and lse.dtype == torch.float32, f"lse is {lse.dtype}{list(lse.shape)}")
     floats = [arguments[name] for name in ("q", "k_cache", "v_cache", "k_new", "v_new", "sinks")]
     if all(is_tame(given) for given in floats if given is not None) and abs(arguments["scale"] or 0.1) < 10:

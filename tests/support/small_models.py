@@ -51,12 +51,23 @@ SINKS = {
 }
 _CHUNKS = dict(attention_chunk_size=8, no_rope_layers=[1, 0], floor_scale=4, attn_scale=0.5)
 CHUNKS = {"llama4_text": dict(_GROUPED, **_CHUNKS, head_dim=16, num_local_experts=2, intermediate_size_mlp=96)}
+_LATENT = dict(_SHAPE, kv_lora_rank=32, q_lora_rank=24, first_k_dense_replace=2)
+# Real head sizes: of the global layers, and of keys and values.
+WIDE = {
+    "gemma4_text": dict(
+        _GROUPED, head_dim=256, global_head_dim=512, num_global_key_value_heads=1, hidden_size_per_layer_input=0,
+        sliding_window=7, layer_types=["sliding_attention", "full_attention"],
+    ),
+    "deepseek_v3": dict(
+        _LATENT, num_key_value_heads=4, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+    ),
+}  # fmt: skip
 WITHOUT_WINDOWS = {"mistral": dict(sliding_window=None), "gemma2": dict(layer_types=["full_attention"] * 2)}
 REFUSED = {
     "stablelm": _GROUPED,
     "bloom": dict(vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4),
 }
-_ALL = ARCHITECTURES | MASKS_KNOW_WINDOWS | ODD_HEADS | SINKS | CHUNKS | REFUSED
+_ALL = ARCHITECTURES | MASKS_KNOW_WINDOWS | ODD_HEADS | SINKS | CHUNKS | WIDE | REFUSED
 
 
 def small_model(architecture, seed=0, sharpness=3.0, **changes):

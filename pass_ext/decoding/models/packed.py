@@ -44,7 +44,8 @@ class Attend(Protocol):
 
         Args:
             layer: 0 in the first layer that attends, 1 in the next …: each calls once, in this order.
-            q, k, v: of all rows, in one dtype: bfloat16, float16 or float32. heads is a multiple of KV heads, D at most 256.
+            q, k, v: of all rows, in one dtype: bfloat16, float16 or float32. heads is a multiple of KV heads, D at most
+                576, that of v at most 512.
             scale: factor of the logits; None is ``D ** -0.5``.
             softcap: logits become ``softcap * tanh(logits / softcap)``; 0 is off.
             window: a row sees keys at ``position - window < key position`` only, its own among them; -1 is off. Each layer

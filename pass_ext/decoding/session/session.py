@@ -20,8 +20,9 @@ from pass_ext.decoding.models.packed import Adapted, NewRows
 from pass_ext.decoding.models.slots import PlacedSlots
 from pass_ext.decoding.models.step_states import StatePlace, StepStates, Update
 from pass_ext.decoding.session.recording import Called, RecordedCalls
-from pass_ext.decoding.session.step_attention import StepAttention, head_dim_for, padded
+from pass_ext.decoding.session.step_attention import StepAttention, padded
 from pass_ext.modules.lookahead import LookaheadEmbedding
+from pass_ext.ops.attention import padded_widths
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.ops.state import state_commit_
 from pass_ext.tree import PackedTrees, Tree, pack_trees
@@ -324,8 +325,8 @@ class Session:
                         f"past: keys and values of layer {layer} must be [{self.requests}, {length} or more, heads, D], got "
                         f"{list(x.shape)}"
                     )
-            width = head_dim_for(max(x.shape[-1] for x in pair))
-            rows = [padded(x[:, :length], width) for x in pair]
+            widths = padded_widths(pair[0].shape[-1], pair[1].shape[-1], self.device)
+            rows = [padded(x[:, :length], width) for x, width in zip(pair, widths, strict=True)]
             if first:
                 self.add_layer(rows[0][0], rows[1][0], (pair[0].shape[-1], pair[1].shape[-1]))
             self.check_rows(layer, *(x[0] for x in rows))

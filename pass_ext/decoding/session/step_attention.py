@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pass_ext.decoding.models.packed import NewRows, StepAttend
-from pass_ext.ops.attention import HEAD_DIMS, attention_tree
+from pass_ext.ops.attention import MOST_VALUE_DIM, WIDTH_STEP, attention_tree, padded_widths
 from pass_ext.tree import PackedTrees
 
 
@@ -56,8 +56,8 @@ class StepAttention(StepAttend):
             raise ValueError(f"layers must attend once each and in order: expected layer {self.layers}, got {layer}")
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         dims = k.shape[-1], v.shape[-1]
-        width = head_dim_for(max(dims))
-        q, k, v = (padded(x, width) for x in (q, k, v))
+        widths = padded_widths(*dims, q.device)
+        q, k, v = padded(q, widths[0]), padded(k, widths[0]), padded(v, widths[1])
         if self.is_first:
             session.add_layer(k, v, dims)
         elif layer == len(session.caches):
@@ -76,7 +76,7 @@ class StepAttention(StepAttend):
 
     def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
         session, trees = self._session, self._trees
-        if self.layers or head_dim not in HEAD_DIMS:
+        if self.layers or head_dim % WIDTH_STEP or head_dim > MOST_VALUE_DIM:
             return None
         if self.is_first:
             keys = rows.new_empty(0, heads, head_dim)
@@ -100,14 +100,6 @@ class StepAttention(StepAttend):
 
     def new_rows(self) -> NewRows:
         return self._new if self._stacked is None else self._stacked
-
-
-def head_dim_for(needed: int) -> int:
-    """The smallest head size of the attention kernel that is large enough."""
-    for width in HEAD_DIMS:
-        if width >= needed:
-            return width
-    raise NotImplementedError(f"attention_tree has head sizes up to {HEAD_DIMS[-1]}, this model's is {needed}")
 
 
 def padded(x: Tensor, width: int) -> Tensor:

@@ -22,8 +22,9 @@ def register() -> None:
     """Registers ``attn_implementation="pass_ext"`` with transformers in this process. Calling it again changes nothing.
 
     Unlike "sdpa" it runs trees and applies ``softcap`` and sinks, and it has no gradients. It raises for dropout in training,
-    ``output_attentions``, additive biases, bidirectional models, head dimensions above 256, and padding between a
-    request's tokens. Head dimensions other than 64, 80, 96, 128 and 256 need a padded copy of the keys in each layer.
+    ``output_attentions``, additive biases, bidirectional models, keys above 576 numbers and values above 512, and padding
+    between a request's tokens. Head dimensions that are no multiples of 16, and on CUDA those below 256 without a kernel of
+    their own, need a padded copy of the keys in each layer.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

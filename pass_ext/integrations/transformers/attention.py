@@ -5,7 +5,6 @@ The keys include the cache; the queries belong to the last rows of the keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pass_ext.decoding.models.row_attention import Reach, unsupported, window_conflict
 from pass_ext.decoding.session.step_attention import padded
 from pass_ext.integrations.transformers.masks import Call, CausalRows, TreeStep, causal, dense_calls
-from pass_ext.ops.attention import HEAD_DIMS, attention_tree
+from pass_ext.ops.attention import attention_tree, padded_widths
 
 NAME = "pass_ext"
 _TREE = "pass_ext_tree"
@@ -105,15 +104,13 @@ def _dense_plan(mask: Tensor, batch: int, queries: int) -> tuple[Call, ...]:
     return calls
 
 
-def _at_head_dim(*tensors: Tensor) -> Iterable[Tensor]:
-    """The tensors padded with zeros to the next head dimension of the op. Zeros change no product; the caller cuts them off."""
-    widest = max(tensor.shape[-1] for tensor in tensors)
-    dim = next((dim for dim in HEAD_DIMS if dim >= widest), None)
-    if dim is None:
-        raise ValueError(
-            f"pass_ext attention: head dimensions go up to {HEAD_DIMS[-1]}, got {widest}; use attn_implementation='sdpa'"
-        )
-    return (padded(tensor, dim) for tensor in tensors)
+def _at_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors padded with zeros to widths of the op. Zeros change no product; the caller cuts them off."""
+    try:
+        of_keys, of_values = padded_widths(key.shape[-1], value.shape[-1], key.device)
+    except NotImplementedError as error:
+        raise ValueError(f"pass_ext attention: {error}; use attn_implementation='sdpa'") from error
+    return padded(query, of_keys), padded(key, of_keys), padded(value, of_values)
 
 
 def _refuse(

@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from support.generation import greedy_of_transformers, methods_for
-from support.small_models import MASKS_KNOW_WINDOWS, ODD_HEADS, SINKS, ragged_prompts, small_model
+from support.small_models import MASKS_KNOW_WINDOWS, ODD_HEADS, SINKS, WIDE, ragged_prompts, small_model
 from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
@@ -45,7 +45,7 @@ def test_windows_that_the_mask_alone_knows(architecture, attention):
 
 @pytest.mark.parametrize("architecture", ODD_HEADS)
 def test_models_that_take_views_of_attentions_result(architecture):
-    """Heads of 24 are padded to 64; the result is cut back to 24 and contiguous."""
+    """Heads of 24 are padded to 32; the result is cut back to 24 and contiguous."""
     assert_text_of_transformers(small_model(architecture), ["plain", "ngram"])
 
 
@@ -86,6 +86,17 @@ def test_models_with_sinks(architecture):
         layer.self_attn.sinks.fill_(-100.0)
     without = model(ids, attention_mask=mask).logits
     assert not torch.allclose(with_sinks, without, atol=0.1), "the text must depend on the sinks"
+
+
+@pytest.mark.parametrize("architecture", WIDE)
+def test_models_with_wide_heads(architecture):
+    """Of 512, and of 192 beside 128. The caches have these widths."""
+    model = small_model(architecture)
+    assert_text_of_transformers(model, ["plain", "ngram", "one pass"])
+    session = pass_ext.Session(model)
+    generate(model, IDS, max_new_tokens=2, session=session)
+    widths = [tuple(cache.shape[-1] for cache in layer) for layer in session.caches]
+    assert widths == {"gemma4_text": [(256, 256), (512, 512)], "deepseek_v3": [(192, 128)] * 2}[architecture]
 
 
 def call_with(monkeypatch, attention, change):

@@ -37,6 +37,7 @@ pass_ext::AttentionProblem attention_problem(const Arguments& given) {
   problem.kv_heads = integer("kv_heads");
   problem.group = problem.heads / problem.kv_heads;
   problem.head_dim = integer("head_dim");
+  problem.value_dim = integer("value_dim");
   problem.max_nodes = integer("max_nodes");
   problem.visible_stride = given("visible_stride");
   problem.window = integer("window");

@@ -36,15 +36,18 @@ def attention_tree(
         q=q, prefix_lens=prefix_lens, cu_nodes=cu_nodes, visible=visible, block_table=block_table, **caches,
         depths=depths if max(window, chunk) >= 0 else None, sinks=sinks,
     )  # fmt: skip
-    out, lse = torch.empty_like(q), torch.empty((rows, heads), dtype=torch.float32)
+    value_dim = v_cache.shape[-1]
+    out, lse = q.new_empty(rows, heads, value_dim), torch.empty((rows, heads), dtype=torch.float32)
     pages_of_one = 1 if block_table is None else block_table.shape[1]
     numbers = {name: tensor.data_ptr() for name, tensor in (inputs | dict(out=out, lse=lse)).items()}
     for name, tensor in caches.items():
         numbers |= strides_of(name, tensor)
     numbers |= dict(
-        rows=rows, heads=heads, head_dim=head_dim, kv_heads=k_cache.shape[2], requests=cu_nodes.numel() - 1,
-        max_nodes=max_nodes, slots=pages_of_one * k_cache.shape[1], page_size=k_cache.shape[1], pages=k_cache.shape[0],
-        table_stride=0 if block_table is None else block_table.stride(0), window=window, chunk=chunk, type=FLOAT_TYPES[q.dtype],
+        rows=rows, heads=heads, head_dim=head_dim, value_dim=value_dim, kv_heads=k_cache.shape[2],
+        requests=cu_nodes.numel() - 1, max_nodes=max_nodes,
+        slots=pages_of_one * k_cache.shape[1], page_size=k_cache.shape[1], pages=k_cache.shape[0],
+        table_stride=0 if block_table is None else block_table.stride(0), window=window, chunk=chunk,
+        type=FLOAT_TYPES[q.dtype],
         visible_stride=visible.stride(0),
         most_blocks=blocks, multiprocessors=blocks if multiprocessors is None else multiprocessors,
         scale=float(head_dim**-0.5 if scale is None else scale), softcap=float(softcap),

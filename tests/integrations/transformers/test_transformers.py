@@ -352,8 +352,8 @@ def test_models_that_compute_with_the_mask_are_refused(architecture, changes, me
 
 
 def test_heads_that_are_too_wide_are_refused():
-    query = torch.zeros(1, 1, 2, 264)
-    with pytest.raises(ValueError, match="up to 256, got 264"):
+    query = torch.zeros(1, 1, 2, 592)
+    with pytest.raises(ValueError, match="up to 576 of keys and 512 of values, these are 592 and 592"):
         hooks.attention(torch.nn.Module(), query, query, query, None)
 
 

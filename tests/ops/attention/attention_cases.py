@@ -86,12 +86,14 @@ def poisoned_rows(layout: str, outer: int, slots: int, heads: int, dim: int, dty
     return poison(outer * size + gap, dtype=dtype).as_strided((outer, slots, heads, dim), (size, slot, head, 1), gap)
 
 
-def contents(inputs: str, nodes: int, keys: int, heads: tuple[int, int], dim: int, random: torch.Generator):
-    """Queries [nodes, Hq, D], keys and values [keys, Hkv, D]."""
+def contents(
+    inputs: str, nodes: int, keys: int, heads: tuple[int, int], dim: int, value_dim: int, random: torch.Generator
+):
+    """Queries [nodes, Hq, D], keys [keys, Hkv, D] and values [keys, Hkv, Dv]."""
     kv_heads, group = heads
     q = torch.randn(nodes, kv_heads * group, dim, generator=random)
     k = torch.randn(keys, kv_heads, dim, generator=random)
-    v = torch.randn(keys, kv_heads, dim, generator=random)
+    v = torch.randn(keys, kv_heads, value_dim, generator=random)
     if inputs == PEAKY:
         q *= 6.0
     elif inputs == FLAT:
@@ -120,6 +122,7 @@ def attention_case(
     seed: int = 0,
     heads: tuple[int, int] = (2, 2),
     dim: int = 64,
+    value_dim: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     layout: str = "rows",
     new: bool = False,
@@ -144,19 +147,23 @@ def attention_case(
     needed = [prefix + (0 if new else nodes) for prefix, nodes in zip(prefixes, sizes, strict=True)]
 
     q = poisoned_rows("gaps", 1, rows, kv_heads * group, dim, dtype)[0]
-    k_new, v_new = (poisoned_rows(kind, 1, rows, kv_heads, dim, dtype)[0] for kind in ("gaps", "rows"))
+    widths = dim, value_dim or dim
+    k_new, v_new = (
+        poisoned_rows(kind, 1, rows, kv_heads, width, dtype)[0]
+        for kind, width in zip(("gaps", "rows"), widths, strict=True)
+    )
     visible = packed(torch.ones(rows, 0, dtype=torch.bool), words, random)
     depths = torch.full((rows,), 2**31 - 1, dtype=torch.int32)
     table, page = None, 0
     if layout in DENSE:
         k_cache, v_cache = (
-            poisoned_rows(kind, len(sizes), max([0, *needed]) + spare, kv_heads, dim, dtype)
-            for kind in (layout, "heads" if layout == "gaps" else layout)
+            poisoned_rows(kind, len(sizes), max([0, *needed]) + spare, kv_heads, width, dtype)
+            for kind, width in zip((layout, "heads" if layout == "gaps" else layout), widths, strict=True)
         )
     else:
         page = int(layout.split()[1])
         table, pages = block_table(needed, page, torch.Generator().manual_seed(seed))
-        k_cache, v_cache = (poisoned_rows(WITHIN_PAGES[page], pages, page, kv_heads, dim, dtype) for _ in range(2))
+        k_cache, v_cache = (poisoned_rows(WITHIN_PAGES[page], pages, page, kv_heads, width, dtype) for width in widths)
 
     for b, (prefix, nodes) in enumerate(zip(prefixes, sizes, strict=True)):
         if nodes == 0:
@@ -164,7 +171,7 @@ def attention_case(
         request_rows = slice(bounds[b], bounds[b + 1])
         bits, depths[request_rows] = who_sees_whom(mask, nodes, random)
         visible[request_rows] = packed(bits, words, random)
-        queries, k, v = contents(inputs, nodes, prefix + nodes, heads, dim, random)
+        queries, k, v = contents(inputs, nodes, prefix + nodes, heads, *widths, random)
         q[request_rows] = queries.to(dtype)
         seen = attention_mask(prefix, visible[request_rows], depths[request_rows], window, chunk).any(dim=0)
         keys = seen.nonzero().flatten()

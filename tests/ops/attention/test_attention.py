@@ -44,6 +44,39 @@ def test_every_type_and_head_size(backend, dtype, dim):
         check(backend, [100, 9], [3, 30], dim=dim, dtype=dtype, layout="gaps", heads=(3, 2), inputs=PEAKY)
 
 
+WIDTHS = [(16, 16), (48, 32), (64, 128), (160, 160), (192, 128), (256, 272), (512, 512), (576, 512)]
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_keys_and_values_of_any_width(backend, dtype, widths):
+    dim, value_dim = widths
+    options = dict(dim=dim, value_dim=value_dim, dtype=dtype)
+    check(backend, [70, 0], [5, 2], heads=(1, 3), **options)
+    if is_small(backend) and dim > 192 and widths != WIDTHS[-1]:
+        return
+    check(
+        backend, [3, 64, 9], [3, 1, 0], heads=(2, 2), layout="paged 3", new=True, spare=2, window=40, sinks=True,
+        softcap=20.0, **options,
+    )  # fmt: skip
+    if not is_small(backend):
+        check(backend, [1000, 3, 0, 64], [7, 0, 80, 1], layout="paged 16", new=True, spare=2, **options)
+        check(backend, [100, 9], [3, 30], layout="gaps", heads=(3, 2), inputs=PEAKY, **options)
+
+
+def test_values_that_are_the_first_numbers_of_the_keys(backend):
+    """One latent for both, as multi-head latent attention caches it: to the bit what a copy gives."""
+    for dtype in FLOATS:
+        case, _ = solved([130], [4], heads=(1, 5), dim=576, value_dim=512, dtype=dtype, new=True)
+        latent = {name: case[f"k_{name}"][..., :512] for name in ("cache", "new")}
+        shared = {f"v_{name}": rows for name, rows in latent.items()}
+        copies = {f"v_{name}": rows.clone() for name, rows in latent.items()}
+        out, lse = run(backend, case | shared)
+        assert_right((out, lse), case | shared, attention_terms(**case | shared))
+        assert_same_runs([out, lse], list(run(backend, case | copies)))
+
+
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16, 33])
 def test_every_number_of_heads(backend, group):
     for kv_heads, nodes in sized(backend, [(1, 1), (2, 5)], [(1, 1), (2, 9), (5, 3)]):
@@ -154,6 +187,7 @@ def any_case(draw, longest, most_nodes, most_requests, most_heads):
         seed=draw(st.integers(0, 2**31)),
         heads=(draw(st.integers(1, most_heads)), draw(st.integers(1, 9))),
         dim=draw(st.sampled_from(HEAD_DIMS)),
+        value_dim=draw(st.sampled_from([None, None, None, 64, 128])),
         dtype=draw(st.sampled_from(FLOATS)),
         layout=draw(st.sampled_from(LAYOUTS)),
         new=draw(st.booleans()),
@@ -488,6 +522,8 @@ def test_the_plan_counts_in_64_bits_what_a_schedule_counts_in_32():
         kv_heads=1,
         heads=1,
         head_dim=64,
+        value_dim=64,
+        chunk=-1,
         max_nodes=1,
         slots=64 * (2**17 - 1) - 1,
         type=1,

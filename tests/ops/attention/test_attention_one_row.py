@@ -76,3 +76,4 @@ def test_in_large_trees(backend):
 @pytest.mark.parametrize("sinks", [False, True])
 def test_with_a_softcap_sinks_and_another_head_size(backend, softcap, sinks):
     assert_rows_are_alone(backend, 61, 12, mask=UNIFORM, softcap=softcap, sinks=sinks, dim=80, seed=3)
+    assert_rows_are_alone(backend, 61, 12, mask=UNIFORM, softcap=softcap, sinks=sinks, dim=192, value_dim=128, seed=3)

@@ -299,7 +299,7 @@ def sides(down, up):
             dict(cos=torch.ones(2, 120, 3), sin=torch.ones(2, 120, 3)),
             r"cos\[0\] must have an even number of at most 64",
         ),
-        (dict(head_dim=32, cos=None, sin=None, positions=None), "q must have a head size of 64, 80"),
+        (dict(head_dim=8, cos=None, sin=None, positions=None), "q must have a head size that is a multiple of 16"),
         (dict(ids=None), "ids must come with deep or adapters, got only deep"),
         (dict(deep=None), "ids must come with deep or adapters, got ids alone"),
         (dict(deep=None, ids=None, adapted=("q",)), "ids must come with deep or adapters, got only adapters"),
