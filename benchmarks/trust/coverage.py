@@ -83,7 +83,7 @@ def taken() -> Branches:
     for data in sorted(TREE.glob("build/**/*.gcda")):
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        subprocess.run(["gcov", "--branch-counts", "--json-format", data], cwd=work, capture_output=True, check=True)
+        subprocess.run(["gcov", "-b", "-c", "--json-format", data], cwd=work, capture_output=True, check=True)
         for file in work.glob("*.gz"):
             add(counts, json.loads(gzip.decompress(file.read_bytes())))
     return counts
