@@ -155,25 +155,30 @@ def faults(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"`make mutants`, then {measured('mutants', result)}"])
 
 
-def memory(random: dict[str, Any], sanitized: dict[str, Any]) -> str:
-    """Random calls and sanitizers."""
-    rows = [["none", "–", f"{random['calls']:,}", str(random["wrong"])]]
-    rows += [
+def random_calls(result: dict[str, Any]) -> str:
+    """Calls with arguments of every kind."""
+    words = (
+        f"{result['calls'] + result['wrong']:,} calls of {result['ops']} ops with right, odd and wrong arguments: "
+        f"{result['results']:,} gave what the reference gives, {result['refusals']:,} were refused in words, {result['wrong']} "
+        "did neither."
+    )
+    return "\n".join(["## Random calls", "", words, "", measured("random", result)])
+
+
+def sanitizers(result: dict[str, Any]) -> str:
+    """Op tests and random calls under sanitizers."""
+    heads = ["sanitizer", "op tests", "random calls", "findings"]
+    rows = [
         [
             row["sanitizer"],
             str(row.get("passed", 0)),
             f"{row['random calls']:,}",
             "0" if row["clean"] else "**stopped**",
         ]
-        for row in sanitized["rows"]
+        for row in result["rows"]
     ]
-    words = (
-        f"Random calls of {random['ops']} ops with right, odd and wrong arguments: {random['results']:,} gave what the "
-        f"reference gives, {random['refusals']:,} were refused in words. A sanitizer ends the process at its first finding."
-    )
-    heads = ["sanitizer", "op tests", "random calls", "findings"]
-    below = f"{measured('random', random)} {measured('sanitized', sanitized)}"
-    return "\n".join(["## Memory and threads", "", words, "", *table(heads, rows), "", below])
+    words = "The CPU kernels in builds of their own. A sanitizer ends the process at its first finding."
+    return "\n".join(["## Sanitizers", "", words, "", *table(heads, rows), "", measured("sanitized", result)])
 
 
 def branches(result: dict[str, Any], counted: dict[str, Any]) -> str:
@@ -219,7 +224,8 @@ PARTS: dict[Callable[..., str], tuple[str, ...]] = {
     errors: ("errors",),
     bits: ("bits",),
     faults: ("mutants",),
-    memory: ("random", "sanitized"),
+    random_calls: ("random",),
+    sanitizers: ("sanitized",),
     branches: ("coverage", "lines"),
 }
 """Part of the page -> the results that it shows."""

@@ -56,7 +56,7 @@ def measure() -> dict[str, Any]:
         print(done.stdout.strip().splitlines()[-1], " ".join(tests), flush=True)
         passed += sum(map(int, re.findall(r"(\d+) passed", done.stdout)))
         failed += sum(map(int, re.findall(r"(\d+) (?:failed|error)", done.stdout)))
-    return {"passed": passed, "failed": failed, "files": files_of(taken())}
+    return {"passed": passed, "failed": failed, "files": files_of(taken(), TREE / "csrc/core")}
 
 
 def _copy() -> None:
@@ -83,7 +83,7 @@ def taken() -> Branches:
     for data in sorted(TREE.glob("build/**/*.gcda")):
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        subprocess.run(["gcov", "--branch-counts", "--json-format", data], cwd=work, capture_output=True, check=True)
+        subprocess.run(["gcov", "-b", "-c", "--json-format", data], cwd=work, capture_output=True, check=True)
         for file in work.glob("*.gz"):
             add(counts, json.loads(gzip.decompress(file.read_bytes())))
     return counts
@@ -102,12 +102,12 @@ def add(counts: Branches, report: dict[str, Any]) -> None:
                 counts[place] = counts.get(place, 0) + branch["count"]
 
 
-def files_of(counts: Branches) -> list[dict[str, Any]]:
+def files_of(counts: Branches, sources: Path = ROOT / "csrc/core") -> list[dict[str, Any]]:
     """Header -> branches, branches taken, and the text of each line with one that is not."""
     rows = []
     for name in sorted({name for name, _, _ in counts}):
         of_file = {(line, number): count for (file, line, number), count in counts.items() if file == name}
-        lines = (ROOT / "csrc/core" / name).read_text().splitlines()
+        lines = (sources / name).read_text().splitlines()
         missed = sorted({line for (line, _), count in of_file.items() if not count})
         rows.append(
             {

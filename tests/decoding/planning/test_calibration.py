@@ -41,6 +41,7 @@ def texts(target):
         for _ in range(new):
             text.append(int(target(torch.tensor([text])).logits[0, -1].argmax()))
         texts.append(text)
+    texts[-1] = [0]  # the lowest token
     return texts
 
 
