@@ -18,6 +18,9 @@ class Letters:
 
     chat_template = "yes"
 
+    def __len__(self):
+        return 100
+
     def __call__(self, text, **_):
         return type("Encoded", (), {"input_ids": [3 + ord(letter) % 97 for letter in text]})()
 

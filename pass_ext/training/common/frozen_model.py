@@ -4,6 +4,7 @@ it writes: token ~ softmax(logits / T), or the arg-max at T = 0.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from pass_ext.checkpoint import load_checkpoint
 from pass_ext.decoding.generation import generate
 from pass_ext.decoding.models.parts import cache_name
+from pass_ext.training.common.documents import Document
 
 _DIGESTED = 64  # elements of a parameter, evenly spread
 
@@ -26,6 +28,33 @@ def load_frozen(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
         raise SystemExit(f"training needs transformers and gguf: pip install 'pass_ext[hf,train]' ({error})") from error
     except (OSError, ValueError) as error:
         raise SystemExit(f"--model {path!r} cannot be loaded: {error}") from error
+
+
+def check_tokenizer(model: Any, tokenizer: Any) -> None:
+    """Refuses a tokenizer whose ids the model's table does not have."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise SystemExit(
+            f"the tokenizer has {len(tokenizer):,} tokens, but the model has embeddings of {rows:,}: it is another model's"
+        )
+
+
+def with_template(tokenizer: Any, document: Document) -> Document:
+    """The document, the text of a chat made from its messages."""
+    if not document.messages:
+        return document
+    if tokenizer.chat_template is None:
+        raise SystemExit(
+            "--data has messages, and the model's tokenizer has no chat template: give --data-column a text"
+        )
+    messages = [{"role": role, "content": content} for role, content in document.messages]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception as error:  # a template raises what it likes
+        raise SystemExit(
+            f"--data: the model's chat template fails on the messages that begin with {document.name[:80]!r}: {error}"
+        ) from error
+    return dataclasses.replace(document, text=text)
 
 
 def weights_digest(model: Any) -> str:

@@ -71,13 +71,25 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="PATH",
-        help="files or folders of .py, .txt, .md, .rst text; stdlib: Python's own",
+        help="files or folders of .py, .txt, .md, .rst, .jsonl, .parquet text; NAME or NAME:SPLIT of a data set; "
+        "stdlib: Python's own",
     )
+    add("--data-column", metavar="NAME", help="of rows: a text, or messages; default: text, else messages")
+    add("--data-rows", type=int, least=1, default=10_000, help="read of a data set or a file of rows at most")
     add(
         "--self-distill",
         metavar="PROMPTS",
-        help="a file of instructions, one a line, that the model answers; shipped: the one that comes along",
+        help="a file of instructions, one a line, that the model answers; shipped: that of the package; data: "
+        "users' first messages in --data",
     )
+    add(
+        "--texts-from",
+        metavar="URL",
+        help="an OpenAI-compatible server that runs the same model, as http://host:8000/v1, writes the texts; default: the "
+        "model here",
+    )
+    add("--concurrency", type=int, least=1, default=32, help="requests at a time to that server")
+    add("--request-timeout", type=float, least=0.001, default=300, help="seconds that the server may take for one")
     add(
         "--continuations",
         type=int,
@@ -165,7 +177,9 @@ def check_text_arguments(options: argparse.Namespace) -> None:
         raise SystemExit("nothing to train on: give --data FILES, --self-distill PROMPTS or --own-chats N")
     if options.continuations and not options.data:
         raise SystemExit("--continuations takes its prefixes from --data, which is not given")
-    if options.self_distill and not _instructions_file(options.self_distill).is_file():
+    if options.self_distill == "data" and not options.data:
+        raise SystemExit("--self-distill data takes its prompts from --data, which is not given")
+    if options.self_distill not in (None, "", "data") and not _instructions_file(options.self_distill).is_file():
         raise SystemExit(f"--self-distill names {options.self_distill!r}, and there is no such file")
 
 
@@ -186,20 +200,27 @@ def _instructions_file(name: str) -> Path:
 def read_texts(options: argparse.Namespace) -> tuple[list[Document], list[str]]:
     """The documents of --data and the instructions of --self-distill."""
     try:
-        documents = read_documents(options.data)
+        documents = read_documents(options.data, column=options.data_column, most=options.data_rows)
     except FileNotFoundError as error:
         raise SystemExit(str(error)) from error
+    except ValueError as error:
+        raise SystemExit(f"--data {error}") from error
     except OSError as error:
         raise SystemExit(f"--data has a file that cannot be read: {error}") from error
     if options.data and not documents:
-        raise SystemExit(f"--data holds no .py, .txt, .md or .rst text: {' '.join(options.data)}")
+        raise SystemExit(f"--data holds no .py, .txt, .md, .rst, .jsonl or .parquet text: {' '.join(options.data)}")
+    if options.self_distill == "data":
+        asked = list(dict.fromkeys(document.name for document in documents if document.messages))
+        if not asked:
+            raise SystemExit("--self-distill data needs rows with messages in --data, and there are none")
+        return documents, asked
     try:
         prompts = _instructions_file(options.self_distill).read_text(encoding="utf-8") if options.self_distill else ""
     except (OSError, UnicodeDecodeError) as error:
         raise SystemExit(
             f"--self-distill must be a text file in UTF-8, got {options.self_distill!r}: {error}"
         ) from error
-    return documents, [line.strip() for line in prompts.splitlines() if line.strip()]
+    return documents, list(dict.fromkeys(line.strip() for line in prompts.splitlines() if line.strip()))
 
 
 def settings_from(options: argparse.Namespace, kind: type[_Settings]) -> _Settings:

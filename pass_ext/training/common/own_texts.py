@@ -20,6 +20,7 @@ import torch
 from pass_ext.training.common.documents import Document, is_held_out
 from pass_ext.training.common.frozen_model import sample, weights_digest
 from pass_ext.training.common.ranks import Ranks
+from pass_ext.training.common.server import TextServer
 
 BATCH = 48
 TEMPERATURES = (0.8, 0.5, 1.0, 0.0)
@@ -65,6 +66,7 @@ def plan_batches(
     chats = [(line, _chat_ids(tokenizer, line)) for line in instructions]
     evaluated: list[Batch] = []
     trained: list[list[Batch]] = []
+    documents = [document for document in documents if not document.messages]  # of chats, prompts are answered
     kinds = sorted({document.kind for document in documents})
     for kind in kinds:
         prefixes = list(_prefixes(tokenizer, [d for d in documents if d.kind == kind], prefix_tokens, chooser))
@@ -125,11 +127,12 @@ def collect(
     seed: int,
     replaces: bool = False,
     ranks: Ranks | None = None,
+    server: TextServer | None = None,
 ) -> Iterator[list[Sample]]:
     """Yields every batch's samples: read from ``path`` if it has them, else sampled and appended.
 
     ``name`` is the model's, for the header. Samples of other settings are refused, or with ``replaces`` written anew. Of
-    several ranks the first has the file.
+    several ranks the first has the file. With a ``server``, this writes them.
     """
     ranks = ranks or Ranks()
     stop = frozenset(_stop_ids(model))
@@ -142,14 +145,24 @@ def collect(
         "batches": len(batches),
         "new_tokens": new_tokens,
         "seed": seed,
+        **({} if server is None else {"texts from": server.model}),
     }
+
+    def continued(
+        prompts: list[list[int]], most: int, temperature: float, generator: torch.Generator
+    ) -> list[list[int]]:
+        if server is not None:
+            return server.sample(prompts, most, temperature, generator)
+        return sample(model, prompts, most, temperature, generator, stop)
 
     def sampled(number: int) -> list[Sample]:
         batch, prompts = batches[number], batches[number].prompts
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
         if not all(prompts):
-            prompts = _own_prompts(model, frame, len(batch.names), generator, stop)
-        texts = sample(model, prompts, new_tokens, batch.temperature, generator, stop)
+            opening, closing = frame
+            written = continued([opening] * len(batch.names), _OWN_MESSAGE, 1.0, generator)
+            prompts = [opening + [token for token in text if token not in stop] + closing for text in written]
+        texts = continued(prompts, new_tokens, batch.temperature, generator)
         ranks.did(f"texts of {path.name}", len(texts))
         return [
             Sample(name, batch.kind, batch.temperature, len(prompt), list(prompt) + without_loop(prompt, text))
@@ -163,10 +176,17 @@ def collect(
         numbers = range(len(batches))[start : start + ranks.count]
         for samples in ranks.gather(sampled(numbers[ranks.rank]) if ranks.rank < len(numbers) else []):
             if samples and ranks.is_first:
-                with path.open("a") as file:
-                    file.write(json.dumps([asdict(written_sample) for written_sample in samples]) + "\n")
+                _append(path, json.dumps([asdict(written_sample) for written_sample in samples]) + "\n")
             if samples:
                 yield samples
+
+
+def _append(path: Path, line: str) -> None:
+    try:
+        with path.open("a") as file:
+            file.write(line)
+    except OSError as error:  # a full disk; a part of the line is cut off when the file is read
+        raise SystemExit(f"{path} cannot be written, the batches before it stay: {error}") from error
 
 
 def _written_lines(path: Path, header: dict[str, Any], replaces: bool) -> list[bytes]:
@@ -232,15 +252,6 @@ def _chat_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     before, _, after = whole.partition(marker)
     opening, closing = (list(tokenizer(part, add_special_tokens=False).input_ids) for part in (before, after))
     return opening, closing
-
-
-def _own_prompts(
-    model: Any, frame: tuple[list[int], list[int]], count: int, generator: torch.Generator, stop: frozenset[int]
-) -> list[list[int]]:
-    """Instructions written by the model after the template's user header, closed with the template's answer header."""
-    opening, closing = frame
-    written = sample(model, [opening] * count, _OWN_MESSAGE, 1.0, generator, stop)
-    return [opening + [token for token in text if token not in stop] + closing for text in written]
 
 
 def without_loop(prompt: Sequence[int], written: Sequence[int]) -> list[int]:

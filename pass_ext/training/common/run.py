@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from pass_ext.training.common.documents import Document, fingerprint, is_held_out
-from pass_ext.training.common.frozen_model import load_frozen, weights_digest
+from pass_ext.training.common.frozen_model import check_tokenizer, load_frozen, weights_digest, with_template
 from pass_ext.training.common.logs import Log, open_logs
 from pass_ext.training.common.options import check_packages, read_texts
 from pass_ext.training.common.own_texts import Batch, Sample, collect, plan_batches
 from pass_ext.training.common.ranks import Ranks, local_device
+from pass_ext.training.common.server import TextServer
 from pass_ext.training.common.steps import watched
 
 _HELD_OUT = "held out"
@@ -125,14 +126,21 @@ class Run:
             **{"name": Path(options.model).name, "new_tokens": options.sample_tokens},
             **{"seed": options.seed, "ranks": self.ranks},
         }
-        samples: list[Sample] = []
+        samples: dict[tuple[int, ...], Sample] = {}
+        server = None
+        if options.texts_from:
+            how = {"concurrency": options.concurrency, "timeout": options.request_timeout}
+            server = TextServer(options.texts_from, self.tokenizer, **how)
         for name, batches, replaces in (("samples", training, False), ("held-out", held_out, True)):
             if batches:
                 file = self.out / f"{name}.jsonl"
-                written = collect(self.model, self.tokenizer, batches, file, **settings, replaces=replaces)
+                written = collect(
+                    self.model, self.tokenizer, batches, file, **settings, replaces=replaces, server=server
+                )
                 for batch in watched(self.console, f"sampling, batches of {name}", written, len(batches)):
-                    samples += batch
-        return samples
+                    for sample in batch:
+                        samples.setdefault(tuple(sample.ids), sample)
+        return list(samples.values())
 
 
 def load_run(options: argparse.Namespace, command: Sequence[str], ranks: Ranks) -> Run:
@@ -144,6 +152,8 @@ def load_run(options: argparse.Namespace, command: Sequence[str], ranks: Ranks) 
     if not ranks.is_first:
         ranks.first(_nothing)  # a GGUF file is converted once
     model, tokenizer = load_frozen(options.model, getattr(torch, options.dtype))
+    check_tokenizer(model, tokenizer)
+    documents = [with_template(tokenizer, document) for document in documents]
     if ranks.is_first:
         ranks.first(_nothing)
     options.device = local_device(options.device)
