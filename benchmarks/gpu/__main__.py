@@ -8,8 +8,9 @@ A run writes every outcome at once into benchmarks/results/<GPU>/evidence-<time>
 so it may be cut off at any time. Its end, or ``python -m benchmarks.gpu.record FOLDER``, writes verified-<commit>.json and the
 results of the benchmarks from the evidence. Exit status 0: every stage passed or cannot run here.
 
-Environment: PASS_EXT_OUT (another folder, for evidence and log only), PASS_EXT_PREBUILT=1 (do not build), PASS_EXT_COMMIT (the
-commit to record, in place of git's), PYTHONPATH (a folder of packages to measure beside, such as FlashInfer or vLLM).
+Environment: PASS_EXT_OUT (another folder, for evidence and log only), PASS_EXT_PREBUILT=1 (use the library that was built
+elsewhere and carried here with build/variants/), PASS_EXT_COMMIT (the commit to record, in place of git's), PYTHONPATH (a
+folder of packages to measure beside, such as FlashInfer or vLLM).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import ROOT
-from benchmarks.gpu import record
+from benchmarks.gpu import record, verdict
 from benchmarks.gpu.runner import Runner, Stage
 from benchmarks.gpu.stages import all_stages
 from benchmarks.harness import evidence, machine
@@ -42,13 +43,13 @@ def chosen(stages: Sequence[Stage], names: str) -> list[Stage]:
 
 
 def without_passed(stages: Sequence[Stage], folder: Path, path: Path) -> list[Stage]:
-    """The stages; those that passed in an earlier run of this commit cannot run again, except versions and build."""
+    """The stages; those that passed in an earlier run of this commit cannot run again, except versions and builds."""
     passed = {
         fact["name"]
         for earlier in evidence.of_commit(folder, evidence.run_of(path)["commit"])
         for fact in evidence.read(earlier)
         if fact["kind"] == "stage" and fact["state"] == "passed"
-    } - {"versions", "build"}
+    } - {"versions", "build", "prebuilt", "variants"}
     return [replace(s, impossible="passed in an earlier run") if s.name in passed else s for s in stages]
 
 
@@ -97,6 +98,8 @@ def main() -> int:
     fine = runner.run(stages)
     records = record.records(folder) if out else record.write(folder)
     record.show(records[-1])
+    for sentence in verdict.sentences(evidence.read(path)):
+        print(sentence)
     print(f"evidence: {path}")
     return 0 if fine else 1
 

@@ -18,7 +18,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -138,15 +138,52 @@ def measure(result: dict[str, Any], save: Callable[[], None]) -> None:
         save()
 
 
+def by_time(events: Iterable[Any], tokens: int) -> list[dict[str, Any]]:
+    """Kernels of a profile, those that take most of the GPU's time first: microseconds and launches for a token."""
+    kernels = [
+        {"kernel": event.key, "us": event.self_device_time_total / tokens, "launches": event.count / tokens}
+        for event in events
+        if event.self_device_time_total > 0
+    ]
+    return sorted(kernels, key=lambda kernel: -kernel["us"])
+
+
+def profile(shape: dict[str, Any]) -> None:
+    """Prints and records the kernels of Plain and of PaSS."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    model = make_model(shape)
+    ids = torch.randint(0, shape["vocab_size"], (1, PROMPT), device="cuda")
+    for name, (_, _, function) in contenders(model, ids).items():
+        if name in ("pass_ext, Plain", "pass_ext, PaSS"):
+            function(8)  # kernels are loaded
+            with profiler(activities=[ProfilerActivity.CUDA]) as run:
+                function(TOKENS)
+                torch.cuda.synchronize()
+            kernels = by_time(run.key_averages(), TOKENS)
+            evidence.add_here("kernels", contender=name, kernels=kernels[:40])
+            for kernel in kernels[:15]:
+                print(
+                    f"{name}: {kernel['us']:8.1f} us  {kernel['launches']:6.1f} launches  {kernel['kernel'][:90]}",
+                    flush=True,
+                )
+
+
 def main() -> int:
     """Entry point of `python -m benchmarks.gpu.large_model`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="a JSON file for the result")
     parser.add_argument("--small", action="store_true", help="SmolLM2-135M's shape")
+    parser.add_argument("--kernels", action="store_true", help="a table of the kernels by time instead")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("benchmarks.gpu.large_model: torch sees no GPU", file=sys.stderr)
         return 1
+    if options.kernels:
+        with torch.inference_mode():
+            profile(SMALL if options.small else LARGE)
+        return 0
     result: dict[str, Any] = {**provenance(FILES[options.small].removesuffix(".json"), False, "cuda")}
     result["model"] = SMALL if options.small else LARGE
 

@@ -15,7 +15,8 @@ import pass_ext
 _VOCABULARY, _HEADS, _KV_HEADS, _HEAD_DIM = 128_256, 32, 8, 128
 
 
-def _accept(requests: int, **options: object) -> Callable[[], object]:
+def accept_call(requests: int, **options: object) -> Callable[[], object]:
+    """An accept step of four drafts that were drawn from their distributions."""
     drafts = 4
     generator = torch.Generator("cuda").manual_seed(0)
     target = torch.randn(requests, drafts + 1, _VOCABULARY, device="cuda", generator=generator).mul_(2.5)
@@ -42,7 +43,8 @@ def _accept(requests: int, **options: object) -> Callable[[], object]:
     )
 
 
-def _draft(rows: int) -> Callable[[], object]:
+def draft_call(rows: int) -> Callable[[], object]:
+    """Four tokens drawn from each row."""
     logits = torch.randn(rows, _VOCABULARY, device="cuda").mul_(2.5).bfloat16()
     return lambda: pass_ext.draft_sample(logits, 4, mode="coupled", temperature=0.8, seeds=1, positions=7)
 
@@ -58,11 +60,11 @@ def _attention(requests: int, prefix: int, nodes: int) -> Callable[[], object]:
 
 
 CASES: dict[str, Callable[[], Callable[[], object]]] = {
-    "accept-rejection-b1": lambda: _accept(1, rule="rejection"),
-    "accept-filters-b1": lambda: _accept(1, rule="rejection", top_k=50, top_p=0.9),
-    "accept-rejection-b64": lambda: _accept(64, rule="rejection"),
-    "draft-1-row": lambda: _draft(1),
-    "draft-256-rows": lambda: _draft(256),
+    "accept-rejection-b1": lambda: accept_call(1, rule="rejection"),
+    "accept-filters-b1": lambda: accept_call(1, rule="rejection", top_k=50, top_p=0.9),
+    "accept-rejection-b64": lambda: accept_call(64, rule="rejection"),
+    "draft-1-row": lambda: draft_call(1),
+    "draft-256-rows": lambda: draft_call(256),
     "attention-b1-1k-q4": lambda: _attention(1, 1024, 4),
     "attention-b1-32k-q16": lambda: _attention(1, 32768, 16),
     "attention-b64-8k-q4": lambda: _attention(64, 8192, 4),

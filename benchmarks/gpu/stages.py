@@ -18,6 +18,7 @@ from benchmarks import ROOT
 from benchmarks.gpu.outcomes import SECONDS, SOME_FAILED
 from benchmarks.gpu.profiled import CASES
 from benchmarks.gpu.runner import Stage
+from benchmarks.gpu.variants import TIMED, folder_of
 
 FAMILIES = tuple(
     sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu") if path.with_suffix(".cuh").exists())
@@ -33,10 +34,10 @@ _FINE = (0, 5)  # of pytest; 5: nothing was left to run
 _ENDED = (*_FINE, SOME_FAILED)
 _PYTHON = (sys.executable, "-u", "-m")
 _NCU = (
-    "ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "details",
+    "ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off", "--csv", "--page", "details",
     *(word for section in (
         "SpeedOfLight", "LaunchStats", "Occupancy", "SchedulerStats", "WarpStateStats", "InstructionStats",
-        "MemoryWorkloadAnalysis",
+        "MemoryWorkloadAnalysis", "SourceCounters",
     ) for word in ("--section", section)),
 )  # fmt: skip
 
@@ -111,6 +112,24 @@ def _bench(family: str, *more: str, seconds: float) -> Stage:
     return Stage(name, {family: [*command, "--seconds", str(int(seconds - 40))]}, seconds)
 
 
+def _by_variant(name: str, module: str, *arguments: str) -> list[str]:
+    """A command that imports a variant's library: Python looks in the working folder first, then in PYTHONPATH."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return ["env", f"--chdir={folder_of(name)}", f"PYTHONPATH={path}", *_PYTHON, module, *arguments]
+
+
+def _experiments() -> list[Stage]:
+    """Where the time of a step goes, and what a switch changes. verdict.py says at the end what they mean."""
+    timed = [*_PYTHON, "benchmarks.gpu.timed"]
+    jobs = {"ordinary": [*timed, "ordinary"], "overlap": ["env", "PASS_EXT_OVERLAP=1", *timed, "overlap"]}
+    jobs |= {name: _by_variant(name, "benchmarks.gpu.timed", name) for name in TIMED}
+    return [
+        Stage("stamps", {"stamps": _by_variant("stamps", "benchmarks.gpu.stamps")}, 60),
+        Stage("twice", {"twice": _by_variant("twice", "benchmarks.gpu.stamps")}, 60),
+        *(Stage(f"timed-{name}", {name: command}, 60) for name, command in jobs.items()),
+    ]
+
+
 def all_stages(architecture: str) -> list[Stage]:
     """Every stage. architecture: the compute capability of this GPU, such as "9.0"."""
     build = [sys.executable, "setup.py", "build_ext", "--inplace"]
@@ -127,6 +146,12 @@ def all_stages(architecture: str) -> list[Stage]:
             impossible="PASS_EXT_PREBUILT=1" if prebuilt else "",
         ),
         Stage(
+            "prebuilt",
+            {"library": [*_PYTHON, "benchmarks.gpu.prebuilt", architecture]},
+            60,
+            impossible="" if prebuilt else "built here",
+        ),
+        Stage(
             "smoke",
             {family: _pytest("tests/ops/every_op/test_smoke.py", "-k", f"of_{family}") for family in FAMILIES},
             90,
@@ -137,8 +162,16 @@ def all_stages(architecture: str) -> list[Stage]:
         ),
         _tests("tests", (*FAMILIES, "others"), 180),
         Stage("kernel_time", {"steps": [*_PYTHON, "benchmarks.kernel_time.on_gpu"]}, 120),
+        Stage(
+            "variants",
+            {"build": [*_PYTHON, "benchmarks.gpu.variants"]},
+            240,
+            impossible="PASS_EXT_PREBUILT=1" if prebuilt else "",
+        ),
+        *_experiments(),
         Stage("small_model", {"small": [*_PYTHON, "benchmarks.gpu.large_model", "--small"]}, 60),
         Stage("large_model", {"large": [*_PYTHON, "benchmarks.gpu.large_model"]}, 220),
+        Stage("kernels", {"large": [*_PYTHON, "benchmarks.gpu.large_model", "--kernels"]}, 100),
         _sanitizer("memcheck", "memcheck", FAMILIES, 120),
         _sanitizer("racecheck", "racecheck", RACECHECKED_FIRST, 120),
         _bench("attention", "--quick", seconds=60),

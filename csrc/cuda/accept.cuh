@@ -58,7 +58,18 @@ struct AcceptSource {
 
   PASS_EXT_DEVICE void finish(BlockRows<Scan::beforehand>& rows, const LogitRow& row,
                               const RowsWorkspace& workspace) const {
+#pragma unroll 1
+    for (int time = 0; time < kFinishes; ++time) {
+      if (time > 0) sync_block();
+      finish_once(rows, row, workspace, time > 0);
+    }
+  }
+
+ private:
+  PASS_EXT_DEVICE void finish_once(BlockRows<Scan::beforehand>& rows, const LogitRow& row,
+                                   const RowsWorkspace& workspace, bool again) const {
     const Distribution distribution = rows.describe(row, parameters_of_row(row.slot), needs_mass(row.slot));
+    stamp(workspace, again ? Phase::described_again : Phase::described);
     if (rows.is_leader()) workspace.distributions[row.slot] = distribution;
     if (distribution.status != 0) return;
     if (workspace.supports != nullptr && row.slot < problem.nodes) rows.keep_support(row.slot);
@@ -68,9 +79,9 @@ struct AcceptSource {
     if (!settings.races) return;
     const int32_t winner = rows.winner(row, distribution, settings.noise);
     if (rows.is_leader()) workspace.winners[row.slot] = winner;
+    stamp(workspace, again ? Phase::finished_again : Phase::finished);
   }
 
- private:
   // The last request that begins at or before a row's node. If cu_nodes is not ascending, the result is some request.
   PASS_EXT_DEVICE AcceptRequest request_of_row(int64_t slot) const {
     const int64_t packed = slot < problem.nodes ? slot : slot - problem.nodes;
@@ -154,7 +165,11 @@ PASS_EXT_DEVICE void walk_request(const AcceptProblem& problem, const RowsWorksp
 }
 
 // A whole step in one launch. It is for few rows: its blocks have the registers of a walk, so that fewer are resident.
-constexpr int kStepsPerMultiprocessor = 4;  // blocks
+// A switch of builds (benchmarks/gpu/variants.py): with fewer a walk has more registers.
+#ifndef PASS_EXT_STEPS_PER_MULTIPROCESSOR
+#define PASS_EXT_STEPS_PER_MULTIPROCESSOR 4
+#endif
+constexpr int kStepsPerMultiprocessor = PASS_EXT_STEPS_PER_MULTIPROCESSOR;  // blocks
 
 template <Route route>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, kStepsPerMultiprocessor)
@@ -162,8 +177,10 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, kStepsPerMultiprocessor)
   if (!scan_row(source, workspace)) return;
   int32_t* const finished = workspace.counters + workspace.rows;
   if (!block_comes_last(finished, static_cast<int32_t>(workspace.rows), &row_shared().block.is_last)) return;
+  stamp(workspace, Phase::last_of_step);
   const AcceptProblem& problem = source.problem;
   const bool divided = divides_rows(problem);
+  stamp(workspace, Phase::divided);
   if constexpr (route == Route::coupled) {  // a walk without jobs: a warp for each
     for (int64_t index = warp_index(); index < problem.requests; index += kScanWarps) {
       const AcceptRequest request = request_of(problem, index);
@@ -176,6 +193,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, kStepsPerMultiprocessor)
     for (int64_t index = 0; index < problem.requests; ++index)
       walk_request<route, Scan::beforehand>(problem, workspace, 0, index, divided);
   }
+  stamp(workspace, Phase::walked);
 }
 
 // `are_bounds_checked`: check_bounds_kernel has written workspace.divided.

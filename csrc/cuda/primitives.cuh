@@ -206,6 +206,19 @@ PASS_EXT_DEVICE void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
+#ifdef PASS_EXT_STAMPS
+// The clock of this multiprocessor, and the GPU's nanoseconds, which tick seldom: builds that stamp phases (rows.cuh).
+struct Stamp {
+  uint64_t cycles, nanoseconds;
+};
+PASS_EXT_DEVICE Stamp read_clocks() {
+  Stamp stamp;
+  asm volatile("mov.u64 %0, %%clock64;" : "=l"(stamp.cycles)::"memory");
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(stamp.nanoseconds)::"memory");
+  return stamp;
+}
+#endif
+
 // ---- arithmetic with an instruction of its own ----
 
 // The larger number; a number beats NaN.

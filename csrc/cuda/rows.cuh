@@ -47,7 +47,43 @@ struct RowsWorkspace {
   int64_t rows;
   int32_t groups;  // rounded up to a multiple of four, so that four of a row are read at once
   int32_t chunks_per_row, scan_blocks;
+#ifdef PASS_EXT_STAMPS
+  Stamp* stamps;  // [kStampedBlocks, Phase::count]
+#endif
 };
+
+// A block's way through a step of few rows (accept_step_kernel), in order. The clock is stamped at the end of each in
+// builds with PASS_EXT_STAMPS, and nothing happens in others. benchmarks/gpu/stamps.py reads them and has these names.
+enum class Phase {
+  begun,
+  scanned,
+  last_of_row,
+  described,
+  finished,
+  described_again,
+  finished_again,
+  last_of_step,
+  divided,
+  walked,
+  count
+};
+constexpr unsigned kStampedBlocks = 1024;
+
+PASS_EXT_DEVICE void stamp([[maybe_unused]] const RowsWorkspace& workspace, [[maybe_unused]] Phase phase) {
+#ifdef PASS_EXT_STAMPS
+  const unsigned block = block_index().y * grid_size().x + block_index().x;
+  if (thread_rank() == 0 && block < kStampedBlocks)
+    workspace.stamps[block * static_cast<unsigned>(Phase::count) + static_cast<unsigned>(phase)] = read_clocks();
+#endif
+}
+
+// A build with PASS_EXT_FINISH_TWICE finishes each row of an accept step once more: a second time that is much shorter
+// than the first means that the code had to be fetched.
+#ifdef PASS_EXT_FINISH_TWICE
+constexpr int kFinishes = 2;
+#else
+constexpr int kFinishes = 1;
+#endif
 
 // The sizes of a RowsWorkspace. All but that of `judges` are limited by what the GPU works on at once, not by the
 // number of requests.
@@ -604,6 +640,7 @@ class BlockRows {
 template <typename Source>
 PASS_EXT_DEVICE bool scan_row(const Source& source, const RowsWorkspace& workspace) {
   const int64_t slot = block_index().y;
+  stamp(workspace, Phase::begun);
   LogitRow row;
   // All blocks of a row return here or none: else its counter would not return to 0.
   if (!source.find(slot, row)) return block_index().x == 0;
@@ -618,8 +655,10 @@ PASS_EXT_DEVICE bool scan_row(const Source& source, const RowsWorkspace& workspa
       is_first = false;
       return settings;
     });
+  stamp(workspace, Phase::scanned);
   if (!block_comes_last(workspace.counters + slot, static_cast<int32_t>(grid_size().x), &row_shared().block.is_last))
     return false;
+  stamp(workspace, Phase::last_of_row);
   BlockRows<Scan::beforehand> rows(workspace, slot);
   const LogitRow finished = row;  // a copy that calls may point to: `row` stays in registers
   source.finish(rows, finished, workspace);

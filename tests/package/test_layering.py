@@ -29,7 +29,7 @@ CPP_INCLUDES = {
             "cuda/linear",  # a layer is made of its products
             "cuda/step.cuh",
             "cuda/recall_counts.cuh",
-            "cuda/recurrent_rows.cuh",
+            "cuda/recurrent_",
             "cuda/next_",
         ),
     ),

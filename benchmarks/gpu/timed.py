@@ -1,0 +1,44 @@
+"""Times the steps on which a switch may tell, by the library that is imported: `python -m benchmarks.gpu.timed NAME`.
+
+Microseconds of a call in a CUDA graph of 64, inputs in L2, as `warm` of benchmarks.kernel_time.on_gpu. NAME is what the
+evidence calls the build.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+
+
+def steps() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Name, call."""
+    from benchmarks.gpu.profiled import accept_call, draft_call
+    from benchmarks.kernel_time.inputs import layer_calls
+
+    yield "accept, coupled", accept_call(1, rule="coupled")
+    yield "accept, rejection", accept_call(1, rule="rejection")
+    yield "accept, rejection, filters", accept_call(1, rule="rejection", top_k=50, top_p=0.9)
+    yield "accept, rejection, 64 requests", accept_call(64, rule="rejection")
+    yield "draft, 1 row", draft_call(1)
+    for call in layer_calls():
+        yield f"{call.kind}, {call.name}", call.to("cuda").run
+
+
+def main() -> int:
+    """Entry point of `python -m benchmarks.gpu.timed`."""
+    import torch
+
+    from benchmarks.harness import evidence
+    from benchmarks.kernel_time.on_gpu import CALLS, graph_time
+
+    with torch.inference_mode():
+        for name, call in steps():
+            fact = {"build": sys.argv[1], "step": name, "us": round(1e6 * graph_time(call, [()], CALLS), 2)}
+            print(json.dumps(fact), flush=True)
+            evidence.add_here("timed", **fact)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

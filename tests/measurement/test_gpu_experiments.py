@@ -1,0 +1,214 @@
+"""The experiments of a GPU run, with stand-ins for its compiler, stamps, times and profile: builds with a switch, and the
+sentences at the end."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.paths import ROOT
+
+from benchmarks.gpu import large_model, prebuilt, stamps, variants, verdict
+
+
+def stamped(*cycles, nanoseconds=1000):
+    """The stamps of a block whose phases end after so many cycles; None: it does not have this phase."""
+    begun = 5000
+    ends = [(begun + end, 70_000 + nanoseconds * end // max(filter(None, cycles))) if end else (0, 0) for end in cycles]
+    return [(begun, 70_000), *ends]
+
+
+NOTHING = [(0, 0)] * len(stamps.PHASES)
+
+
+def test_phases_are_those_of_the_block_that_walked():
+    """2,000 cycles are 1 us: 500 of scanning are 0.25."""
+    other = stamped(400, 900, None, None, None, None, None, None, None)
+    walked = stamped(500, 700, 1500, None, None, None, 1600, 1610, 2000)
+    assert stamps.phases_of([*other, *walked, *NOTHING]) == pytest.approx(
+        {"scanned": 0.25, "last of row": 0.1, "described": 0.4, "last of step": 0.05, "divided": 0.005, "walked": 0.195}
+    )
+    for blocks in ([*other, *NOTHING], [*walked, *walked]):
+        with pytest.raises(ValueError, match=r"one block must have walked, [02] have"):
+            stamps.phases_of(blocks)
+
+
+def test_the_names_of_phases_are_those_of_the_kernel():
+    text = (ROOT / "csrc/cuda/rows.cuh").read_text()
+    names = text.partition("enum class Phase {")[2].partition("}")[0].replace("\n", " ").split(",")
+    assert [name.strip().replace("_", " ") for name in names] == [*stamps.PHASES, "count"]
+    assert f"kStampedBlocks = {stamps.BLOCKS};" in text
+    switches = " ".join(variants.VARIANTS.values()).replace("-D", "").split()
+    kernels = "".join(path.read_text() for path in (ROOT / "csrc/cuda").glob("*.cuh"))
+    assert all(switch.partition("=")[0] in kernels for switch in switches)
+
+
+def test_stamps_are_read_through_the_library():
+    def take(memory):
+        memory[0], memory[1], memory[2 * stamps.BLOCKS * len(stamps.PHASES) - 1] = 7, 8, 9
+        return 0
+
+    read = stamps.take(SimpleNamespace(pass_ext_take_stamps=take))
+    assert len(read) == stamps.BLOCKS * len(stamps.PHASES) and read[0] == (7, 8) and read[-1] == (0, 9)
+    with pytest.raises(RuntimeError, match="cannot be read"):
+        stamps.take(SimpleNamespace(pass_ext_take_stamps=lambda memory: 700))
+
+
+# ---- sentences ----
+
+
+def phases(first, second=None):
+    found = {"scanned": 3.0, "last of row": 1.0, "described": first, "last of step": 1.0, "walked": 4.0}
+    return found if second is None else found | {"described again": second}
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        (2.0, "a second time in 2.0 (40%): code had to be fetched: make it smaller."),
+        (3.5, "(70%): both code that had to be fetched and latency."),
+        (5.0, "(100%): latency of instructions: more lanes side by side, or clusters."),
+    ],
+)
+def test_a_second_finish_tells_cold_code_from_latency(second, words):
+    (said,) = verdict.sentences([{"kind": "stamps", "case": "coupled", "phases": phases(5.0, second)}])
+    assert said.startswith("accept, coupled: a row is finished in 5.0 us, ") and said.endswith(words)
+
+
+def test_what_a_run_means_is_said_at_its_end():
+    kernels = [
+        {"kernel": "void gemm::kernel<1>(float*)", "us": 60.0, "launches": 10},
+        {"kernel": "void pass_ext::gpu::attention_kernel<(int)4>(pass_ext::Problem)", "us": 30.0, "launches": 2},
+        {"kernel": "copy", "us": 10.0, "launches": 2},
+    ]
+    times = {"ordinary": 20.0, "steps-2": 18.0, "steps-3": 20.2, "overlap": 25.0}
+    facts = [
+        {"kind": "stage", "name": "stamps", "state": "passed"},
+        *({"kind": "timed", "build": build, "step": "accept", "us": us} for build, us in times.items()),
+        {"kind": "timed", "build": "overlap", "step": "layer", "us": 1.0},  # not timed with the ordinary library
+        {"kind": "stamps", "case": "coupled", "phases": phases(5.0)},
+        {"kind": "kernels", "contender": "PaSS", "kernels": kernels},
+    ]
+    assert verdict.sentences(facts) == [
+        "accept, coupled: 14.0 us in the block that walks; the longest until: described 5.0, walked 4.0, scanned 3.0.",
+        "PaSS: 100 us of kernels for a token, 30% in pass_ext's; most in kernel 60%, attention_kernel 30%, copy 10%.",
+        "steps-2: faster: accept 0.90 ×: take it.",
+        "steps-3: no step differs by more than 2%: leave the switch as it is.",
+        "overlap: slower: accept 1.25 ×: leave the switch as it is.",
+    ]
+    assert verdict.sentences(facts[2:3]) == [], "nothing to compare with"
+
+
+def test_kernels_are_sorted_by_their_time():
+    events = [
+        SimpleNamespace(key=key, self_device_time_total=us, count=8) for key, us in (("a", 4), ("b", 8), ("c", 0))
+    ]
+    assert large_model.by_time(events, 4) == [
+        {"kernel": "b", "us": 2.0, "launches": 2.0},
+        {"kernel": "a", "us": 1.0, "launches": 2.0},
+    ]
+
+
+# ---- builds ----
+
+
+@pytest.mark.parametrize(
+    ("loaded", "built", "words"),
+    [
+        (True, ("8.0", "9.0"), ""),
+        (True, ("9.0+PTX",), ""),
+        (True, ("8.0+PTX",), "only PTX for 9.0"),
+        (True, ("8.0", "10.0"), "must have machine code for 9.0, it has 8.0, 10.0"),
+        (False, (), "must be built and carried to pass_ext/_C_cuda.so: no such file"),
+    ],
+)
+def test_a_carried_library_that_does_not_fit_says_so(loaded, built, words):
+    found = prebuilt.trouble("9.0", loaded, "no such file", built)
+    assert words in found and bool(words) == bool(found)
+
+
+COMPILER = """#!/bin/sh
+# Appends its options to the output: compiler and linker of one library.
+while [ $# -gt 0 ]; do
+  case $1 in -o) out=$2; shift ;; *) words="$words $1" ;; esac; shift
+done
+echo "$words" > "$out"
+"""
+
+
+def test_a_variant_compiles_one_file_and_links_the_objects_of_the_ordinary_build(tmp_path):
+    from benchmarks import ROOT as REPOSITORY
+
+    sys.path.append(str(REPOSITORY / "csrc" / "build"))
+    from ninja_build import build_file
+
+    (tmp_path / "pass_ext" / "ops").mkdir(parents=True)
+    for name in ("__init__.py", "_C.so", "_C_cuda.so"):
+        (tmp_path / "pass_ext" / name).write_text(name)
+    cuda, compiler = tmp_path / "build" / "inplace" / "cuda", tmp_path / "nvcc"
+    cuda.mkdir(parents=True)
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    sources = ["csrc/cuda/accept.cu", "csrc/cuda/draft.cu"]
+    for source in sources:
+        (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / source).write_text("")
+    text = build_file(
+        tmp_path, f"touch $out.d; {compiler} -O3 -c $in -o $out", f"{compiler} -shared $in -o $out", sources,
+        tmp_path / "pass_ext" / "_C_cuda.so",
+    )  # fmt: skip
+    (cuda / "build.ninja").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        subprocess.run(["ninja", "-C", cuda], check=True, capture_output=True)
+        variants.build("twice", tmp_path)
+        (tmp_path / "pass_ext" / "later.py").write_text("")
+        variants.build("twice", tmp_path)
+    folder = variants.folder_of("twice", tmp_path)
+    compiled = (folder / "csrc/cuda/accept.cu.o").read_text()
+    assert compiled == f" -O3 -DPASS_EXT_STAMPS -DPASS_EXT_FINISH_TWICE -c {tmp_path}/csrc/cuda/accept.cu\n"
+    assert not (folder / "csrc/cuda/draft.cu.o").exists()
+    linked = (folder / "pass_ext" / "_C_cuda.so").read_text()
+    assert linked == f" -shared csrc/cuda/accept.cu.o {cuda}/csrc/cuda/draft.cu.o\n"
+    assert (tmp_path / "pass_ext" / "_C_cuda.so").read_text() != linked
+    links = {path.name for path in (folder / "pass_ext").iterdir() if path.is_symlink()}
+    assert links == {"__init__.py", "_C.so", "ops", "later.py"}
+    shutil.rmtree(cuda)
+    with pytest.raises(SystemExit, match="build first"):
+        variants.build("twice", tmp_path)
+
+
+def test_a_process_of_a_variant_imports_its_package(tmp_path):
+    """Python takes a module from the working folder before PYTHONPATH."""
+    from benchmarks.gpu import stages
+
+    folder = tmp_path / "stamps"
+    (folder / "pass_ext").mkdir(parents=True)
+    (folder / "pass_ext" / "__init__.py").write_text("")
+    (folder / "where.py").write_text("import pass_ext, benchmarks; print(pass_ext.__file__, benchmarks.__file__)")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "folder_of", lambda name: tmp_path / name)
+        command = stages._by_variant("stamps", "where")
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert said == [str(folder / "pass_ext/__init__.py"), str(ROOT / "benchmarks/__init__.py")]
+
+
+def test_nothing_is_built_beside_a_carried_library(monkeypatch):
+    from benchmarks.gpu.stages import all_stages
+
+    states = {}
+    for wish in ("0", "1"):
+        monkeypatch.setenv("PASS_EXT_PREBUILT", wish)
+        states[wish] = {stage.name: stage.impossible for stage in all_stages("9.0")}
+    assert [states["0"][name] for name in ("build", "prebuilt", "variants")] == ["", "built here", ""]
+    assert [states["1"][name] for name in ("build", "prebuilt", "variants")] == [
+        "PASS_EXT_PREBUILT=1",
+        "",
+        "PASS_EXT_PREBUILT=1",
+    ]
+    names = list(states["1"])
+    assert names.index("tests") < names.index("stamps") < names.index("twice") < names.index("timed-steps-2")
+    assert names.index("large_model") < names.index("kernels")
