@@ -31,7 +31,8 @@ STABLE_TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
       "softcap, "
       "int window, Tensor? sinks, int chunk) -> (Tensor out, Tensor lse)");
   library.def(
-      "attention_merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor? sinks) -> (Tensor out, Tensor lse)");
+      "attention_merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor? sinks) -> (Tensor out, Tensor "
+      "lse)");
 
   // cache. Without new rows the list is empty rather than optional: the dispatcher does not look into an optional list,
   // and a tensor on another device, or a negated view, would reach the kernel as it is.
