@@ -76,8 +76,7 @@ void attention_merge(const Arguments& given) {
   pass_ext::gpu::launch_merge(
       {given.at<void>("out_a"), given.at<void>("out_b"), given.at<float>("lse_a"), given.at<float>("lse_b"),
        given.at<void>("out"), given.at<float>("lse"), given("rows"), static_cast<int32_t>(given("head_dim")),
-       static_cast<pass_ext::FloatType>(given("type")), given.at<float>("sinks"),
-       static_cast<int32_t>(given("heads"))},
+       static_cast<pass_ext::FloatType>(given("type")), given.at<float>("sinks"), static_cast<int32_t>(given("heads"))},
       {});
 }
 
