@@ -65,7 +65,7 @@ struct MergeProblem {
   const void *out_a, *out_b;
   const float *lse_a, *lse_b;  // lse_b null: b saw nothing
   void* out;
-  float* lse;  // null: not wanted
+  float* lse;    // null: not wanted
   int64_t rows;  // rows times heads
   int32_t head_dim;
   FloatType type;

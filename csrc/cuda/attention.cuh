@@ -33,8 +33,8 @@ PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, const S
     const int32_t first = segment.first_key + tile * Shape::kKeys;
     if (all_see<Shape::kHasChunks>(problem, segment.request, first, Shape::kKeys)) continue;
     for (int row = static_cast<int>(thread_rank()); row < segment.rows; row += kAttentionThreads)
-      seen[row] = visible_keys<Shape::kHasChunks>(problem, segment.request, (segment.first_row + row) / problem.group,
-                                                  first);
+      seen[row] =
+          visible_keys<Shape::kHasChunks>(problem, segment.request, (segment.first_row + row) / problem.group, first);
     sync_block();
 #pragma unroll 1
     for (int column = static_cast<int>(thread_rank()); column < problem.head_dim; column += kAttentionThreads) {

@@ -68,7 +68,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kPlainWarps)
       const float shrink = exp2_approximate(highest - new_highest), weight = exp2_approximate(score - new_highest);
       highest = new_highest;
       total = fused(total, shrink, weight);  // the weights of this lane's keys
-      float step_sums[kColumns] = {};   // added once: thousands of equal terms would all round the same way
+      float step_sums[kColumns] = {};        // added once: thousands of equal terms would all round the same way
       for (unsigned keys = ballot(is_seen); keys != 0; keys &= keys - 1) {
         const int32_t i = first_set_bit(keys);
         const float p = shuffle(weight, i);

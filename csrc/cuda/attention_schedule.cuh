@@ -235,8 +235,8 @@ PASS_EXT_DEVICE void find_segment(const AttentionProblem& problem, ScheduleScrat
       before += scratch.sums[warp];
     }
     if (up_to - count <= step && step < up_to) {
-      scratch.segment = segment_at<Shape>(problem, request_of<Shape::kHasChunks>(problem, request), up_to - count, team,
-                                          step, most);
+      scratch.segment =
+          segment_at<Shape>(problem, request_of<Shape::kHasChunks>(problem, request), up_to - count, team, step, most);
       scratch.chunk = static_cast<int32_t>(chunk);
       scratch.before = chunk_begin;
     }

@@ -192,11 +192,11 @@ AttentionResult attention_tree(const Tensor& q, const Tensor& k_cache, const Ten
   AttentionProblem problem{};
   check_queries(op, q);  // before they are copied
   const Tensor flat_q = contiguous_of(op, "q", q);
-  const AttentionResult result = prepare_attention(op,
-                                                   {flat_q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes,
-                                                    k_new, v_new, block_table, depths, scale, softcap, window, sinks,
-                                                    chunk},
-                                                   problem);
+  const AttentionResult result =
+      prepare_attention(op,
+                        {flat_q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table,
+                         depths, scale, softcap, window, sinks, chunk},
+                        problem);
   run(problem, flat_q);
   return result;
 }

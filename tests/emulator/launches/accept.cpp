@@ -1,4 +1,5 @@
-// The kernels of csrc/cuda/accept.cuh, logprobs.cuh and support.cuh through their own launch functions, as accept.cu calls them.
+// The kernels of csrc/cuda/accept.cuh, logprobs.cuh and support.cuh through their own launch functions, as accept.cu
+// calls them.
 #include "cuda/accept.cuh"
 
 #include "cuda/logprobs.cuh"
