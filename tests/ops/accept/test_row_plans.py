@@ -143,7 +143,7 @@ def test_a_block_draws_the_noise_that_the_scan_has_not_drawn(vocabulary, draws, 
     expected = pass_ext.accept_chain(logits, tokens, temperature=temperature, seeds=seeds, positions=positions)
     assert expected.num_accepted.tolist() == [3, 1]
     sampling = (temperature, *[None] * (len(SAMPLING + accept.DRAFT_SAMPLING) - 1))
-    ours = accept.accept_chain(logits, tokens, 0, None, *sampling, None, None, seeds, positions, 0.09, 0.3, -1)[:4]
+    ours = accept.accept_chain(logits, tokens, 0, None, *sampling, None, None, seeds, positions, 0.09, 0.3, -1, 0)[:4]
     for ours_part, expected_part in zip(ours, expected, strict=True):
         assert torch.equal(ours_part, expected_part)
 
