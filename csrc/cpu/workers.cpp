@@ -10,13 +10,9 @@
 // A forked child has none of its parent's threads. OpenMP would wait for them without end, so all jobs of a child go to
 // a pool of its own.
 //
-// A job lies in a slot while it is open; free threads look there, first spinning, then asleep: where a quota limits a
-// container's processor time, spinning would take it from those that work. A thread counts itself in before it looks at
-// a slot's job, and the job's owner, having closed the slot, waits until the count is 0: so no thread touches a job
-// that has ended.
-//
-// A thread has a place, and begins with the share of that place in every job: so it reads the same weights in each
-// step, which its caches and its socket's memory hold.
+// In the pool a job lies in one of a few slots while it is open; free threads look there, first spinning, then asleep.
+// A thread counts itself in before it looks at a slot's job, and the job's owner, having closed the slot, waits until
+// the count is 0: so no thread touches a job that has ended.
 #include "cpu/workers.h"
 
 #include <pthread.h>
@@ -159,77 +155,7 @@ void leave_binding() {
 #endif
 }
 
-// What a pool and a crew share: slots for jobs, and threads that wait for them.
-template <int slots>
-class Team {
- protected:
-  Slot slots_[slots];
-
-  void open(Slot& slot, Job& job, int wanted) {
-    slot.job.store(&job);
-    call(wanted);
-  }
-
-  // Wakes so many threads, or all.
-  void call(int wanted) {
-    calls_.fetch_add(1);
-    if (asleep_.load() == 0) return;
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (wanted >= asleep_.load()) return work_came_.notify_all();
-    for (int i = 0; i < wanted; ++i) work_came_.notify_one();
-  }
-
-  // Waits until no thread is at the slot's job, at first without sleep.
-  void close(Slot& slot, std::chrono::microseconds awake) {
-    slot.job.store(nullptr);
-    const auto left = [&] { return slot.inside.load() == 0; };
-    if (spin(awake, left)) return;
-    // Asleep, this thread leaves its processor to the one that it waits for.
-    std::unique_lock<std::mutex> lock(mutex_);
-    worker_left_.wait(lock, left);
-  }
-
-  // A thread's life: takes part in jobs until over(), which is asked after every call.
-  template <typename Over>
-  void serve(int place, Over&& over) {
-    in_piece = true;  // jobs that pieces bring run alone
-    uint64_t seen = 0;
-    for (;;) {
-      const uint64_t calls = calls_.load();
-      if (over()) break;
-      for (Slot& slot : slots_)
-        if (slot.job.load(std::memory_order_relaxed) != nullptr) visit(slot, place);
-      const auto came = [&] { return calls_.load() != calls; };
-      if (seen != calls) {
-        seen = calls;
-        if (spin(kSpin, came)) continue;
-      }
-      std::unique_lock<std::mutex> lock(mutex_);
-      asleep_.fetch_add(1);
-      work_came_.wait(lock, came);
-      asleep_.fetch_sub(1);
-    }
-    in_piece = false;
-  }
-
- private:
-  std::atomic<uint64_t> calls_{1};
-  std::atomic<int> asleep_{0};
-  std::mutex mutex_;
-  Condition work_came_, worker_left_;
-
-  void visit(Slot& slot, int place) {
-    slot.inside.fetch_add(1);
-    Job* const job = slot.job.load();
-    if (job != nullptr && job->places.fetch_sub(1) > 0) job->work(place);
-    if (slot.inside.fetch_sub(1) == 1 && slot.job.load() == nullptr) {
-      std::lock_guard<std::mutex> lock(mutex_);  // the owner is asleep, or has not yet looked
-      worker_left_.notify_all();
-    }
-  }
-};
-
-class Pool : Team<kSlots> {
+class Pool {
  public:
   void run(const Pieces& pieces, int threads) {
     grow(threads - 1);
@@ -239,25 +165,22 @@ class Pool : Team<kSlots> {
     in_piece = true;
     job.work(0);
     in_piece = false;
-    if (slot != nullptr) {
-      close(*slot, kSpinForLastPieces);
-      slot->taken.store(false);
-    }
+    if (slot != nullptr) close(*slot);
     if (job.error) std::rethrow_exception(job.error);
   }
 
  private:
-  std::atomic<int> workers_{0};
-  std::mutex growing_;
+  Slot slots_[kSlots];
+  std::atomic<uint64_t> opened_{0};  // jobs so far
+  std::atomic<int> asleep_{0}, workers_{0};
+  std::mutex mutex_;
+  Condition work_came_, worker_left_;
 
   void grow(int workers) {
     if (workers_.load(std::memory_order_relaxed) >= workers) return;
-    std::lock_guard<std::mutex> lock(growing_);
+    std::lock_guard<std::mutex> lock(mutex_);
     for (int count = workers_.load(); count < std::min(workers, kMostWorkers); ++count) {
-      std::thread([this, place = count + 1] {
-        leave_binding();
-        serve(place, [] { return false; });
-      }).detach();
+      std::thread([this] { serve(); }).detach();
       workers_.store(count + 1);
     }
   }
@@ -266,6 +189,60 @@ class Pool : Team<kSlots> {
     for (Slot& slot : slots_)
       if (!slot.taken.load(std::memory_order_relaxed) && !slot.taken.exchange(true)) return &slot;
     return nullptr;
+  }
+
+  void open(Slot& slot, Job& job, int wanted) {
+    slot.job.store(&job);
+    opened_.fetch_add(1);
+    if (asleep_.load() == 0) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (wanted >= asleep_.load()) return work_came_.notify_all();
+    for (int i = 0; i < wanted; ++i) work_came_.notify_one();
+  }
+
+  void close(Slot& slot) {
+    slot.job.store(nullptr);
+    const auto left = [&] { return slot.inside.load() == 0; };
+    if (!spin(kSpinForLastPieces, left)) {
+      // Asleep, this thread leaves its processor to the one that it waits for.
+      std::unique_lock<std::mutex> lock(mutex_);
+      worker_left_.wait(lock, left);
+    }
+    slot.taken.store(false);
+  }
+
+  // A worker's life.
+  void serve() {
+    leave_binding();
+    in_piece = true;  // jobs that pieces bring run alone
+    uint64_t seen = 0;
+    for (;;) {
+      const uint64_t opened = opened_.load();
+      for (Slot& slot : slots_)
+        if (slot.job.load(std::memory_order_relaxed) != nullptr) visit(slot);
+      const auto came = [&] { return opened_.load() != opened; };
+      if (seen != opened) {
+        seen = opened;
+        if (spin(kSpin, came)) continue;
+      }
+      std::unique_lock<std::mutex> lock(mutex_);
+      asleep_.fetch_add(1);
+      work_came_.wait(lock, came);
+      asleep_.fetch_sub(1);
+    }
+  }
+
+  void visit(Slot& slot) {
+    slot.inside.fetch_add(1);
+    Job* const job = slot.job.load();
+    if (job != nullptr) {
+      const int place = job->places.fetch_sub(1);
+      if (place > 0) job->work(place);
+    }
+    if (slot.inside.fetch_sub(1) == 1 && slot.job.load() == nullptr) {
+      std::lock_guard<std::mutex> lock(mutex_);  // the owner is asleep, or has not yet looked
+      worker_left_.notify_all();
+    }
   }
 };
 
@@ -350,35 +327,54 @@ void run_on_torch_threads(const Pieces& pieces, int threads) {
 }
 
 // torch's threads for the time of one call, which brings its jobs one after the other.
-class Crew : Team<1> {
+class Crew {
  public:
   explicit Crew(int threads) : threads_(threads) {}
 
   void run(const Pieces& pieces) {
     Job job(pieces, static_cast<int>(std::min<int64_t>(threads_, pieces.count)));
-    open(slots_[0], job, threads_ - 1);
+    slot_.job.store(&job);
     in_piece = true;
     job.work(0);
     in_piece = false;
-    const auto alone = Avoidance::Clock::now();
-    close(slots_[0], kLongWait);
-    longest_wait_ = std::max(longest_wait_, Avoidance::Clock::now() - alone);
+    slot_.job.store(nullptr);
+    const auto left = [&] { return slot_.inside.load() == 0; };
+    if (!spin(kSpinForLastPieces, left)) {
+      const Loss loss;
+      while (!left()) std::this_thread::yield();
+      longest_wait_ = std::max(longest_wait_, loss.so_far());
+    }
     if (job.error) std::rethrow_exception(job.error);
   }
 
   // A waiting thread's part.
-  void serve(int place) {
-    Team::serve(place, [&] { return over_.load(); });
+  void serve() {
+    in_piece = true;
+    while (!over_.load(std::memory_order_acquire)) {
+      const auto came = [&] {
+        return slot_.job.load(std::memory_order_relaxed) != nullptr || over_.load(std::memory_order_relaxed);
+      };
+      if (!spin(kSpin, came)) {
+        std::this_thread::yield();
+        continue;
+      }
+      slot_.inside.fetch_add(1);
+      Job* const job = slot_.job.load();
+      if (job != nullptr) {
+        const int place = job->places.fetch_sub(1);
+        if (place > 0) job->work(place);
+      }
+      slot_.inside.fetch_sub(1);
+    }
+    in_piece = false;
   }
 
-  void end() {
-    over_.store(true);
-    call(threads_);
-  }
+  void end() { over_.store(true, std::memory_order_release); }
   Avoidance::Clock::duration longest_wait() const { return longest_wait_; }
 
  private:
   const int threads_;
+  Slot slot_;
   std::atomic<bool> over_{false};
   Avoidance::Clock::duration longest_wait_{};
 };
@@ -413,7 +409,7 @@ void stand_by(void (*run)(void* function), void* function) {
   Avoidance::Clock::time_point ended{};
   Avoidance::Clock::duration lost{};
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    if (begin != 0) return members.serve(static_cast<int>(begin));
+    if (begin != 0) return members.serve();
     crew = end < threads ? &members : nullptr;  // else no other thread came
     try {
       run(function);
