@@ -138,7 +138,7 @@ def test_padding_on_any_side(llama, side):
 
 def test_prompts_longer_than_a_call(llama):
     """A call has at most 1,024 rows, and a piece of many rows a call of its own: prompts of 1,500, 1,024, 1,000 and 3 tokens
-    take five."""
+    take five, and six where slots leave room for less."""
     longest = 1500
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, VOCABULARY, (4, longest), generator=generator)
@@ -147,7 +147,7 @@ def test_prompts_longer_than_a_call(llama):
     for name in ("plain", "one pass"):
         got = generate(llama, ids, methods_for(llama)[name], max_new_tokens=6, attention_mask=mask, eos_token_id=[])
         assert torch.equal(got.sequences, want), name
-        assert got.stats.model_calls <= 5 + 5
+        assert got.stats.model_calls <= 6 + 5
 
 
 def test_an_end_inside_an_accepted_block(llama, monkeypatch):
