@@ -119,9 +119,8 @@ def bits(result: dict[str, Any]) -> str:
     rows = [[name, str(one["compared"]), str(one["differ"])] for name, one in result["compared"].items()]
     words = (
         "What is computed beside a row must not change it. Texts are 64 tokens of SmolLM2-135M-Instruct in bfloat16, greedy or "
-        "by rule coupled at temperature 0.8. Here a call with more than 192 rows of prompts is PyTorch's product, "
-        "whose bits depend on their number ([exactness](guide/pass.md#exactness)): a text in such a batch may part from that "
-        "written alone."
+        "by rule coupled at temperature 0.8. Batches have their prompts read by our products if no prompt has many rows, else "
+        "in a call of its own ([exactness](guide/pass.md#exactness))."
     )
     below = f"Instruction sets: {', '.join(result['isas'])}. {measured('bits', result)}"
     missing = (
