@@ -37,11 +37,6 @@ OTHERS = (
         "largest error at most twice that of PyTorch in the same type",
         f"{GITHUB}/Dao-AILab/flash-attention/blob/main/tests/test_flash_attn.py",
     ),
-    (
-        "FlashInfer",
-        "attention within 1e-3 of a reference; frequencies of samples",
-        f"{GITHUB}/flashinfer-ai/flashinfer/tree/main/tests",
-    ),
     ("vLLM", "acceptance length within 2 % on 80 prompts", f"{GITHUB}/vllm-project/vllm/pull/32030"),
     ("vLLM", "χ² of the rejection sampler", f"{GITHUB}/vllm-project/vllm/pull/38496"),
     (
