@@ -64,9 +64,7 @@ def _read(path: str) -> dict[str, Any]:
     except ImportError as error:
         needed = "Python 3.11" if file.suffix == ".toml" else "pyyaml: pip install pyyaml"
         raise SystemExit(f"--config {path}: {file.suffix} needs {needed}") from error
-    except (
-        Exception
-    ) as error:  # yaml.YAMLError, of a package that may be missing, is neither an OSError nor a ValueError
+    except Exception as error:  # yaml's own is neither an OSError nor a ValueError, and its package may be missing
         raise SystemExit(f"--config {path} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise SystemExit(f"--config {path} must hold options and their values, got {type(found).__name__}")

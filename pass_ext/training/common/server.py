@@ -45,10 +45,13 @@ class TextServer:
         """A continuation of each prompt, at most ``new_tokens``, in their order."""
         seeds = torch.randint(1 << 31, (len(prompts),), generator=generator).tolist()
         wanted = [
-            {
-                **{"model": self.model, "prompt": list(prompt), "max_tokens": new_tokens},
-                **{"temperature": temperature, "seed": seed},
-            }
+            dict(
+                model=self.model,
+                prompt=list(prompt),
+                max_tokens=new_tokens,
+                temperature=temperature,
+                seed=seed,
+            )
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         with ThreadPoolExecutor(self._concurrency) as pool:

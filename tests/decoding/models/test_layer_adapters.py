@@ -2,7 +2,7 @@
 sessions, the fused layers beside them, and models that take none.
 """
 
-import copy
+from copy import deepcopy
 
 import pytest
 import torch
@@ -176,7 +176,7 @@ def test_fused_layers_take_adapters_in_calls_with_slots(llama, fused, monkeypatc
     hooked, add = [], CallSlots.adapt_
     monkeypatch.setattr(CallSlots, "adapt_", lambda self, place, *rest: hooked.append(place) or add(self, place, *rest))
     monkeypatch.setattr(parts, "_stack_of", lambda *_: None)  # as on a GPU
-    llama = copy.deepcopy(llama)  # how the model itself is run is known already
+    llama = deepcopy(llama)  # how the model itself is run is known already
     plain = generate(llama, IDS, Plain(), **OPTIONS)
     assert fused and not any(fused)
     fused.clear()
