@@ -169,6 +169,7 @@ def all_stages(architecture: str) -> list[Stage]:
             impossible="PASS_EXT_PREBUILT=1" if prebuilt else "",
         ),
         *_experiments(),
+        Stage("texts", {"texts": [*_PYTHON, "benchmarks.gpu.texts"]}, 120),
         Stage("small_model", {"small": [*_PYTHON, "benchmarks.gpu.large_model", "--small"]}, 60),
         Stage("large_model", {"large": [*_PYTHON, "benchmarks.gpu.large_model"]}, 220),
         Stage("kernels", {"large": [*_PYTHON, "benchmarks.gpu.large_model", "--kernels"]}, 100),
