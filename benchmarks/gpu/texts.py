@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -114,9 +115,12 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, help=f"default: {PROMPTS} on a GPU, 2 on a CPU")
     options = parser.parse_args()
     count = options.prompts if options.prompts is not None else PROMPTS if options.device == "cuda" else 2
-    result = {**provenance("texts", False, options.device), "models": {}, "bits": []}
+    result = {**provenance("texts", False, options.device), "models": {}, "without graphs": [], "bits": []}
     for name in options.families:
-        result["models"][name] = _tried(lambda name=name: of_family(name, options.device))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            result["models"][name] = _tried(lambda name=name: of_family(name, options.device))
+        result["without graphs"] += [name] * any("cannot be a CUDA graph" in str(warning.message) for warning in warned)
         print(json.dumps({name: result["models"][name]}), flush=True)
         evidence.add_here("bench", file=FILE, result=result)
     if count:
