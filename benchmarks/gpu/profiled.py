@@ -79,6 +79,8 @@ CASES: dict[str, Callable[[], Callable[[], object]]] = {
     "draft-1-row": lambda: step("draft_sample", "1 row, coupled"),
     "accept-rejection-b64-flat": lambda: flat_accept(64, rule="rejection"),
     "draft-256-rows-flat": lambda: flat_draft(256),
+    "layer-after-8-rows": lambda: step("layer", "after attention, 8 rows"),
+    "attention-b1-256-q1": lambda: _attention(1, 256, 1),
     "attention-b1-1k-q4": lambda: _attention(1, 1024, 4),
     "attention-b1-32k-q16": lambda: _attention(1, 32768, 16),
     "attention-b64-8k-q4": lambda: _attention(64, 8192, 4),

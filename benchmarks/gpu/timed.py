@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 def steps() -> Iterator[tuple[str, Callable[[], object]]]:
     """Name, call."""
     from benchmarks.gpu.profiled import ACCEPT, flat_accept, flat_draft, step
-    from benchmarks.kernel_time.inputs import draft_calls, layer_calls
+    from benchmarks.kernel_time.inputs import attention_calls, draft_calls, layer_calls
 
     for name, long in ACCEPT.items():
         yield f"accept, {name}", step("accept", long)
     yield "accept, rejection, 64 flat requests", flat_accept(64, rule="rejection")
     yield "draft, 1 flat row", flat_draft(1)
-    for call in (*draft_calls(), *layer_calls()):
+    for call in (*draft_calls(), *attention_calls(), *layer_calls()):
         yield f"{call.kind}, {call.name}", call.to("cuda").run
 
 

@@ -44,6 +44,7 @@ PASS_EXT_DEVICE float sum_of_partial_sums(const float (&partial)[kNumbers]) {
 
 template <typename T, bool wide, NormForm form>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kStepThreads, 9) norm_kernel(StepNorm<T> problem) {
+  begin_kernel();
   const int64_t row = block_index().x, dim = problem.dim, first = int64_t{kNumbers} * thread_rank();
   const T* x = problem.x[row];
   float partial[kNumbers] = {};
@@ -107,6 +108,7 @@ PASS_EXT_HOST_DEVICE int64_t units_of_head(const StepRotary<T, S>& problem) {
 
 template <typename T, typename S, bool wide>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kStepThreads) rotary_kernel(StepRotary<T, S> problem) {
+  begin_kernel();
   constexpr bool in_fp32 = sizeof(S) == sizeof(float);
   const int64_t units = units_of_head(problem), heads = problem.q.heads + problem.k.heads;
   const int64_t index = int64_t{block_index().x} * kStepThreads + thread_rank();
@@ -164,6 +166,7 @@ void launch_step(const StepRotary<T, S>& problem, Stream stream) {
 
 template <typename T, bool wide, Activation activation>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kStepThreads) gate_kernel(StepGate<T> problem) {
+  begin_kernel();
   const int64_t units = (problem.dim + kNumbers - 1) / kNumbers;
   const int64_t index = int64_t{block_index().x} * kStepThreads + thread_rank();
   if (index >= problem.rows * units) return;
