@@ -119,6 +119,25 @@ def test_a_step_leaves_no_adapters_at_the_model():
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
+@pytest.mark.parametrize("kind", ["kl", "total-variation", "cross-entropy"])
+def test_a_step_stays_on_the_models_device_and_reads_nothing_of_it(kind, monkeypatch):
+    """On the meta device, where tensors of another device are an error and numbers cannot be read: so no host waits for its
+    GPU, but for the different teachers of a chunk."""
+    model = tiny_llama()
+    embedding, window = slots_for(model, adapters=1), windows_of(counting(9, 24)).at(0)
+    counts = []
+
+    def unique(teacher, return_inverse):
+        counts.append(len(teacher))
+        return teacher, torch.arange(len(teacher), device=teacher.device)
+
+    monkeypatch.setattr(torch.Tensor, "unique", unique)
+    loss = step_loss(model.to("meta"), embedding.to("meta"), window, WEIGHTS, kind, 0.6)
+    loss.backward()
+    assert loss.is_meta and all(parameter.grad.is_meta for parameter in embedding.parameters())
+    assert counts == ([] if kind == "cross-entropy" else [36]), "one chunk"
+
+
 def test_a_curriculum_begins_with_the_first_slots():
     settings = dataclasses.replace(SETTINGS, curriculum=9)
     assert [settings.slots_at(step, 3) for step in range(11)] == [1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 3]

@@ -101,7 +101,13 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--own-chats", type=int, least=0, default=0, metavar="N", help="chats of which the model writes both sides")
     add("--sample-tokens", type=int, least=1, default=208, help="tokens sampled after a prompt at most")
-    add("--sample-batch", type=int, least=1, default=BATCH, help="texts that the model writes at a time; a GPU takes hundreds")
+    add(
+        "--sample-batch",
+        type=int,
+        least=1,
+        default=BATCH,
+        help="texts that the model writes at a time; a GPU takes hundreds",
+    )
     add(
         "--sample-temperatures",
         type=float,

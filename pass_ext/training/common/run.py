@@ -14,6 +14,7 @@ import hashlib
 import json
 import random
 import shlex
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from pass_ext.training.common.options import check_packages, read_texts
 from pass_ext.training.common.own_texts import Batch, Sample, collect, plan_batches
 from pass_ext.training.common.ranks import Ranks, local_device
 from pass_ext.training.common.server import TextServer
-from pass_ext.training.common.steps import watched
+from pass_ext.training.common.steps import Phase
 
 _HELD_OUT = "held out"
 _MOST_DRAWS = 1000  # for one text; pieces that are too short are rare where there is anything to learn
@@ -141,9 +142,13 @@ class Run:
                 written = collect(
                     self.model, self.tokenizer, batches, file, **settings, replaces=replaces, server=server
                 )
-                for batch in watched(self.console, f"sampling, batches of {name}", written, len(batches)):
-                    for sample in batch:
-                        samples.setdefault(tuple(sample.ids), sample)
+                started, tokens = time.monotonic(), 0
+                with Phase(self.console, f"sampling, batches of {name}", len(batches)) as phase:
+                    for batch in written:
+                        tokens += _written(batch)
+                        phase.advance(1, f"{tokens / (time.monotonic() - started):,.0f} tokens/s")
+                        for sample in batch:
+                            samples.setdefault(tuple(sample.ids), sample)
         return list(samples.values())
 
 

@@ -261,6 +261,12 @@ class Phase:
         if self._bar is not None:
             self._bar.stop()
 
+    def expect(self, total: int) -> None:
+        """Changes where the part ends."""
+        self._total = total
+        if self._bar is not None:
+            self._bar.update(self._task, total=total)
+
     def advance(self, count: int, shown: str = "", *, is_worth_a_line: bool = False) -> None:
         """Shows that so much more is done, with a text after it."""
         self._done += count
@@ -347,6 +353,7 @@ def take_steps(
                 log(held_out_score=score)
                 shown += f", held out {score:.3f}"
                 end = "PATIENCE" if _is_stale(trainer, held_out) else ""
+            phase.expect(max(trainer.step, round(trainer.expected_steps(trainer.step))))
             phase.advance(1, shown, is_worth_a_line=is_saved)
             if is_saved:
                 save()

@@ -63,11 +63,12 @@ def _shifted(offset: Tensor) -> Callable[..., Any]:
 
 def _added(down: Tensor, up: Tensor, scale: float, ids: Tensor) -> Callable[..., Tensor]:
     def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        x, rows = inputs[0].flatten(0, -2), output.flatten(0, -2)
         if len(down) > 1:
             return adapter_rows(output, inputs[0], ids, down, up, scale)
-        # All rows are slots. adapter_rows would look, which makes a host wait for its GPU.
-        return torch.addmm(rows, x @ down[0].T.to(x.dtype), up[0].to(x.dtype), alpha=scale).view(output.shape)
+        # All rows are slots. adapter_rows would look, and a host would wait for its GPU.
+        x, rows = inputs[0].flatten(0, -2), output.flatten(0, -2)
+        narrow = x @ down.flatten(0, 1).T.to(x.dtype)
+        return torch.addmm(rows, narrow, up.flatten(0, 1).to(x.dtype), alpha=scale).view(output.shape)
 
     return hook
 
