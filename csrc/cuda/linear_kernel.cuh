@@ -5,7 +5,8 @@
 //
 // A block computes 16 outputs of up to 16 rows (in fp32: 8) and reads their weights once. Its warps share the numbers
 // along `in`, 32 of them at a time; a thread reads eight neighbours of two outputs. The sum of an output has one order,
-// whatever the other rows and outputs are. A launch behind another of its op reads its weights before that one has ended.
+// whatever the other rows and outputs are. A launch behind another of its op reads its weights before that one has
+// ended.
 #pragma once
 
 #include <cstdint>
