@@ -17,7 +17,6 @@ from support.training_models import (
     windows_of,
 )
 
-from pass_ext.ops.adapter import adapter_rows
 from pass_ext.training.common.frozen_model import check_head, text_rows
 from pass_ext.training.common.loss import distillation_loss
 from pass_ext.training.common.steps import rate_at
@@ -113,19 +112,30 @@ def test_a_trainers_loss_has_the_temperature_of_its_settings(kind):
     assert abs(blunt - sharp) > 0.01
 
 
-def test_base_rows_have_no_adapters(monkeypatch):
-    """The texts' own rows, which teach, are read before any hook is there; the model has none afterwards."""
+def test_a_step_leaves_no_adapters_at_the_model():
+    """That the texts' own rows, which teach, have none shows in the dense loss."""
     model = tiny_llama()
-    window = windows_of(counting(9, 24)).at(0)
-    seen = []
-    monkeypatch.setattr(
-        "pass_ext.training.lookahead.adapters.adapter_rows",
-        lambda out, x, ids, *rest: seen.append(tuple(out.shape[:2])) or adapter_rows(out, x, ids, *rest),
-    )
-    step_loss(model, slots_for(model, adapters=1), window, WEIGHTS)
-    batch, anchors = window.anchors.shape
-    assert set(seen) == {(batch, anchors * 3)} and len(seen) == 7 * model.config.num_hidden_layers
-    assert not any(part._forward_hooks for part in model.modules())
+    step_loss(model, slots_for(model, adapters=1), windows_of(counting(9, 24)).at(0), WEIGHTS)
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+@pytest.mark.parametrize("kind", ["kl", "total-variation", "cross-entropy"])
+def test_a_step_stays_on_the_models_device_and_reads_nothing_of_it(kind, monkeypatch):
+    """On the meta device, where tensors of another device are an error and numbers cannot be read: so no host waits for its
+    GPU, but for the different teachers of a chunk."""
+    model = tiny_llama()
+    embedding, window = slots_for(model, adapters=1), windows_of(counting(9, 24)).at(0)
+    counts = []
+
+    def unique(teacher, return_inverse):
+        counts.append(len(teacher))
+        return teacher, torch.arange(len(teacher), device=teacher.device)
+
+    monkeypatch.setattr(torch.Tensor, "unique", unique)
+    loss = step_loss(model.to("meta"), embedding.to("meta"), window, WEIGHTS, kind, 0.6)
+    loss.backward()
+    assert loss.is_meta and all(parameter.grad.is_meta for parameter in embedding.parameters())
+    assert counts == ([] if kind == "cross-entropy" else [36]), "one chunk"
 
 
 def test_a_curriculum_begins_with_the_first_slots():

@@ -20,7 +20,7 @@ from pass_ext.decoding.models.packed import Adapted, NewRows
 from pass_ext.decoding.models.slots import PlacedSlots
 from pass_ext.decoding.models.step_states import StatePlace, StepStates, Update
 from pass_ext.decoding.session.recording import Called, RecordedCalls
-from pass_ext.decoding.session.step_attention import StepAttention, padded
+from pass_ext.decoding.session.step_attention import StepAttention, is_front, padded
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.attention import padded_widths
 from pass_ext.ops.cache import cache_commit_
@@ -242,7 +242,7 @@ class Session:
         caches, dims = self.caches, self.head_dims
         self.caches, self.head_dims, self._stack = [], [], None
         for (keys, values), sizes in zip(caches, dims, strict=True):
-            self.add_layer(keys[0, :0], values[0, :0], sizes)
+            self.add_layer(keys[0, :0], None if is_front(values, keys) else values[0, :0], sizes)
             for cache, full in zip(self.caches[-1], (keys, values), strict=True):
                 cache[:, :width] = full[:, :width]
 
@@ -318,6 +318,7 @@ class Session:
             raise ValueError(f"past must be of each layer, {len(self.caches) or '1 or more'}, got {len(past)}")
         self._hold(min(length, self.room))
         for layer, given in enumerate(past):
+            is_shared = is_front(given[1], given[0])
             pair = given if samples == 1 else [x.repeat_interleave(samples, 0) for x in given]
             for x in pair:
                 if x.dim() != 4 or x.shape[0] != self.requests or x.shape[1] < length:
@@ -328,9 +329,10 @@ class Session:
             widths = padded_widths(pair[0].shape[-1], pair[1].shape[-1], self.device)
             rows = [padded(x[:, :length], width) for x, width in zip(pair, widths, strict=True)]
             if first:
-                self.add_layer(rows[0][0], rows[1][0], (pair[0].shape[-1], pair[1].shape[-1]))
+                dims = pair[0].shape[-1], pair[1].shape[-1]
+                self.add_layer(rows[0][0], None if is_shared else rows[1][0], dims)
             self.check_rows(layer, *(x[0] for x in rows))
-            for cache, x in zip(self.caches[layer], rows, strict=True):
+            for cache, x in zip(self._parts(layer), rows, strict=False):
                 cache[:, :length] = x
         if states:
             self._fill_states(states[0], samples, first=first)
@@ -355,12 +357,23 @@ class Session:
         """Keys and values of layer 0, of layer 1 …: ``[2 * layers, B, room, KV heads, D]`` if they are alike, else a list."""
         if self._stack is not None and len(self._stack) == 2 * len(self.caches):
             return self._stack
-        return [cache for layer in self.caches for cache in layer]
+        return [cache for layer in range(len(self.caches)) for cache in self._parts(layer)]
 
-    def add_layer(self, keys: Tensor, values: Tensor, dims: tuple[int, int]) -> None:
-        """Allocates the caches of a layer for rows like these, ``[N, KV heads, padded D]``."""
+    def _parts(self, layer: int) -> tuple[Tensor, ...]:
+        """The caches of a layer: of keys, and of values unless these are the keys' first numbers."""
+        keys, values = self.caches[layer]
+        return (keys,) if is_front(values, keys) else (keys, values)
+
+    def add_layer(self, keys: Tensor, values: Tensor | None, dims: tuple[int, int]) -> None:
+        """Allocates the caches of a layer for rows like these, ``[N, KV heads, padded D]``. values: None if they are the first
+        numbers of the keys."""
         layer, shape = len(self.caches), (self.requests, self._positions, *keys.shape[1:])
         self.head_dims.append(dims)
+        if values is None:
+            self._stack = None
+            new_keys = keys.new_empty(shape, device=self.device)
+            self.caches.append((new_keys, new_keys[..., : padded_widths(*dims, self.device)[1]]))
+            return
         is_alike = keys.shape == values.shape and keys.dtype == values.dtype
         if layer == 0 and is_alike and self.model.layers is not None:
             self._stack = keys.new_empty(2 * self.model.layers, *shape, device=self.device)

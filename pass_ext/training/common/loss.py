@@ -17,8 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 64
+_CPU_ROWS, _GPU_BYTES = (
+    64,
+    1 << 30,
+)  # of a chunk's logits: in a processor's cache; enough for a GPU, which has several copies
 DIVERGENCES = ("kl", "total-variation")
+
+
+def chunk_rows(table: Tensor) -> int:
+    """How many rows of logits exist at a time, for an output table ``[V, d]``."""
+    return _CPU_ROWS if table.device.type == "cpu" else max(_CPU_ROWS, _GPU_BYTES // (4 * len(table)))
 
 
 def distillation_loss(
@@ -30,7 +38,7 @@ def distillation_loss(
     teacher: Tensor | None = None,
     labels: Tensor | None = None,
     bias: Tensor | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     divergence: str = "kl",
     temperature: float = 1.0,
 ) -> Tensor:
@@ -38,7 +46,9 @@ def distillation_loss(
 
     With ``labels`` [R] the loss is cross-entropy. Else it is the divergence from the distribution of ``teacher[r]``, an index
     [R] into ``teacher_rows`` [U, d], whose logits are ``teacher_rows @ tables[0]^T + bias``: "kl" or "total-variation".
+    chunk: rows of logits at a time; None: as the device has room.
     """
+    chunk = chunk or chunk_rows(tables[0])
     if divergence not in DIVERGENCES:
         raise ValueError(f"divergence must be one of {', '.join(DIVERGENCES)}, got {divergence!r}")
     if temperature != 1:  # here, where a row is d numbers, not V
@@ -57,30 +67,33 @@ class _Chunked(torch.autograd.Function):
         order = torch.arange(len(weights), device=weights.device) if teacher is None else teacher.argsort(stable=True)
         for picked in order.split(chunk):
             logits = _logits([part[picked] for part in rows], tables, bias)
-            log_probabilities = torch.log_softmax(logits, dim=-1)
             if labels is not None:
                 goal = labels[picked, None]
+                log_probabilities = logits.log_softmax(-1, dtype=torch.float32)
                 total += -(weights[picked] * log_probabilities.gather(1, goal)[:, 0]).sum()
                 slope = log_probabilities.exp_()
                 slope.scatter_add_(1, goal, slope.new_full(goal.shape, -1.0))
             else:
                 used, inverse = teacher[picked].unique(return_inverse=True)
-                teacher_logs = torch.log_softmax(_logits([teacher_rows[used]], tables[:1], bias), dim=-1)
-                probability = teacher_logs.exp()
-                target = probability[inverse]
+                teacher_logits = _logits([teacher_rows[used]], tables[:1], bias)
                 if divergence == "kl":
+                    log_probabilities = logits.log_softmax(-1, dtype=torch.float32)
+                    teacher_logs = teacher_logits.log_softmax(-1, dtype=torch.float32)
+                    probability = teacher_logs.exp()
+                    target = probability[inverse]
                     entropy = torch.linalg.vecdot(probability, teacher_logs)[inverse]
                     total += (weights[picked] * (entropy - torch.linalg.vecdot(target, log_probabilities))).sum()
                     slope = log_probabilities.exp_().sub_(target)
                 else:
-                    slope = log_probabilities.exp_()
-                    less = slope < target
-                    total += (weights[picked] * (1 - torch.minimum(slope, target).sum(-1))).sum()
-                    rising = (slope * less).sum(-1, keepdim=True)  # - sum of q g
-                    slope = slope * (rising - less.to(slope.dtype))
-            slope *= weights[picked, None]
+                    slope = logits.softmax(-1, dtype=torch.float32)
+                    target = teacher_logits.softmax(-1, dtype=torch.float32)[inverse]
+                    falling = slope * (slope < target)  # - q g
+                    total += (weights[picked] * (1 - torch.minimum(slope, target, out=target).sum(-1))).sum()
+                    slope.mul_(falling.sum(-1, keepdim=True)).sub_(falling)
+            slope = slope.to(tables[0].dtype)
             for gradient, table in zip(gradients, tables, strict=True):
-                gradient[picked] = (slope.to(table.dtype) @ table).to(gradient.dtype)
+                # Weighted here, where a row is d numbers, not V.
+                gradient[picked] = (weights[picked, None] * (slope @ table)).to(gradient.dtype)
         ctx.save_for_backward(*gradients)
         return total
 
@@ -93,4 +106,4 @@ def _logits(rows: list[Tensor], tables: list[Tensor], bias: Tensor | None) -> Te
     logits = rows[0] @ tables[0].T
     for part, table in zip(rows[1:], tables[1:], strict=True):
         logits = logits + part @ table.T
-    return (logits if bias is None else logits + bias).to(torch.float32)
+    return logits if bias is None else logits + bias

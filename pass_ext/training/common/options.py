@@ -13,6 +13,7 @@ import torch
 
 from pass_ext.training.common.documents import Document, read_documents
 from pass_ext.training.common.logs import NAMES, check_logs
+from pass_ext.training.common.own_texts import BATCH, TEMPERATURES
 
 PACKAGES = ("transformers", "safetensors", "rich", "matplotlib")
 INSTRUCTIONS = Path(__file__).parent.parent / "instructions.txt"
@@ -101,11 +102,27 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     add("--own-chats", type=int, least=0, default=0, metavar="N", help="chats of which the model writes both sides")
     add("--sample-tokens", type=int, least=1, default=208, help="tokens sampled after a prompt at most")
     add(
+        "--sample-batch",
+        type=int,
+        least=1,
+        default=BATCH,
+        help="texts that the model writes at a time; a GPU takes hundreds",
+    )
+    add(
+        "--sample-temperatures",
+        type=float,
+        nargs="+",
+        default=TEMPERATURES,
+        metavar="T",
+        help="of one batch of samples after the other; 0: greedy",
+    )
+    add(
         "--held-out",
         type=int,
         least=0,
         default=32,
-        help="held-out prompts of a kind that the model continues for the evaluation",
+        help="held-out prompts of a kind that the model continues for the evaluation, and held-out chats of its own, of each "
+        "temperature, that it reads",
     )
 
 
@@ -167,6 +184,8 @@ def check_text_arguments(options: argparse.Namespace) -> None:
         raise SystemExit(f"--seed must be from 0 to {(1 << 32) - 1}, got {options.seed}")
     _check_device(options.device)
     check_logs(options.log)
+    if not all(0 <= temperature < float("inf") for temperature in options.sample_temperatures):
+        raise SystemExit(f"--sample-temperatures must be at least 0, got {list(options.sample_temperatures)}")
     if options.name is not None and (not options.name or Path(options.name).name != options.name):
         raise SystemExit(f"--name must be a file's name without its ending, got {options.name!r}")
     try:

@@ -24,6 +24,7 @@ from pass_ext.training.common.server import TextServer
 
 BATCH = 48
 TEMPERATURES = (0.8, 0.5, 1.0, 0.0)
+_LETTERS_A_PREFIX = 20_000  # of a document; fewer where so many prefixes are not enough
 _OWN_MESSAGE = 64  # tokens at most in an instruction that the model writes itself
 _LOOP = 8  # an n-gram of this length seen a third time starts a loop
 
@@ -59,9 +60,11 @@ def plan_batches(
     held_out: int,
     prefix_tokens: int,
     seed: int,
+    batch: int = BATCH,
+    temperatures: Sequence[float] = TEMPERATURES,
 ) -> tuple[list[Batch], list[Batch]]:
-    """The training batches of a run, kinds mixed, and those of held-out prompts, at most ``held_out`` of a kind. That number
-    decides nothing about the training ones."""
+    """The training batches of a run, each of ``batch`` prompts, kinds mixed and temperatures in turn, and those of held-out
+    prompts, at most ``held_out`` of a kind. That number decides nothing about the training ones."""
     chooser = random.Random(seed)
     chats = [(line, _chat_ids(tokenizer, line)) for line in instructions]
     evaluated: list[Batch] = []
@@ -69,36 +72,45 @@ def plan_batches(
     documents = [document for document in documents if not document.messages]  # of chats, prompts are answered
     kinds = sorted({document.kind for document in documents})
     for kind in kinds:
-        prefixes = list(_prefixes(tokenizer, [d for d in documents if d.kind == kind], prefix_tokens, chooser))
+        of_kind, wanted = [d for d in documents if d.kind == kind], continuations // len(kinds)
+        prefixes = list(_prefixes(tokenizer, of_kind, prefix_tokens, chooser, _letters_a_prefix(of_kind, wanted)))
         evaluation = [(name, ids) for name, ids in prefixes if is_held_out(name)]
-        evaluated += _batches(kind, _one_each(evaluation)[:held_out], greedy=True)
+        evaluated += _batches(kind, _one_each(evaluation)[:held_out])
         training = [(name, ids) for name, ids in prefixes if not is_held_out(name)]
-        trained.append(_batches(kind, training[: continuations // len(kinds)]))
-    evaluated += _batches("chat", [(line, ids) for line, ids in chats if is_held_out(line)][:held_out], greedy=True)
-    trained.append(_batches("chat", [(line, ids) for line, ids in chats if not is_held_out(line)]))
+        trained.append(_batches(kind, training[:wanted], batch, temperatures))
+    evaluated += _batches("chat", [(line, ids) for line, ids in chats if is_held_out(line)][:held_out])
+    trained.append(_batches("chat", [(line, ids) for line, ids in chats if not is_held_out(line)], batch, temperatures))
     names = [f"own chat {number}" for number in range(own_chats)]
-    trained.append(_batches("chat", [(name, []) for name in names]))
+    trained.append(_batches("chat", [(name, []) for name in names], batch, temperatures))
     longest = max(map(len, trained), default=0)
     mixed = [batches[turn] for turn in range(longest) for batches in trained if turn < len(batches)]
     return mixed, evaluated
 
 
-def _batches(kind: str, prompts: list[tuple[str, list[int]]], *, greedy: bool = False) -> list[Batch]:
+def _batches(
+    kind: str, prompts: list[tuple[str, list[int]]], size: int = BATCH, temperatures: Sequence[float] = (0.0,)
+) -> list[Batch]:
     batches = []
-    for number, at in enumerate(range(0, len(prompts), BATCH)):
-        part = prompts[at : at + BATCH]
-        temperature = 0.0 if greedy else TEMPERATURES[number % len(TEMPERATURES)]
+    for number, at in enumerate(range(0, len(prompts), size)):
+        part, temperature = prompts[at : at + size], temperatures[number % len(temperatures)]
         batches.append(Batch(kind, temperature, [name for name, _ in part], [ids for _, ids in part]))
     return batches
 
 
+def _letters_a_prefix(documents: Sequence[Document], wanted: int) -> int:
+    """So many letters of a document give a prefix more, that there are as many as wanted, and some too short ones."""
+    letters = sum(len(document.text) for document in documents if not is_held_out(document.name))
+    return max(1, min(_LETTERS_A_PREFIX, letters // max(1, wanted)))
+
+
 def _prefixes(
-    tokenizer: Any, documents: Sequence[Document], count: int, chooser: random.Random
+    tokenizer: Any, documents: Sequence[Document], count: int, chooser: random.Random, letters: int
 ) -> Iterator[tuple[str, list[int]]]:
-    """Prefixes of ``count`` tokens, cut at line starts, in random order, as many from a document as its length warrants."""
+    """Prefixes of ``count`` tokens, cut at line starts, documents in random order: one of each, and one more of so many
+    ``letters``."""
     for document in chooser.sample(list(documents), len(documents)):
         starts = [0, *(at + 1 for at, letter in enumerate(document.text) if letter == "\n")]
-        for start in chooser.sample(starts, min(len(starts), 1 + len(document.text) // 20_000)):
+        for start in chooser.sample(starts, min(len(starts), 1 + len(document.text) // letters)):
             ids = tokenizer(document.text[start : start + 12 * count], add_special_tokens=False).input_ids[:count]
             if len(ids) == count:
                 yield document.name, ids

@@ -14,9 +14,12 @@ import hashlib
 import json
 import random
 import shlex
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +33,7 @@ from pass_ext.training.common.options import check_packages, read_texts
 from pass_ext.training.common.own_texts import Batch, Sample, collect, plan_batches
 from pass_ext.training.common.ranks import Ranks, local_device
 from pass_ext.training.common.server import TextServer
-from pass_ext.training.common.steps import watched
+from pass_ext.training.common.steps import Phase
 
 _HELD_OUT = "held out"
 _MOST_DRAWS = 1000  # for one text; pieces that are too short are rare where there is anything to learn
@@ -86,7 +89,7 @@ class Run:
     def texts(self) -> Texts:
         """All texts; samples that the folder lacks are written now."""
         samples = self._samples()
-        held_out = [sample for sample in samples if is_held_out(sample.name)]
+        held_out = _some_of_each([sample for sample in samples if is_held_out(sample.name)], self.options.held_out)
         training = [sample for sample in samples if not is_held_out(sample.name)]
         documents = [document for document in self.documents if not is_held_out(document.name)]
         return Texts(documents, training, held_out, _description(self.documents, documents, training, held_out))
@@ -118,6 +121,8 @@ class Run:
             held_out=options.held_out,
             prefix_tokens=min(48, options.length // 2),
             seed=options.seed,
+            batch=options.sample_batch,
+            temperatures=options.sample_temperatures,
         )
 
     def _samples(self) -> list[Sample]:
@@ -137,9 +142,13 @@ class Run:
                 written = collect(
                     self.model, self.tokenizer, batches, file, **settings, replaces=replaces, server=server
                 )
-                for batch in watched(self.console, f"sampling, batches of {name}", written, len(batches)):
-                    for sample in batch:
-                        samples.setdefault(tuple(sample.ids), sample)
+                started, tokens = time.monotonic(), 0
+                with Phase(self.console, f"sampling, batches of {name}", len(batches)) as phase:
+                    for batch in written:
+                        tokens += _written(batch)
+                        phase.advance(1, f"{tokens / (time.monotonic() - started):,.0f} tokens/s")
+                        for sample in batch:
+                            samples.setdefault(tuple(sample.ids), sample)
         return list(samples.values())
 
 
@@ -179,12 +188,23 @@ def _description(
     }
 
 
+def _some_of_each(samples: list[Sample], most: int) -> list[Sample]:
+    """The first ``most`` samples of each kind and temperature."""
+    seen: Counter[tuple[str, float]] = Counter()
+    kept = []
+    for sample in samples:
+        seen[sample.kind, sample.temperature] += 1
+        if seen[sample.kind, sample.temperature] <= most:
+            kept.append(sample)
+    return kept
+
+
 def _written(samples: list[Sample]) -> int:
     return sum(len(sample.ids) - sample.prompt_tokens for sample in samples)
 
 
 def _digest(samples: list[Sample]) -> str:
-    fields = [dataclasses.asdict(sample) for sample in samples]
+    fields = [vars(sample) for sample in samples]
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
@@ -239,6 +259,11 @@ class Windows:
     def _long_samples(self) -> list[Sample]:
         return [sample for sample in self.samples if len(sample.ids) >= self.lookahead + 2]
 
+    @cached_property
+    def _sample_ends(self) -> list[int]:
+        """Where each of the samples ends, one after the other: a sample is drawn by its length."""
+        return list(accumulate(len(sample.ids) for sample in self._long_samples))
+
     @property
     def _fewest(self) -> str:
         return f"--lookahead + 2 = {self.lookahead + 2} tokens"
@@ -270,7 +295,7 @@ class Windows:
     def _drawn(self, chooser: random.Random) -> list[int]:
         samples = self._long_samples
         if samples and (not self.documents or chooser.random() < self.share):
-            ids = chooser.choices(samples, weights=[len(sample.ids) for sample in samples])[0].ids
+            ids = chooser.choices(samples, cum_weights=self._sample_ends)[0].ids
             start = chooser.randrange(len(ids) - self.length + 1) if len(ids) > self.length else 0
             return ids[start : start + self.length]
         return document_window(self.tokenizer, self.documents, self.length, chooser)

@@ -33,11 +33,11 @@ _SILENT = 30.0  # seconds at most between two lines of a log, if the parts of th
 _Item = TypeVar("_Item")
 
 
-def rate_at(step: int, steps: int, warm_up: int) -> float:
+def rate_at(step: int, steps: float, warm_up: int) -> float:
     """The learning rate's factor: up in a straight line for ``warm_up`` steps, then down along a cosine."""
     if step < warm_up:
         return (step + 1) / warm_up
-    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(steps - warm_up, 1)))
+    return 0.5 * (1 + math.cos(math.pi * min(1, (step - warm_up) / max(steps - warm_up, 1))))
 
 
 class NotFinite(Exception):
@@ -48,7 +48,7 @@ class Trainer(ABC):
     """Trains ``module`` in place for ``steps`` steps; ``save`` and ``restore`` move a run through a file.
 
     ``losses`` holds the loss of every step so far. ``clip``: the largest gradient norm of a parameter group; None: not clipped.
-    ``ranks``: the processes that share each step.
+    ``ranks``: the processes that share each step. ``time_budget``: minutes of training after which the steps end; 0: none.
     """
 
     def __init__(
@@ -60,8 +60,11 @@ class Trainer(ABC):
         schedule: Callable[[int], float] = lambda step: 1.0,
         clip: float | None = None,
         ranks: Ranks | None = None,
+        time_budget: float = 0.0,
     ) -> None:
         self.module, self.steps, self.ranks = module, steps, ranks or Ranks()
+        self.time_budget, self.minutes = time_budget, 0.0
+        """The minutes of training so far, of all calls of the command; as ``take_steps`` counts them."""
         self.losses: list[float] = []
         self.scores: dict[int, float] = {}
         """Steps -> the held-out score after them, for early stopping."""
@@ -83,6 +86,17 @@ class Trainer(ABC):
     def step(self) -> int:
         """How many steps are done."""
         return len(self.losses)
+
+    @property
+    def is_over_budget(self) -> bool:
+        """True if the minutes of the budget have passed."""
+        return 0 < self.time_budget <= self.minutes
+
+    def expected_steps(self, step: int) -> float:
+        """How many steps there will be, of which so many took the minutes so far."""
+        if not self.time_budget or not self.minutes:
+            return self.steps
+        return min(self.steps, step * self.time_budget / self.minutes)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -247,6 +261,12 @@ class Phase:
         if self._bar is not None:
             self._bar.stop()
 
+    def expect(self, total: int) -> None:
+        """Changes where the part ends."""
+        self._total = total
+        if self._bar is not None:
+            self._bar.update(self._task, total=total)
+
     def advance(self, count: int, shown: str = "", *, is_worth_a_line: bool = False) -> None:
         """Shows that so much more is done, with a text after it."""
         self._done += count
@@ -294,6 +314,7 @@ def take_steps(
     steps after ``step`` go.
     """
     earlier = _resume(trainer, checkpoint, console)
+    trainer.minutes = earlier / 60
     started = time.monotonic()
 
     def save() -> None:
@@ -312,7 +333,7 @@ def take_steps(
         _noted_signals(trainer.ranks.count) as noted,
         Phase(console, description, trainer.steps, done=trainer.step) as phase,
     ):
-        while trainer.step < trainer.steps and not end:
+        while trainer.step < trainer.steps and not end and not trainer.is_over_budget:
             try:
                 trainer.run(trainer.step + 1)
             except NotFinite as error:
@@ -332,12 +353,15 @@ def take_steps(
                 log(held_out_score=score)
                 shown += f", held out {score:.3f}"
                 end = "PATIENCE" if _is_stale(trainer, held_out) else ""
+            phase.expect(max(trainer.step, round(trainer.expected_steps(trainer.step))))
             phase.advance(1, shown, is_worth_a_line=is_saved)
             if is_saved:
                 save()
             is_late = bool(minutes) and time.monotonic() - started > 60 * minutes
             # in the order of letters a signal is the last
-            end = max(trainer.ranks.gather(noted[-1] if noted else "MINUTES" if is_late else end))
+            end = noted[-1] if noted else "MINUTES" if is_late else end
+            told = trainer.ranks.gather((end, (earlier + time.monotonic() - started) / 60))
+            end, trainer.minutes = max(each for each, _ in told), max(spent for _, spent in told)
         save()
     for one in opened:
         one.close()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.parts import decoder_layers, sizes_of
@@ -62,7 +63,12 @@ def _shifted(offset: Tensor) -> Callable[..., Any]:
 
 def _added(down: Tensor, up: Tensor, scale: float, ids: Tensor) -> Callable[..., Tensor]:
     def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return adapter_rows(output, inputs[0], ids, down, up, scale)
+        if len(down) > 1:
+            return adapter_rows(output, inputs[0], ids, down, up, scale)
+        # All rows are slots. adapter_rows would look, and a host would wait for its GPU.
+        x, rows = inputs[0].flatten(0, -2), output.flatten(0, -2)
+        narrow = x @ down.flatten(0, 1).T.to(x.dtype)
+        return torch.addmm(rows, narrow, up.flatten(0, 1).to(x.dtype), alpha=scale).view(output.shape)
 
     return hook
 

@@ -62,6 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--warm-up", type=int, least=0, default=20, help="steps")
     add("--clip", type=float, least=0, default=1.0, help="largest gradient norm of a parameter")
     add("--dry-run", action="store_true", help="print the plan, with times and memory of two steps, and write nothing")
+    add(
+        "--time-budget",
+        type=float,
+        least=0,
+        default=0,
+        metavar="MINUTES",
+        help="end after so many minutes of steps, at most --steps, the learning rate being zero by then; 0: after --steps",
+    )
     add("--minutes", type=float, least=0, default=0, help="stop after this long, with a checkpoint; 0: never")
     add(
         "--patience",

@@ -1,7 +1,7 @@
 """``train --dry-run``: the plan of a run, with times and memory from two steps that change nothing. No text is written.
 
 memory of a device = model + 16 bytes a trained parameter (itself, gradient, Adam's two moments) + what the slots' pass keeps
-for its gradient + a chunk of the loss: 64 rows of logits, five times in float32
+for its gradient + a chunk of the loss (on a CPU 64 rows of logits, on a GPU 1 GB), five times in float32
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pass_ext.training.common.loss import CHUNK
+from pass_ext.training.common.loss import chunk_rows
 from pass_ext.training.lookahead.loop import LookaheadTrainer
 
 _COPIES = 5  # of a chunk's logits: the slots' and the teachers', their logarithms, the slope
@@ -35,7 +35,8 @@ def plan_of(trainer: LookaheadTrainer, model: Any, *, batch: int, length: int, a
     module.zero_grad()
     each, left = min(seconds), trainer.steps - trainer.step
     parts = {"model": size, "trained": 16 * trained, "kept for the gradient": kept}
-    parts["loss"] = 4 * _COPIES * CHUNK * model.get_output_embeddings().weight.shape[0]
+    head = model.get_output_embeddings().weight
+    parts["loss"] = 4 * _COPIES * chunk_rows(head) * len(head)
     slots = getattr(module, "num_lookahead", 0)
     lines = {
         "model": f"{sum(weight.numel() for weight in weights):,} parameters, frozen, {str(weights[0].dtype)[6:]}",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.recall import MAX_RECALL_ROW, RECALL_TOKENS, recall_scores
-from pass_ext.training.common.loss import CHUNK
+from pass_ext.training.common.loss import chunk_rows
 from pass_ext.training.common.own_texts import Sample
 from pass_ext.training.common.ranks import Ranks
 from pass_ext.training.common.rates import accepted_lengths, hit_rates, ranks_among, top_rates
@@ -34,30 +34,47 @@ class SlotHits(NamedTuple):
     """Sum of min(p, q): the chance that a token drawn from slot i's distribution is accepted, 1 - their total variation."""
 
 
+class _Read(NamedTuple):
+    """A text that was read, with slots: their last hidden states, and those and the places of their teachers."""
+
+    ids: Tensor
+    hidden: Tensor
+    text: Tensor
+    place: Tensor
+
+
 @torch.no_grad()
 def hits_of(
     model: Any, embedding: LookaheadEmbedding, ids: Tensor, anchors: Tensor, *, recalls: bool = False
 ) -> SlotHits:
     """The hits of the slots after ``anchors`` [A] of a text, the tokens before each being the right ones. recalls: with what
     the text recalls of its last 1,024 different tokens."""
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    return _hits(model, embedding, _read(model, embedding, ids, anchors), recalls=recalls)
+
+
+def _read(model: Any, embedding: LookaheadEmbedding, ids: Tensor, anchors: Tensor) -> _Read:
     slots = embedding.num_lookahead
     text, past = read_texts(model, ids[None])
     parts = []
     for some in anchors.split(_ANCHORS):
         # A copy: the slots' keys push text out of a sliding window, so they cannot be taken back.
         parts.append(slot_rows(model, embedding, some[None], deepcopy(past))[0].flatten(0, 1))
-    hidden = torch.cat(parts)
-    place = (anchors[:, None] + 1 + torch.arange(slots, device=ids.device)).flatten()  # of the teachers
+    place = (anchors[:, None] + 1 + torch.arange(slots, device=ids.device)).flatten()
+    return _Read(ids, torch.cat(parts), text[0], place)
+
+
+def _hits(model: Any, embedding: LookaheadEmbedding, read: _Read, *, recalls: bool) -> SlotHits:
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    (ids, hidden, text, place), slots = read, embedding.num_lookahead
     ranks, overlaps = torch.empty_like(place), torch.empty(len(place), device=ids.device)
-    for picked in torch.arange(len(place), device=ids.device).split(CHUNK):
+    for picked in torch.arange(len(place), device=ids.device).split(chunk_rows(head.weight)):
         logits = head(hidden[picked]).float()
         if embedding.rank:
             logits += (transition_hidden(embedding, table, ids[place[picked]]) @ table.T).float()
         if recalls:
             _add_recall(logits, ids, place[picked])
         ranks[picked] = ranks_among(logits, ids[place[picked] + 1])
-        law = head(text[0, place[picked]]).float().softmax(-1)
+        law = head(text[place[picked]]).float().softmax(-1)
         overlaps[picked] = torch.minimum(law, logits.softmax(-1)).sum(-1)
     return SlotHits(ranks.unflatten(0, (-1, slots)), overlaps.unflatten(0, (-1, slots)))
 
@@ -83,6 +100,7 @@ class _TextHits(NamedTuple):
     """Ranks with what the text recalls."""
 
 
+@torch.no_grad()
 def _text_hits(model: Any, embedding: LookaheadEmbedding, sample: Sample, anchors: int) -> _TextHits:
     # The first place has the last token of the prompt as its new root.
     first, behind = max(sample.prompt_tokens - 2, 0), len(sample.ids) - 1 - embedding.num_lookahead
@@ -90,8 +108,9 @@ def _text_hits(model: Any, embedding: LookaheadEmbedding, sample: Sample, anchor
         return _TextHits(sample.kind, sample.temperature, None, None)
     device = model.get_input_embeddings().weight.device
     even, ids = even_places(torch.arange(first, behind), anchors).to(device), torch.tensor(sample.ids, device=device)
-    hits = SlotHits(*(part.cpu() for part in hits_of(model, embedding, ids, even)))
-    recalled = hits_of(model, embedding, ids, even, recalls=True).ranks.cpu()
+    read = _read(model, embedding, ids, even)
+    hits = SlotHits(*(part.cpu() for part in _hits(model, embedding, read, recalls=False)))
+    recalled = _hits(model, embedding, read, recalls=True).ranks.cpu()
     return _TextHits(sample.kind, sample.temperature, hits, recalled)
 
 

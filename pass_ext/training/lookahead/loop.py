@@ -12,6 +12,7 @@ w_i is decay^i, or a number of --slot-weights. With a curriculum the first steps
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -114,6 +115,7 @@ class Settings:
     slot_weights: tuple[float, ...] = ()  # empty: decay^i
     loss_temperature: float = 1.0  # of both distributions that the loss compares
     curriculum: int = 0  # steps in which slots join one after the other; 0: all from the start
+    time_budget: float = 0.0  # minutes by whose end the rate has fallen to zero; 0: by the steps alone
 
     def slots_at(self, step: int, slots: int) -> int:
         """How many of the slots a step trains."""
@@ -140,6 +142,9 @@ def step_loss(
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     slots, (batch, count) = len(slot_weights), window.anchors.shape
     ids, anchors = window.ids.to(table.device), window.anchors.to(table.device)
+    # Before the passes: a copy to a GPU waits for the work before it.
+    powers = torch.tensor(slot_weights, dtype=torch.float32, device=table.device)
+    weights = (powers / powers.sum() / (groups or batch * count)).repeat(batch * count)
     with part("teacher pass"):
         text, past = read_texts(model, ids)
     with part("slots pass"):
@@ -154,8 +159,6 @@ def step_loss(
             rows = [rows[0] + score]
         else:
             rows, tables = [*rows, score], [*tables, table]
-    powers = torch.tensor(slot_weights, dtype=torch.float32, device=table.device)
-    weights = (powers / powers.sum() / (groups or batch * count)).repeat(batch * count)
     fixed = {"bias": head.bias, "temperature": temperature}
     with part("loss"):
         if loss == "cross-entropy":
@@ -190,18 +193,29 @@ class LookaheadTrainer(Trainer):
             embedding,
             torch.optim.Adam(groups, betas=(0.9, 0.99)),
             steps=settings.steps,
-            schedule=lambda step: rate_at(step, settings.steps, settings.warm_up),
+            schedule=lambda step: rate_at(step, self.expected_steps(step), settings.warm_up),
             clip=settings.clip,
             ranks=ranks,
+            time_budget=settings.time_budget,
         )
         self._model, self._embedding, self._windows, self._settings = model, embedding, windows, settings
+        self._reader = ThreadPoolExecutor(1)
+        self._next: tuple[int, Future[Window]] | None = None
 
     def loss(self, step: int) -> Tensor:
         """This rank's part of the loss of the windows of this step."""
         with self.part("texts"):
-            window, settings = self._windows.at(step), self._settings
+            window, settings = self._window(step), self._settings
         weights = settings.weights_of(settings.slots_at(step, self._embedding.num_lookahead))
         self.tokens += window.ids.numel() + window.anchors.numel() * len(weights)
         share, how = window.share(self.ranks), (settings.loss, settings.loss_temperature, window.anchors.numel())
         self.ranks.did("groups", share.anchors.numel())
         return step_loss(self._model, self._embedding, share, weights, *how, self.part)
+
+    def _window(self, step: int) -> Window:
+        """The windows of this step; those of the next one are read while this one is computed."""
+        ahead, self._next = self._next, None
+        window = ahead[1].result() if ahead is not None and ahead[0] == step else self._windows.at(step)
+        if step + 1 < self.steps:
+            self._next = step + 1, self._reader.submit(self._windows.at, step + 1)
+        return window

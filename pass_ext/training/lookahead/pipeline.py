@@ -143,7 +143,23 @@ def _start(run: Run, windows: Windows) -> tuple[LookaheadEmbedding, list[dict[st
         count = embedding.num_lookahead if options.adapter_by_slot else 1
         adapters = SlotAdapters(adapter_sizes(model, ranks), count, dtype=torch.float32)
         embedding.adapters = adapters.to(embedding.weight.device)
+    elif embedding.adapters is not None:
+        embedding.adapters = _widened(embedding.adapters, options.adapter_rank)
     return embedding, earlier
+
+
+def _widened(adapters: SlotAdapters, rank: int) -> SlotAdapters:
+    """Adapters of this rank at least, with the same products: what is new is fresh."""
+    sizes = {place: size._replace(rank=max(size.rank, rank)) for place, size in adapters.sizes.items()}
+    if sizes == adapters.sizes:
+        return adapters
+    wide = SlotAdapters(sizes, adapters.count, scale=adapters.scale, dtype=torch.float32)
+    wide = wide.to(next(adapters.parameters()).device)
+    with torch.no_grad():
+        for place, *narrow in adapters.pairs():
+            for new, old in zip(wide.pair(place), narrow, strict=True):
+                new[:, : old.shape[1]] = old
+    return wide
 
 
 def _of_file(run: Run) -> tuple[LookaheadEmbedding, list[dict[str, Any]]]:

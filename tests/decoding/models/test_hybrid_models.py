@@ -4,7 +4,9 @@ The texts are transformers' own by every method; states are those of plain decod
 test_architectures.py judges every family by batches of ragged prompts, and where transformers goes on from our cache.
 """
 
+import inspect
 import sys
+import textwrap
 
 import pytest
 import torch
@@ -344,6 +346,20 @@ def changed(monkeypatch, family, name, function):
     module = sys.modules[f"transformers.models.{family}.modeling_{family}"]
     theirs = getattr(module, name)
     monkeypatch.setattr(module, name, function(theirs))
+
+
+def test_a_layer_that_gives_its_function_a_state_is_refused(monkeypatch):
+    """Its rows would not continue the state of the session."""
+    model = tiny_model("qwen3_next")
+    module = sys.modules["transformers.models.qwen3_next.modeling_qwen3_next"]
+    layer, space = module.Qwen3NextGatedDeltaNet, {}
+    source = textwrap.dedent(inspect.getsource(layer.forward))
+    exec(source.replace("initial_state=recurrent_state", "initial_state=query.new_zeros(())"), vars(module), space)
+    monkeypatch.setattr(layer, "forward", space["forward"])
+    with pytest.raises(
+        ValueError, match=r"torch_chunk_gated_delta_rule of .* is called with initial_state; pass_ext knows"
+    ):
+        ours(model, prompts(1, 9)[0], new=2)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """``python -m pass_ext train``: what it writes, how it goes on after any interruption, and what it refuses."""
 
 import argparse
+import dataclasses
+import json
 import re
 import resource
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,9 @@ from support.training_models import SETTINGS, Letters, counting, slots_for, tiny
 from pass_ext import LookaheadEmbedding, training
 from pass_ext.training.common import options as shared
 from pass_ext.training.common import own_texts, record
+from pass_ext.training.common.documents import Document, is_held_out
 from pass_ext.training.common.run import Run
+from pass_ext.training.common.steps import rate_at
 from pass_ext.training.lookahead import command, loop, pipeline
 from pass_ext.training.lookahead.adapters import KINDS
 from pass_ext.training.lookahead.loop import LookaheadTrainer
@@ -34,8 +39,6 @@ def options_for(out, **changes):
 
 
 def trained(out, console, **changes):
-    from pass_ext.training.common.documents import Document
-
     documents = [Document(f"part {n}.py", "python", f"line {n} of a text\n" * 40) for n in range(30)]
     options = options_for(out, **changes)
     run = Run(options, "the command", tiny_llama(), Letters(), documents, ["Say hello.", "Count."], console)
@@ -97,6 +100,77 @@ def test_the_command_trains_adapters_from_another_run(tmp_path):
     assert "earlier_runs" not in bare.training_record
     card = (tmp_path / "more/lookahead.md").read_text()
     assert card.count("```\nthe command\n```") == 3, "this run's and those of both before it"
+
+
+def test_adapters_of_a_file_get_a_higher_rank_and_begin_with_its_products(tmp_path):
+    pytest.importorskip("matplotlib")
+    console = pytest.importorskip("rich.console").Console(file=(tmp_path / "log").open("w"))
+    trained(tmp_path / "first", console, adapter_rank=2, adapter_learning_rate=0.05)
+    start = str(tmp_path / "first/lookahead.safetensors")
+    by_rank = {rank: trained(tmp_path / f"rank {rank}", console, start=start, adapter_rank=rank) for rank in (2, 5)}
+    firsts = {rank: json.loads((tmp_path / f"rank {rank}/lookahead.json").read_text())["losses"][0] for rank in by_rank}
+    assert firsts[2] == pytest.approx(firsts[5], abs=2e-4)
+    before = LookaheadEmbedding.load(start).adapters
+    for place, down, up in by_rank[5].adapters.pairs():
+        assert down.shape[1] == up.shape[1] == 5 and bool(up[:, 2:].any()), "what is new is trained"
+        assert (down[:, :2] - before.pair(place)[0]).abs().max() < 0.1
+    assert {
+        down.shape[1]
+        for _, down, _ in trained(tmp_path / "less", console, start=start, adapter_rank=1).adapters.pairs()
+    } == {2}
+
+
+def test_a_budget_of_minutes_ends_the_steps_with_a_rate_of_zero(tmp_path):
+    pytest.importorskip("matplotlib")
+    console = pytest.importorskip("rich.console").Console(file=(tmp_path / "log").open("w"))
+    options = dict(steps=1_000_000, time_budget=1.5 / 60, own_chats=30)
+    slots = trained(tmp_path / "out", console, **options)
+    facts = slots.training_record
+    assert 1 < facts["steps"] < 100_000 and 1.5 <= facts["seconds"] < 30 and facts["evaluation"]["places"] > 0
+    again = trained(tmp_path / "out", console, **options)
+    assert again.training_record["steps"] == facts["steps"], "the budget is that of all calls of the command"
+    settings = dataclasses.replace(SETTINGS, steps=1000, time_budget=4.0)
+    trainer = LookaheadTrainer(tiny_llama(), slots_for(tiny_llama()), windows_of(counting(9, 24)), settings)
+    assert trainer.expected_steps(0) == 1000
+    for minutes, step, expected in (1, 50, 200), (2, 90, 180), (4, 170, 170), (0.1, 100, 1000):
+        trainer.minutes = minutes
+        assert trainer.expected_steps(step) == pytest.approx(expected) and trainer.is_over_budget == (minutes >= 4)
+    rates = [rate_at(step, steps, 5) for step, steps in ((50, 200), (90, 180), (170, 170), (175, 170))]
+    assert rates[0] > 0.85 and rates[1] == pytest.approx(0.5, abs=0.03) and rates[2] == rates[3] == 0
+
+
+def test_samples_come_in_batches_of_the_size_and_temperatures_that_are_asked_for(tmp_path):
+    pytest.importorskip("matplotlib")
+    console = pytest.importorskip("rich.console").Console(file=(tmp_path / "log").open("w"))
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    options = options_for(tmp_path / "out", own_chats=0, continuations=150, sample_batch=16, held_out=3)
+    options.sample_temperatures = [0.0, 0.7]
+    documents = [Document(f"part {n}.py", "python", "".join(f"{n} {k} of\n" for k in range(90))) for n in range(30)]
+    run = Run(options, "the command", tiny_llama(), Letters(), documents, [], console)
+    batches, held_out = run.planned()
+    assert [len(batch.names) for batch in batches] == [16] * 9 + [6]
+    assert [batch.temperature for batch in batches] == [0.0, 0.7] * 5
+    prompts = [tuple(ids) for batch in batches for ids in batch.prompts]
+    assert len(set(prompts)) > 140, "documents give as many prefixes as are wanted"
+    assert not any(is_held_out(name) for batch in batches for name in batch.names)
+    assert [len(batch.names) for batch in held_out] == [3]
+    texts = run.texts()
+    assert {(sample.kind, sample.temperature) for sample in texts.samples} == {("python", 0.0), ("python", 0.7)}
+    for bad in ("-1", "nan"):
+        line = ["--model", "m", "--out", str(tmp_path), "--own-chats", "2", "--sample-temperatures", "0", bad]
+        with pytest.raises(SystemExit, match="--sample-temperatures must be at least 0"):
+            command.check_arguments(parser.parse_args(line))
+
+
+def test_so_many_held_out_chats_of_the_models_own_are_read_as_prompts_are(tmp_path):
+    pytest.importorskip("matplotlib")
+    console = pytest.importorskip("rich.console").Console(file=(tmp_path / "log").open("w"))
+    options = options_for(tmp_path / "out", own_chats=90, sample_batch=15, held_out=2)
+    texts = Run(options, "the command", tiny_llama(), Letters(), [], ["Say hello.", "Count."], console).texts()
+    counted = Counter((sample.kind, sample.temperature) for sample in texts.held_out)
+    assert max(counted.values()) == 2 and len(counted) > 1
+    assert not any(is_held_out(sample.name) for sample in texts.samples)
 
 
 def test_steps_may_have_another_type_than_samples(tmp_path, monkeypatch):
@@ -324,9 +398,12 @@ def test_the_guides_command_and_the_shipped_one_have_options_that_exist(monkeypa
     )
     shipped = LookaheadEmbedding.from_pretrained("smollm2-135m-instruct-slots").training_record["command"]
     lines = [line for line in guide.splitlines() if line.startswith("python -m pass_ext train")]
-    assert len(lines) == 1
+    assert len(lines) == 2
     monkeypatch.chdir(root)  # the shipped command ran there
-    for line, instructions in (lines[0], "shipped"), (shipped, "pass_ext/training/instructions.txt"):
+    for line, instructions in (
+        *((line.replace("cuda", "cpu"), "shipped") for line in lines),
+        (shipped, "pass_ext/training/instructions.txt"),
+    ):
         options = parser.parse_args(training.with_config(parser, shlex.split(line)[4:]))
         assert options.lookahead == 4 and options.self_distill == instructions
         command.check_arguments(options)
