@@ -1,6 +1,6 @@
 """What a release needs to know of this checkout. It needs neither pass_ext nor torch.
 
-`python -m tools.release check v0.1.0`   exit 1 unless tag, pyproject.toml (its address too) and CHANGELOG.md's first section agree
+`python -m tools.release check v0.1.0`   exit 1 unless tag, pyproject.toml, its address and CHANGELOG.md's head agree
 `python -m tools.release notes`          prints that section, which becomes the text of the release
 `python -m tools.release label cu130`    makes the version of pyproject.toml 0.1.0+cu130, for a wheel that no index takes
 """
