@@ -17,7 +17,7 @@ _ROWS = [*_ACCEPT[1:2], "tests/ops/test_draft.py", "tests/ops/every_op/test_mask
 _SUPPORT = ["tests/ops/accept/test_support.py", "-k", "not thread_count"]
 _LOGPROBS = ["tests/ops/accept/test_logprobs.py", "-k", "not thread_count"]
 _CORE = ["tests/core/test_core.py"]
-_SHARD = ["tests/ops/shard/test_shard_borders.py", "tests/ops/shard/test_shard.py"]
+_SHARD = [f"tests/ops/shard/test_shard{name}.py" for name in ("_borders", "_kernels", "")]
 _ATTENTION = [
     "tests/ops/attention/test_attention.py",
     "tests/ops/attention/test_attention_masks.py",

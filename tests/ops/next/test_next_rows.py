@@ -221,6 +221,13 @@ def test_no_requests(backend):
     check(arguments | none | dict(rows=arguments["rows"][:, :0]))
 
 
+def test_offered_ids_below_minus_one_are_no_tokens(backend):
+    arguments = a_step(backend, TREES["star"], 2)
+    arguments["offered"][:, :, 1::2] = torch.tensor([-2, -9, -(2**40), -1], device=backend.device)
+    tokens = check(arguments)["rows"][1, :, 1 : TREES["star"].num_nodes]
+    assert tokens.min() == -1 and (tokens == -1).any() and (tokens >= 0).any()
+
+
 WRONG = {
     "lengths": lambda a: a["lengths"].fill_(2**31 - 1),
     "parents": lambda a: a["parents"].index_fill_(0, torch.tensor([2], device=a["parents"].device), 2),
