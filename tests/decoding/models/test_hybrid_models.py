@@ -304,15 +304,6 @@ def test_transformers_goes_on_from_our_cache(family):
     assert torch.equal(model.generate(half.sequences, **options), whole)
 
 
-def test_a_session_of_inference_mode_is_used_outside_of_it(qwen):
-    ids, session = prompts(2, 9)[0], Session(qwen)
-    expected = written(qwen, ids)
-    with torch.inference_mode():
-        ours(qwen, ids, session=session)
-    with torch.no_grad():
-        assert torch.equal(ours(qwen, ids, session=session).sequences, expected)
-
-
 def test_caches_that_tell_no_length():
     model, (ids, mask) = tiny_model("mamba"), prompts(2, 9)
     options = dict(attention_mask=mask, do_sample=False, eos_token_id=None, pad_token_id=0, max_new_tokens=3)
