@@ -185,12 +185,12 @@ def branches(result: dict[str, Any], counted: dict[str, Any]) -> str:
         f"gcov counts branches of the formulas that CPU and GPU share (`csrc/core/`), while tests run on the CPU: "
         f"**{taken} of {total}** are taken ({taken / total:.1%}). Tests have {tests:,} lines without blank lines and comments, "
         f"the product ({product}) {lines:,}: {tests / lines:.2f} lines of test for a line of product. Whole enumerations and "
-        "random calls count as the few lines that they are."
+        "random calls count as the few lines that they are. SQLite takes all branches."
     )
     missed = [
-        f"- {row['file']}: " + "; ".join(f"{one['line']} `{one['text']}`" for one in row["missed"])
+        f"- `{row['file']}:{one['line']}`, {one['branches']} of `{one['text']}`: {one['why']}"
         for row in files
-        if row["missed"]
+        for one in row["missed"]
     ]
     below = (
         f"{result['passed']:,} tests passed, {result['failed']} failed. {measured('coverage', result)} "
@@ -204,7 +204,7 @@ def branches(result: dict[str, Any], counted: dict[str, Any]) -> str:
             "",
             *table(["header", "branches", "taken"], [*rows, ["all", str(total), str(taken)]]),
             "",
-            "Lines with a branch that no test takes:",
+            "Branches that no test takes, with the line that has them:",
             "",
             *missed,
             "",

@@ -86,7 +86,7 @@ _CPP = _files_of_families() | {
     "cpu/support.h": (["accept"], _SUPPORT),
     "cpu/accept.cpp": (["accept"], _ACCEPT[1:]),
     "cpu/rows.h": (["rows", "accept", "draft"], _ROWS),
-    "cpu/rows.cpp": (["rows"], _ROWS),
+    "cpu/rows.cpp": (["rows"], [_SUPPORT[0], *_ROWS]),
     "cpu/rows_kernels-inl.h": (["rows"], [*_ROWS, *_SHARD]),
     "cpu/workers.h": (["accept", "draft", "linear"], ["tests/core/test_workers.py"]),
     "cpu/workers.cpp": (["workers"], ["tests/core/test_workers.py"]),
