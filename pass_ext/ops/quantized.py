@@ -40,9 +40,8 @@ def quantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     most = _most_of(dtype)
     numbers = rows.float()
     scale = (numbers.abs().amax(-1) / most).clone(memory_format=torch.contiguous_format)[..., None]
-    codes = (
-        (numbers / scale).nan_to_num_(0.0).clamp_(-most, most)
-    )  # no number over 0; below the normal ones beyond the most
+    codes = (numbers / scale).nan_to_num_(0.0)  # 0 over 0
+    codes.clamp_(-most, most)  # a scale below the normal numbers is rounded, so a code may be beyond the most
     out = torch.zeros(*rows.shape[:-1], CODE_HEADER + rows.shape[-1], dtype=torch.uint8, device=rows.device)
     out[..., :4] = scale.view(torch.uint8)
     out[..., CODE_HEADER:] = (codes.round_() if dtype is torch.int8 else codes).to(dtype).view(torch.uint8)

@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CPU_ROWS, _GPU_BYTES = (
-    64,
-    1 << 30,
-)  # of a chunk's logits: in a processor's cache; enough for a GPU, which has several copies
+_CPU_ROWS = 64  # of a chunk's logits, in a processor's cache
+_GPU_BYTES = 1 << 30  # of a chunk's logits, of which a step has several copies
 DIVERGENCES = ("kl", "total-variation")
 
 

@@ -171,6 +171,16 @@ def test_equal_logits_at_the_cut_and_room_for_one_id_less(backend):
     assert counts.tolist() == [[1]] and ours.tolist() == [[[9, -1]]]
 
 
+@pytest.mark.parametrize("third", [1, 300])
+def test_top_p_that_equal_logits_reach_exactly(backend, third):
+    """A third of the tokens has half of the mass: it is enough, in rows that are sorted at once or first put in bins."""
+    logits = torch.cat([torch.zeros(third), torch.full((2 * third,), math.log(0.5))])  # weights 1 and, in fp32, 0.5
+    law = dict(temperature=torch.tensor([1.0]), seeds=torch.tensor([1]), positions=torch.tensor([0]))
+    for top_p, count in ((0.5, third), (0.5001, third + 1), (0.499, third)):
+        _, counts, _ = with_support(backend, lone(logits, top_p=torch.tensor([top_p]), **law), 2 * third)
+        assert counts.item() == count
+
+
 @pytest.mark.parametrize("vocabulary", [3, 511, 4096 * 3 + 7, 4096 * 33 + 7])
 def test_small_and_large_rows(backend, vocabulary):
     """Parts of a row without ids, others full of them, and the ends of both."""
