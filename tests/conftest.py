@@ -105,6 +105,16 @@ def backend(request):
 
 
 @pytest.fixture
+def on_backend(request):
+    """Tensors are made on the backend's device where none is named."""
+    if "backend" not in request.fixturenames:
+        yield
+        return
+    with request.getfixturevalue("backend").device:
+        yield
+
+
+@pytest.fixture
 def one_thread():
     """One thread: the models of these tests are so small that more threads cost more than they save."""
     threads = torch.get_num_threads()

@@ -1,6 +1,6 @@
 """What a release needs to know of this checkout. It needs neither pass_ext nor torch.
 
-`python -m tools.release check v0.1.0`   exit 1 unless the tag, pyproject.toml and the first section of CHANGELOG.md agree
+`python -m tools.release check v0.1.0`   exit 1 unless tag, pyproject.toml, its address and CHANGELOG.md's head agree
 `python -m tools.release notes`          prints that section, which becomes the text of the release
 `python -m tools.release label cu130`    makes the version of pyproject.toml 0.1.0+cu130, for a wheel that no index takes
 """
@@ -37,6 +37,8 @@ def check(root: Path, tag: str) -> str:
         return f"the tag is {tag}, and pyproject.toml says {version}: the tag must be v{version}"
     if not re.fullmatch(rf"{re.escape(version)} \(\d{{4}}-\d\d-\d\d\)", heading):
         return f"CHANGELOG.md must begin with '## {version} (YYYY-MM-DD)', got '## {heading}'"
+    if not re.search(r"(?m)^\[project\.urls\]$", (root / "pyproject.toml").read_text()):
+        return "pyproject.toml must say where the project lives, in a section [project.urls]"
     return "" if text else f"the section {version} of CHANGELOG.md is empty"
 
 

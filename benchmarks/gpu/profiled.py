@@ -11,12 +11,19 @@ from collections.abc import Callable
 import torch
 
 import pass_ext
+from benchmarks.kernel_time.inputs import FILTERED, accept_calls, draft_calls, layer_calls
 
 _VOCABULARY, _HEADS, _KV_HEADS, _HEAD_DIM = 128_256, 32, 8, 128
 
 
-def accept_call(requests: int, **options: object) -> Callable[[], object]:
-    """An accept step of four drafts that were drawn from their distributions."""
+def step(kind: str, name: str) -> Callable[[], object]:
+    """A step of benchmarks.kernel_time.inputs on the GPU, whose logits are peaked."""
+    calls = {"accept": accept_calls, "draft_sample": draft_calls, "layer": layer_calls}[kind]()
+    return next(call for call in calls if call.name == name).to("cuda").run
+
+
+def flat_accept(requests: int, **options: object) -> Callable[[], object]:
+    """An accept step of four drafts that were drawn from their distributions; these are flat, so many tokens may win."""
     drafts = 4
     generator = torch.Generator("cuda").manual_seed(0)
     target = torch.randn(requests, drafts + 1, _VOCABULARY, device="cuda", generator=generator).mul_(2.5)
@@ -43,7 +50,7 @@ def accept_call(requests: int, **options: object) -> Callable[[], object]:
     )
 
 
-def draft_call(rows: int) -> Callable[[], object]:
+def flat_draft(rows: int) -> Callable[[], object]:
     """Four tokens drawn from each row."""
     logits = torch.randn(rows, _VOCABULARY, device="cuda").mul_(2.5).bfloat16()
     return lambda: pass_ext.draft_sample(logits, 4, mode="coupled", temperature=0.8, seeds=1, positions=7)
@@ -59,12 +66,21 @@ def _attention(requests: int, prefix: int, nodes: int) -> Callable[[], object]:
     return lambda: pass_ext.attention_tree(q, k_cache, v_cache, *step)
 
 
+ACCEPT = {
+    "coupled": "chain of 4, coupled, 2 accepted",
+    "rejection": "chain of 4, rejection, 2 accepted",
+    "rejection, filters": f"chain of 4, rejection, 2 accepted, {FILTERED}",
+}
+"""Accept steps of one request by a short name."""
 CASES: dict[str, Callable[[], Callable[[], object]]] = {
-    "accept-rejection-b1": lambda: accept_call(1, rule="rejection"),
-    "accept-filters-b1": lambda: accept_call(1, rule="rejection", top_k=50, top_p=0.9),
-    "accept-rejection-b64": lambda: accept_call(64, rule="rejection"),
-    "draft-1-row": lambda: draft_call(1),
-    "draft-256-rows": lambda: draft_call(256),
+    "accept-coupled-b1": lambda: step("accept", ACCEPT["coupled"]),
+    "accept-rejection-b1": lambda: step("accept", ACCEPT["rejection"]),
+    "accept-filters-b1": lambda: step("accept", ACCEPT["rejection, filters"]),
+    "draft-1-row": lambda: step("draft_sample", "1 row, coupled"),
+    "accept-rejection-b64-flat": lambda: flat_accept(64, rule="rejection"),
+    "draft-256-rows-flat": lambda: flat_draft(256),
+    "layer-after-8-rows": lambda: step("layer", "after attention, 8 rows"),
+    "attention-b1-256-q1": lambda: _attention(1, 256, 1),
     "attention-b1-1k-q4": lambda: _attention(1, 1024, 4),
     "attention-b1-32k-q16": lambda: _attention(1, 32768, 16),
     "attention-b64-8k-q4": lambda: _attention(64, 8192, 4),

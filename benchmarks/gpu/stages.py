@@ -121,7 +121,7 @@ def _by_variant(name: str, module: str, *arguments: str) -> list[str]:
 def _experiments() -> list[Stage]:
     """Where the time of a step goes, and what a switch changes. verdict.py says at the end what they mean."""
     timed = [*_PYTHON, "benchmarks.gpu.timed"]
-    jobs = {"ordinary": [*timed, "ordinary"], "overlap": ["env", "PASS_EXT_OVERLAP=1", *timed, "overlap"]}
+    jobs = {"ordinary": [*timed, "ordinary"]}
     jobs |= {name: _by_variant(name, "benchmarks.gpu.timed", name) for name in TIMED}
     return [
         Stage("stamps", {"stamps": _by_variant("stamps", "benchmarks.gpu.stamps")}, 60),
@@ -169,6 +169,7 @@ def all_stages(architecture: str) -> list[Stage]:
             impossible="PASS_EXT_PREBUILT=1" if prebuilt else "",
         ),
         *_experiments(),
+        Stage("texts", {"texts": [*_PYTHON, "benchmarks.gpu.texts"]}, 120),
         Stage("small_model", {"small": [*_PYTHON, "benchmarks.gpu.large_model", "--small"]}, 60),
         Stage("large_model", {"large": [*_PYTHON, "benchmarks.gpu.large_model"]}, 220),
         Stage("kernels", {"large": [*_PYTHON, "benchmarks.gpu.large_model", "--kernels"]}, 100),

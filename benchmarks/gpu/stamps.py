@@ -19,11 +19,6 @@ PHASES = ("begun", "scanned", "last of row", "described", "finished", "described
           "divided", "walked")  # fmt: skip
 """``Phase`` of csrc/cuda/rows.cuh; each is stamped where it ends."""
 BLOCKS, SAMPLES = 1024, 50
-CASES = {
-    "coupled": dict(rule="coupled"),
-    "rejection": dict(rule="rejection"),
-    "rejection, top-k 50, top-p 0.9": dict(rule="rejection", top_k=50, top_p=0.9),
-}
 
 
 def phases_of(stamps: Sequence[tuple[int, int]]) -> dict[str, float]:
@@ -64,7 +59,7 @@ def main() -> int:
     import torch
 
     import pass_ext
-    from benchmarks.gpu.profiled import accept_call
+    from benchmarks.gpu.profiled import ACCEPT, flat_accept, step
     from benchmarks.harness import evidence
 
     library = ctypes.CDLL(str(Path(pass_ext.__file__).parent / "_C_cuda.so"))
@@ -72,8 +67,9 @@ def main() -> int:
         print("stamps: this library has none: run it in build/variants/stamps", file=sys.stderr)
         return 1
     with torch.inference_mode():
-        for name, options in CASES.items():
-            call = accept_call(1, **options)
+        calls = {name: step("accept", long) for name, long in ACCEPT.items()}
+        calls |= {f"flat, {rule}": flat_accept(1, rule=rule) for rule in ("coupled", "rejection")}
+        for name, call in calls.items():
             samples = []
             for _ in range(SAMPLES + 3):
                 call()

@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterator
 
 def steps() -> Iterator[tuple[str, Callable[[], object]]]:
     """Name, call."""
-    from benchmarks.gpu.profiled import accept_call, draft_call
-    from benchmarks.kernel_time.inputs import layer_calls
+    from benchmarks.gpu.profiled import ACCEPT, flat_accept, flat_draft, step
+    from benchmarks.kernel_time.inputs import attention_calls, draft_calls, layer_calls
 
-    yield "accept, coupled", accept_call(1, rule="coupled")
-    yield "accept, rejection", accept_call(1, rule="rejection")
-    yield "accept, rejection, filters", accept_call(1, rule="rejection", top_k=50, top_p=0.9)
-    yield "accept, rejection, 64 requests", accept_call(64, rule="rejection")
-    yield "draft, 1 row", draft_call(1)
-    for call in layer_calls():
+    for name, long in ACCEPT.items():
+        yield f"accept, {name}", step("accept", long)
+    yield "accept, rejection, 64 flat requests", flat_accept(64, rule="rejection")
+    yield "draft, 1 flat row", flat_draft(1)
+    for call in (*draft_calls(), *attention_calls(), *layer_calls()):
         yield f"{call.kind}, {call.name}", call.to("cuda").run
 
 

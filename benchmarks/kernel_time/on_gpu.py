@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,7 +55,6 @@ def main() -> int:
         return 1
     result: dict[str, Any] = {
         **provenance("kernel-time", False, "cuda"),
-        "overlap": os.environ.get("PASS_EXT_OVERLAP") == "1",
         "constants": {},
         "steps": [],
     }

@@ -185,12 +185,12 @@ def branches(result: dict[str, Any], counted: dict[str, Any]) -> str:
         f"gcov counts branches of the formulas that CPU and GPU share (`csrc/core/`), while tests run on the CPU: "
         f"**{taken} of {total}** are taken ({taken / total:.1%}). Tests have {tests:,} lines without blank lines and comments, "
         f"the product ({product}) {lines:,}: {tests / lines:.2f} lines of test for a line of product. Whole enumerations and "
-        "random calls count as the few lines that they are."
+        "random calls count as the few lines that they are. SQLite takes all branches."
     )
     missed = [
-        f"- {row['file']}: " + "; ".join(f"{one['line']} `{one['text']}`" for one in row["missed"])
+        f"- `{row['file']}:{one['line']}`, {one['branches']} of `{one['text']}`: {one['why']}"
         for row in files
-        if row["missed"]
+        for one in row["missed"]
     ]
     below = (
         f"{result['passed']:,} tests passed, {result['failed']} failed. {measured('coverage', result)} "
@@ -204,7 +204,7 @@ def branches(result: dict[str, Any], counted: dict[str, Any]) -> str:
             "",
             *table(["header", "branches", "taken"], [*rows, ["all", str(total), str(taken)]]),
             "",
-            "Lines with a branch that no test takes:",
+            "Branches that no test takes, with the line that has them:",
             "",
             *missed,
             "",
@@ -230,14 +230,40 @@ def gpu(root: Path) -> str:
     last = gpu_status.read_records(root)[-1]
     kernels = last["kernels"]
     every = kernels["primitives.cuh"]  # which every kernel file includes
-    checked = ", ".join(f"{count} of them under {tool}" for tool, count in every["sanitized"].items())
+    checked = "".join(f", {count} of them under {tool}" for tool, count in every["sanitized"].items())
     words = (
         f"The last run was on an {last['machine']['gpu']['name']} on {last['date'][:10]}, commit {last['commit']}: "
-        f"{every['tests_passed']:,} tests of {len(kernels)} kernel files passed ({checked}), {every['tests_failed']} failed. A "
+        f"{every['tests_passed']:,} tests of {len(kernels)} kernel files passed{checked}, {every['tests_failed']} failed. A "
         "file that changed since then has run on the [emulator](../tests/emulator/README.md) and was compiled, no more. "
         "[GPU status](../benchmarks/results/gpu-status.md) says for each file whether it is still the one that was verified."
     )
-    return "\n".join(["## On a GPU", "", words])
+    found = sorted(root.glob("benchmarks/results/*/texts.json"))
+    return "\n".join(
+        [
+            "## On a GPU",
+            "",
+            words,
+            *(line for path in found for line in ("", *texts_on_gpu(json.loads(path.read_text())))),
+        ]
+    )
+
+
+def texts_on_gpu(result: dict[str, Any]) -> list[str]:
+    """Texts of every method on a GPU."""
+    same = [name for name, outcome in result["models"].items() if outcome == "same"]
+    rows = [
+        [line["method"], str(line["together"]), f"{line['differing']} of {line['texts']}"] for line in result["bits"]
+    ]
+    return [
+        f"Texts, {result['machine']['gpu']['name']}. In float32 {len(same)} of {len(result['models'])} tiny models, one for "
+        f"each kind of layer ({', '.join(same)}), write there by every method the greedy texts that Plain writes on the CPU, "
+        "and by Plain, PaSS and MultiCandidate its sampled ones. In bfloat16 the bits of a row depend on the rows beside it, "
+        "other than on the CPU. Of a model with random weights, whose best tokens lie close together:",
+        "",
+        *table(["method", "texts in a call", "other than Plain alone"], rows),
+        "",
+        f"`python -m benchmarks.gpu.texts`, {result['date'][:10]}, commit {result['commit']}.",
+    ]
 
 
 def others() -> str:

@@ -21,8 +21,9 @@ def main() -> int:
     """Entry point of `python -m benchmarks.trust`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
+    commit = machine.commit()  # before the results change the tree
     for name in parser.parse_args().names:
-        begun = {"date": machine.now(), "commit": machine.commit()}
+        begun = {"date": machine.now(), "commit": commit}
         measured = import_module(f"benchmarks.trust.{name}").measure()
         save({**begun, "cpu": machine.describe_cpu()["model"], **measured}, FOLDER / f"{name}.json")
         print(f"written: {FOLDER / name}.json")

@@ -167,13 +167,14 @@ PASS_EXT_DEVICE void walk_request(const AcceptProblem& problem, const RowsWorksp
 // A whole step in one launch. It is for few rows: its blocks have the registers of a walk, so that fewer are resident.
 // A switch of builds (benchmarks/gpu/variants.py): with fewer a walk has more registers.
 #ifndef PASS_EXT_STEPS_PER_MULTIPROCESSOR
-#define PASS_EXT_STEPS_PER_MULTIPROCESSOR 4
+#define PASS_EXT_STEPS_PER_MULTIPROCESSOR 2
 #endif
 constexpr int kStepsPerMultiprocessor = PASS_EXT_STEPS_PER_MULTIPROCESSOR;  // blocks
 
 template <Route route>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, kStepsPerMultiprocessor)
     accept_step_kernel(PASS_EXT_PARAMETER AcceptSource source, PASS_EXT_PARAMETER RowsWorkspace workspace) {
+  begin_kernel(source, workspace);
   if (!scan_row(source, workspace)) return;
   int32_t* const finished = workspace.counters + workspace.rows;
   if (!block_comes_last(finished, static_cast<int32_t>(workspace.rows), &row_shared().block.is_last)) return;
@@ -201,6 +202,7 @@ template <Route route, Scan scan>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(256, kBlocksPerMultiprocessor)
     accept_kernel(PASS_EXT_PARAMETER AcceptProblem problem, PASS_EXT_PARAMETER RowsWorkspace workspace,
                   bool are_bounds_checked) {
+  begin_kernel(problem, workspace);
   const bool divided = are_bounds_checked ? *workspace.divided != 0 : divides_rows(problem);
   for (int64_t index = block_index().x; index < problem.requests; index += grid_size().x)
     walk_request<route, scan>(problem, workspace, block_index().x, index, divided);
@@ -211,6 +213,7 @@ constexpr int64_t kMaxRequestsCheckedByEveryBlock = 1024;
 
 // divided: 1 if every request's range in cu_nodes is valid, else 0.
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(512) check_bounds_kernel(AcceptProblem problem, int32_t* divided) {
+  begin_kernel();
   const bool divides = divides_rows(problem);
   if (thread_rank() == 0) *divided = divides;
 }

@@ -21,6 +21,7 @@ constexpr int kAdapterThreads = kLinearThreads;
 
 template <typename T, typename Id, bool wide>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAdapterThreads, 2) adapter_kernel(AdapterRows<T, Id> problem) {
+  begin_kernel();
   PASS_EXT_SHARED(float, sums, sum_bytes(8, 1) / int64_t{sizeof(float)});
   const int64_t row = block_index().x, in = problem.in, outputs = problem.outputs;
   const int64_t k = adapter_of_id(problem.ids[row], problem.adapters);

@@ -160,7 +160,7 @@ PASS_EXT_DEVICE void write_unowned_rows(const AttentionProblem& problem) {
 template <typename Shape>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAttentionThreads, Shape::kResidentBlocks)
     attention_kernel(PASS_EXT_PARAMETER AttentionProblem problem, SharedWork work) {
-  let_next_begin();
+  begin_kernel(problem);
   PASS_EXT_SHARED(AttentionScratch, scratches, 1);
   AttentionScratch& scratch = scratches[0];
   const Segment& segment = scratch.schedule.segment;

@@ -37,13 +37,13 @@ template <typename T, int kDim>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kCombineThreads, kCombineResident)
     attention_combine_kernel(PASS_EXT_PARAMETER AttentionProblem problem, SharedWork work, int32_t blocks,
                              int32_t part) {
+  begin_kernel(problem);
   using Scratch = CombineScratch<kDim>;
   PASS_EXT_SHARED(Scratch, scratches, 1);
   Scratch& scratch = scratches[0];
   constexpr int kStride = AttentionShape<T, kDim, 1>::kPartStride;
   const int thread = static_cast<int>(thread_rank());
 
-  wait_for_launch_before();
   // The rows of all shared tiles are numbered in the order of their first members.
   int32_t counts[kCountsOfThread], count = 0;
 #pragma unroll

@@ -19,6 +19,7 @@ PASS_EXT_DEVICE float add_sides(const MergeWeights& weights, float a, float b) {
 
 template <typename T, bool wide>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kMergeThreads) merge_kernel(MergeProblem problem) {
+  begin_kernel();
   constexpr int kElements = wide ? 16 / sizeof(T) : 1;
   const int64_t chunks = problem.head_dim / kElements;  // chunks of a row
   const int64_t index = int64_t{block_index().x} * kMergeThreads + thread_index().x;

@@ -37,6 +37,7 @@ PASS_EXT_DEVICE int64_t owner_of(const AttentionProblem& problem, int64_t row) {
 template <typename T, int kColumns>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kPlainWarps)
     plain_attention_kernel(PASS_EXT_PARAMETER AttentionProblem problem) {
+  begin_kernel(problem);
   const int64_t index = int64_t{block_index().x} * kPlainWarps + warp_index();  // row and head
   if (index >= problem.rows * problem.heads) return;
   const int64_t row = index / problem.heads, owner = owner_of(problem, row);

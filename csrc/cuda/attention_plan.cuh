@@ -110,7 +110,7 @@ inline void launch_attention(const AttentionProblem& problem, const AttentionPla
            LaunchShape{{plan.blocks}, {kAttentionThreads}, Shape::kSharedBytes}, stream, problem, work);
     if (plan.combine_blocks > 0)
       launch("attention_tree (combine)", attention_combine_kernel<typename Shape::T, Shape::kDim>,
-             LaunchShape{{plan.combine_blocks}, {kCombineThreads}, 0, Overlap::always}, stream, problem, work,
+             LaunchShape{{plan.combine_blocks}, {kCombineThreads}}, stream, problem, work,
              static_cast<int32_t>(plan.blocks), int32_t{Shape::kPart});
   });
 }

@@ -121,6 +121,7 @@ PASS_EXT_DEVICE void commit_staged(const CommitLaunch& launch, const RequestComm
 
 template <int bytes, bool in_place>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kMostColumnThreads) commit_kernel(PASS_EXT_PARAMETER CommitLaunch launch) {
+  begin_kernel(launch);
   const RequestCommit request = commit_of(launch.step, block_index().x / launch.column_blocks);
   if (request.rows == 0) return;
   const int64_t begin = block_index().x % launch.column_blocks * block_size().x;

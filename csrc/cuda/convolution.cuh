@@ -37,6 +37,7 @@ PASS_EXT_DEVICE void for_each_tap(const T* from, int32_t count, int32_t taps, in
 template <typename T, bool wide>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kConvolutionThreads)
     convolution_kernel(PASS_EXT_PARAMETER ConvolutionTree<T> problem) {
+  begin_kernel(problem);
   PASS_EXT_SHARED(ConvolutionShared, shared, 1);
   const uint32_t blocks = static_cast<uint32_t>((problem.channels + kBlockChannels - 1) / kBlockChannels);
   const int64_t request = block_index().x / blocks, first = int64_t{block_index().x % blocks} * kBlockChannels;

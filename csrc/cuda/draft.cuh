@@ -31,6 +31,7 @@ struct DraftSource {
 
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(256, kBlocksPerMultiprocessor)
     draft_kernel(PASS_EXT_PARAMETER DraftProblem problem, PASS_EXT_PARAMETER RowsWorkspace workspace) {
+  begin_kernel(problem, workspace);
   BlockRows<Scan::on_the_way> rows(workspace, block_index().x);
   for (int64_t index = block_index().x; index < problem.rows; index += grid_size().x) draft_row(rows, problem, index);
 }

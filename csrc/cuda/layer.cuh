@@ -61,6 +61,7 @@ struct NormedHeads {
 
 template <typename T, bool wide>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kHeadWarps) heads_kernel(PASS_EXT_PARAMETER NormedHeads<T> problem) {
+  begin_kernel(problem);
   PASS_EXT_SHARED(float, all_numbers, kHeadWarps* kMostHeadDim);
   const int lane = static_cast<int>(lane_index()), warp = static_cast<int>(warp_index());
   const int64_t heads = problem.q.heads + problem.k.heads, index = int64_t{block_index().x} * kHeadWarps + warp;
@@ -169,6 +170,7 @@ void launch_before_attention(const LayerBefore<T>& layer, const BeforeAdapters<T
 // sum = before + sum, [count]; a thread adds eight numbers.
 template <typename T, bool wide>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kStepThreads) add_kernel(T* sum, const T* before, int64_t count) {
+  begin_kernel();
   const int64_t i = (int64_t{block_index().x} * kStepThreads + thread_rank()) * kNumbers;
   if (i >= count) return;
   float value[kNumbers], other[kNumbers];
@@ -202,13 +204,13 @@ void launch_after_attention(const LayerAfter<T>& layer, const AfterAdapters<T>& 
   T* const middle = workspace + rows * layer.gate.outputs;
   // to = before + the product, normed or scaled
   const auto add_product = [&](T* to, const LayerLinear<T>& linear, const AdapterWeights<T>& adapter, const T* from,
-                               const T* before, const LayerNorm<T>& norm, bool overlaps) {
+                               const T* before, const LayerNorm<T>& norm, bool are_weights_ready) {
     LinearRows<T> product = rows_of(linear, from, to, rows);
     if (!norm) {
       product.residual = before;
       product.scale = options.scale;
     }
-    launch_products<T>(name, &product, 1, {}, {}, {adapters.ids, {adapter}}, overlaps, stream);
+    launch_products<T>(name, &product, 1, {}, {}, {adapters.ids, {adapter}}, are_weights_ready, stream);
     if (!norm) return;
     launch_step(rows_of<T>(norm, to, to, rows, options), stream);
     launch_add(name, to, before, rows * linear.outputs, stream);

@@ -39,14 +39,13 @@ bool take_adapters(RowProducts<T>& problem, const ProductAdapters<T>& adapters, 
 }
 
 template <typename T, bool gated, bool wide>
-void launch_row_products(const char* name, const RowProducts<T>& problem, int64_t tiles, bool overlaps, Stream stream) {
+void launch_row_products(const char* name, const RowProducts<T>& problem, int64_t tiles, Stream stream) {
   if (tiles == 0) return;
   constexpr int kMostTiles = kIsFloat32<T> ? 1 : 2;
   const int64_t rows = problem.product[0].rows, of_block = rows_of_block<T>(rows);
   LaunchShape shape{{tiles, (rows + of_block - 1) / of_block}, {kLinearThreads}};
   shape.dynamic_shared_bytes = sum_bytes(of_block, gated ? 2 : 1);
   if (problem.norm.weight) shape.dynamic_shared_bytes += normed_bytes<T>(rows, problem.product[0].in);
-  if (overlaps) shape.overlap = Overlap::if_asked;
   launch(name, of_block == 8 ? linear_kernel<T, 1, gated, wide> : linear_kernel<T, kMostTiles, gated, wide>, shape,
          stream, problem);
 }
@@ -55,7 +54,8 @@ void launch_row_products(const char* name, const RowProducts<T>& problem, int64_
 // normed_bytes.
 template <typename T>
 void launch_products(const char* name, const LinearRows<T>* products, int count, const InputNorm<T>& norm,
-                     const HeadRotation& rotation, const ProductAdapters<T>& adapters, bool overlaps, Stream stream) {
+                     const HeadRotation& rotation, const ProductAdapters<T>& adapters, bool are_weights_ready,
+                     Stream stream) {
   RowProducts<T> problem{};
   bool wide = take_adapters(problem, adapters, count) && (!norm.weight || is_aligned16(norm.weight));
   int64_t tiles = 0;
@@ -69,8 +69,9 @@ void launch_products(const char* name, const LinearRows<T>* products, int count,
   problem.count = count;
   problem.norm = norm;
   problem.rotation = rotation;
-  wide ? launch_row_products<T, false, true>(name, problem, tiles, overlaps, stream)
-       : launch_row_products<T, false, false>(name, problem, tiles, overlaps, stream);
+  problem.are_weights_ready = are_weights_ready;
+  wide ? launch_row_products<T, false, true>(name, problem, tiles, stream)
+       : launch_row_products<T, false, false>(name, problem, tiles, stream);
 }
 
 // Launches out = activation(gate product) up product, [rows, outputs]; not as the first launch of an op.
@@ -85,11 +86,12 @@ void launch_gated_products(const char* name, const LinearRows<T>& gate, const Li
   problem.norm = norm;
   problem.gated_out = out;
   problem.activation = activation;
+  problem.are_weights_ready = true;
   const bool wide = take_adapters(problem, adapters, 2) && has_wide_rows(gate) && has_wide_rows(up) &&
                     (!norm.weight || is_aligned16(norm.weight));
   const int64_t tiles = problem.end_tile[0] = tiles_of(gate.outputs, kTileOutputs);
-  wide ? launch_row_products<T, true, true>(name, problem, tiles, true, stream)
-       : launch_row_products<T, true, false>(name, problem, tiles, true, stream);
+  wide ? launch_row_products<T, true, true>(name, problem, tiles, stream)
+       : launch_row_products<T, true, false>(name, problem, tiles, stream);
 }
 
 }  // namespace pass_ext::gpu

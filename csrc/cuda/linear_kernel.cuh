@@ -5,8 +5,8 @@
 //
 // A block computes 16 outputs of up to 16 rows (in fp32: 8) and reads their weights once. Its warps share the numbers
 // along `in`, 32 of them at a time; a thread reads eight neighbours of two outputs. The sum of an output has one order,
-// whatever the other rows and outputs are. A launch that overlaps reads its weights before the launch in front has
-// ended; so it must not be the first of its op, in front of which they could have been written.
+// whatever the other rows and outputs are. A launch behind another of its op reads its weights before that one has
+// ended.
 #pragma once
 
 #include <cstdint>
@@ -52,6 +52,7 @@ struct RowProducts {
   ProductAdapters<T> adapters;
   T* gated_out;
   Activation activation;
+  bool are_weights_ready;  // nothing under way writes them: they are read before the launch in front has ended
 };
 
 // ---- the outputs of a tile ----
@@ -175,7 +176,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLinearThreads, kIsFloat32<T> ? 1 : 2)
   constexpr int kAhead = kIsFloat32<T> ? 1 : gated ? 2 : 4;  // units whose loads overlap
   static_assert(kTileOutputs * kRows <= kLinearThreads, "each thread has one output of a tile");
   float* const sums = dynamic_shared<float>();  // [warps, weights, rows, kSumStride]; behind them normed rows
-  let_next_begin();
+  if (!problem.are_weights_ready) begin_kernel(problem);
   const LinearRows<T>& rows = problem.product[0];
   const int64_t in = rows.in, first_row = int64_t{block_index().y} * kRows;
   const int lane = static_cast<int>(lane_index()), warp = static_cast<int>(warp_index());
@@ -211,7 +212,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLinearThreads, kIsFloat32<T> ? 1 : 2)
   const AdapterIds& ids = problem.adapters.ids;
   SlotRows slots;
   if (ids.ids) slots = slot_rows(ids, first_row, count);
-  wait_for_launch_before();
+  begin_kernel();
 
   const T* x = rows.x + first_row * rows.x_row;
   int64_t x_row = rows.x_row;

@@ -77,6 +77,7 @@ struct LogprobBlock {
 
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kLogprobThreads, 2)
     logprobs_kernel(PASS_EXT_PARAMETER AcceptProblem problem, PASS_EXT_PARAMETER LogprobArrays results) {
+  begin_kernel(problem, results);
   const int64_t width = int64_t{problem.max_depth} + 1;
   const EmittedToken emitted =
       emitted_token(problem, block_index().x / width, static_cast<int32_t>(block_index().x % width));

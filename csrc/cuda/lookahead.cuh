@@ -60,6 +60,7 @@ constexpr int kChunksPerWarp = 32 * kChunksPerLane;
 
 template <typename T, typename S, typename Id, bool wide>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kWarpsPerBlock) embed_kernel(LookaheadEmbed<T, S, Id> problem) {
+  begin_kernel();
   constexpr int kElements = Chunk<T, wide>::size;
   const int64_t warps_per_row = (problem.dim / kElements + kChunksPerWarp - 1) / kChunksPerWarp;
   const int64_t warp = static_cast<int64_t>(block_index().x) * kWarpsPerBlock + warp_index();
@@ -162,6 +163,7 @@ PASS_EXT_DEVICE void add_matching_rows(sum_t<T> (&sum)[Chunk<T, wide>::size],
 template <typename T, typename S, typename Id, bool wide>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kColumnThreads)
     sum_slots_kernel(LookaheadEmbedBackward<T, S, Id> problem, sum_t<T>* partial, int64_t positions_per_split) {
+  begin_kernel();
   constexpr int kElements = Chunk<T, wide>::size;
   const int64_t row = block_index().x, split = block_index().z;
   const int64_t element = (static_cast<int64_t>(block_index().y) * kColumnThreads + thread_index().x) * kElements;
@@ -182,6 +184,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kColumnThreads)
 template <typename S, typename Sum>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kColumnThreads)
     merge_splits_kernel(const Sum* partial, S* out, int64_t elements, int64_t splits) {
+  begin_kernel();
   const int64_t element = static_cast<int64_t>(block_index().x) * kColumnThreads + thread_index().x;
   if (element >= elements) return;
   Sum sum = 0;
@@ -194,6 +197,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kColumnThreads)
 // ids in all.
 template <typename T, typename S, typename Id, bool wide>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kColumnThreads) sum_table_kernel(LookaheadEmbedBackward<T, S, Id> problem) {
+  begin_kernel();
   constexpr int kElements = Chunk<T, wide>::size;
   const int64_t position = block_index().x;
   const int64_t element = (static_cast<int64_t>(block_index().y) * kColumnThreads + thread_index().x) * kElements;

@@ -104,6 +104,7 @@ PASS_EXT_DEVICE void fill_level(const NextProblem& problem, const NextShared& sh
 }
 
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kNextThreads) next_kernel(PASS_EXT_PARAMETER NextProblem problem) {
+  begin_kernel(problem);
   const int64_t request = block_index().x;
   const NextShared shared = carve_next(dynamic_shared<unsigned char>(), problem);
   const NextRoot root = next_root(problem, request);

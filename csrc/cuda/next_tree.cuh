@@ -187,6 +187,7 @@ PASS_EXT_DEVICE TreeChoice best_choice(const NextTreeProblem& problem, TreeShare
 }
 
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kTreeThreads) next_tree_kernel(PASS_EXT_PARAMETER NextTreeProblem problem) {
+  begin_kernel(problem);
   TreeShared& shared = *dynamic_shared<TreeShared>();
   const NextProblem& step = problem.step;
   const int64_t request = block_index().x;

@@ -6,7 +6,6 @@
 
 #include <cuda_runtime.h>
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -66,17 +65,26 @@ PASS_EXT_DEVICE void sync_warp(unsigned mask = kFullWarp) { __syncwarp(mask); }
 // needed.
 PASS_EXT_DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// A launch that overlaps (Overlap) may begin when all blocks of the one in front of it have called let_next_begin
-// or ended. It must call wait_for_launch_before before it reads or writes memory that the one in front uses: the call
-// returns when that one has ended. Otherwise both do nothing.
-PASS_EXT_DEVICE void let_next_begin() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+// Reads a word of each line of a kernel's parameters. The constant cache is cold at every launch, and an instruction
+// whose operand misses it holds its warp up: two misses in turn for every line that is met on the way.
+template <typename Parameter>
+PASS_EXT_DEVICE void touch(const Parameter& parameter) {
+  constexpr int kWords = sizeof(Parameter) / sizeof(uint32_t), kLine = 16;
+  const uint32_t* const words = reinterpret_cast<const uint32_t*>(&parameter);
+#pragma unroll
+  for (int i = 0; i < kWords; i += kLine) asm volatile("" ::"r"(words[i]));
 }
-PASS_EXT_DEVICE void wait_for_launch_before() {
+
+// Every kernel calls this in all its threads, with its large parameters, before it reads or writes what another kernel
+// may have written or read. On sm_90 and later a launch begins while the one in front still runs: here it waits until
+// that one has ended, and then lets the next begin. In this order no kernel begins before the last but one in front has
+// ended.
+template <typename... Parameters>
+PASS_EXT_DEVICE void begin_kernel(const Parameters&... parameters) {
+  (touch(parameters), ...);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
@@ -333,9 +341,6 @@ PASS_EXT_DEVICE void multiply_m16n8k16<float16>(float (&d)[4], const uint32_t (&
 
 using Stream = cudaStream_t;
 
-// With the launch in front, for a kernel that calls wait_for_launch_before.
-enum class Overlap { none, if_asked, always };
-
 struct BlockSize {
   unsigned x;
 };
@@ -344,14 +349,10 @@ struct LaunchShape {
   Grid grid;
   BlockSize block;
   size_t dynamic_shared_bytes = 0;
-  Overlap overlap = Overlap::none;
 };
 
-// Whether launches of Overlap::if_asked do (runtime.h sets it).
-inline std::atomic<bool> g_launches_overlap{false};
-
-// True if a kernel's launch may overlap: its code for the current device is for a GPU that can.
-inline bool may_overlap(const void* kernel) {
+// True if a kernel waits in begin_kernel: its code for the current device is for a GPU that can.
+inline bool waits_to_begin(const void* kernel) {
   static std::mutex mutex;
   static auto* const known = new std::map<std::pair<const void*, int>, bool>;  // never destroyed: exit order
   int device = 0;
@@ -389,17 +390,16 @@ void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& 
   check_grid(name, shape.grid);
   const dim3 grid(static_cast<unsigned>(shape.grid.x), static_cast<unsigned>(shape.grid.y),
                   static_cast<unsigned>(shape.grid.z));
-  const bool overlaps = shape.overlap == Overlap::always || (shape.overlap == Overlap::if_asked && g_launches_overlap);
-  if (overlaps && may_overlap(reinterpret_cast<const void*>(kernel))) {
-    cudaLaunchAttribute overlap{};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
+  if (waits_to_begin(reinterpret_cast<const void*>(kernel))) {
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
     config.blockDim = dim3(shape.block.x);
     config.dynamicSmemBytes = shape.dynamic_shared_bytes;
     config.stream = stream;
-    config.attrs = &overlap;
+    config.attrs = &early;
     config.numAttrs = 1;
     cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);  // check_launch raises its error
     return;

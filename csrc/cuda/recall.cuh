@@ -15,6 +15,7 @@ namespace pass_ext::gpu {
 constexpr int kRecallThreads = 128;
 
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kRecallThreads) recall_kernel(PASS_EXT_PARAMETER RecallProblem problem) {
+  begin_kernel(problem);
   const RecallCounts counts = carve_recall(dynamic_shared<int32_t>());
   const int64_t row = block_index().x, request = problem.requests[row];
   const int64_t* const tokens = problem.tokens + row * problem.count;

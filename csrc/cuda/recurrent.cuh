@@ -14,6 +14,7 @@ namespace pass_ext::gpu {
 
 template <int kRows, bool whole, Decay decay>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kMostWalkWarps) walk_kernel(PASS_EXT_PARAMETER RecurrentLaunch launch) {
+  begin_kernel(launch);
   using Node = StagedNode<kRows>;
   const uint32_t block = block_index().x, columns = block_size().x / kSumParts;
   const int64_t first_column = int64_t{block % launch.column_blocks} * columns;

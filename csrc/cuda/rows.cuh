@@ -668,6 +668,7 @@ PASS_EXT_DEVICE bool scan_row(const Source& source, const RowsWorkspace& workspa
 template <typename Source>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, kScansPerMultiprocessor)
     scan_rows_kernel(PASS_EXT_PARAMETER Source source, PASS_EXT_PARAMETER RowsWorkspace workspace) {
+  begin_kernel(source, workspace);
   scan_row(source, workspace);
 }
 

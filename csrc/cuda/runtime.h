@@ -27,13 +27,6 @@ constexpr int kMostDevices = 64;
 inline std::atomic<bool> g_checks_earlier_errors{std::getenv("PASS_EXT_DEBUG") != nullptr &&
                                                  std::string(std::getenv("PASS_EXT_DEBUG")) == "1"};
 
-// PASS_EXT_OVERLAP=1: kernels of a layer may begin while the one in front of them ends.
-inline const bool g_overlap_is_set = [] {
-  const char* const value = std::getenv("PASS_EXT_OVERLAP");
-  gpu::g_launches_overlap = value != nullptr && std::string(value) == "1";
-  return true;
-}();
-
 inline void check_earlier_errors(cudaStream_t stream) {
   if (!g_checks_earlier_errors) return;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

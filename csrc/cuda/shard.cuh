@@ -52,6 +52,7 @@ PASS_EXT_DEVICE FoundRow find_row(const ShardProblem& shard, int64_t slot, int32
 }
 
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kShardThreads) shard_peaks_kernel(PASS_EXT_PARAMETER ShardProblem shard) {
+  begin_kernel(shard);
   PASS_EXT_SHARED(BlockScratch, scratch, 1);
   PASS_EXT_SHARED(int32_t, owner, 1);
   const int64_t slot = block_index().x;
@@ -88,6 +89,7 @@ struct SelectBins {
 };
 
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kShardThreads) shard_bins_kernel(PASS_EXT_PARAMETER ShardProblem shard) {
+  begin_kernel(shard);
   PASS_EXT_SHARED(SelectBins, bins, 1);
   PASS_EXT_SHARED(int32_t, owner, 1);
   const int64_t slot = block_index().x;
@@ -128,6 +130,7 @@ PASS_EXT_DEVICE SliceColumns columns_of_slice(int64_t slice, int32_t columns) {
 }
 
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kShardThreads) shard_masses_kernel(PASS_EXT_PARAMETER ShardProblem shard) {
+  begin_kernel(shard);
   PASS_EXT_SHARED(BlockScratch, scratch, 1);
   PASS_EXT_SHARED(int32_t, owner, 1);
   const int64_t slot = block_index().x, slice = block_index().y;
@@ -145,6 +148,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kShardThreads) shard_masses_kernel(PASS_E
 }
 
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kShardThreads) shard_residuals_kernel(PASS_EXT_PARAMETER ShardProblem shard) {
+  begin_kernel(shard);
   PASS_EXT_SHARED(BlockScratch, scratch, 1);
   PASS_EXT_SHARED(DeletedChildren, deleted, 1);
   PASS_EXT_SHARED(int32_t, owner, 1);
@@ -187,6 +191,7 @@ PASS_EXT_DEVICE int32_t find_draw(const ShardProblem& shard, int64_t index, int3
 }
 
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kShardThreads) shard_races_kernel(PASS_EXT_PARAMETER ShardProblem shard) {
+  begin_kernel(shard);
   PASS_EXT_SHARED(BlockScratch, scratch, 1);
   PASS_EXT_SHARED(DeletedChildren, deleted, 1);
   PASS_EXT_SHARED(int32_t, found, 1);
@@ -306,6 +311,7 @@ struct BlockTeam {
 
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kShardThreads)
     shard_state_kernel(PASS_EXT_PARAMETER ShardCombination combination) {
+  begin_kernel(combination);
   const int64_t step = static_cast<int64_t>(grid_size().x) * kShardThreads;
   for (int64_t i = static_cast<int64_t>(block_index().x) * kShardThreads + thread_rank(); i < combination.words;
        i += step)
@@ -315,6 +321,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kShardThreads)
 // judges: memory for one per node.
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kCombineThreads)
     shard_combine_kernel(PASS_EXT_PARAMETER ShardCombination combination, Judge* judges) {
+  begin_kernel(combination);
   const AcceptProblem& problem = combination.problem;
   bool broken = false;
   for (int64_t index = thread_rank(); index < problem.requests; index += kCombineThreads)
@@ -345,6 +352,7 @@ inline void launch_shard_combine(const ShardCombination& combination, void* work
 
 // One race after the other: each looks behind the token that won the last. Few are asked for.
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kShardThreads) shard_best_kernel(PASS_EXT_PARAMETER ShardBest best) {
+  begin_kernel(best);
   PASS_EXT_SHARED(BlockScratch, scratch, 1);
   const DraftProblem& draft = best.draft;
   const int64_t index = block_index().x;

@@ -196,6 +196,7 @@ struct CommitTile {
 
 template <bool by_rows, int width, Decay decay>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kCommitThreads) replay_kernel(PASS_EXT_PARAMETER RecurrentCommit commit) {
+  begin_kernel(commit);
   const uint32_t heads = static_cast<uint32_t>(commit.shape.heads);
   const uint32_t tiles = static_cast<uint32_t>(commit.tiles_along * commit.tiles_across);
   const uint32_t tile_of_request = block_index().x * (kCommitThreads / 32) + warp_index();
@@ -280,6 +281,7 @@ constexpr int kInputsAtOnce = 8;
 
 template <typename Number>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kCommitThreads) shift_kernel(PASS_EXT_PARAMETER ConvolutionCommit commit) {
+  begin_kernel(commit);
   PASS_EXT_SHARED(int32_t, rows, kMaxTreeNodes);
   const ConvolutionState& shape = commit.shape;
   const int64_t request = block_index().x / commit.channel_blocks;

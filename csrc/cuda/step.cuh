@@ -17,6 +17,7 @@ constexpr int kStepThreads = 128;
 // ---- norm: a block per row ----
 
 static_assert(kStepThreads * kNumbers == kPartialSums, "each thread adds to eight partial sums");
+constexpr int kNormsAtOnce = 4;  // loads of a thread on their way: a few rows leave every other warp of a GPU idle
 
 // The sum of the partial sums, added as core/step.h defines; thread t has numbers 8 t to 8 t + 7 of them. All threads
 // of the block get it.
@@ -43,32 +44,52 @@ PASS_EXT_DEVICE float sum_of_partial_sums(const float (&partial)[kNumbers]) {
 }
 
 template <typename T, bool wide, NormForm form>
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kStepThreads, 9) norm_kernel(StepNorm<T> problem) {
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kStepThreads, 4) norm_kernel(StepNorm<T> problem) {
+  begin_kernel();
   const int64_t row = block_index().x, dim = problem.dim, first = int64_t{kNumbers} * thread_rank();
   const T* x = problem.x[row];
   float partial[kNumbers] = {};
-  for (int64_t i = first; i < dim; i += kPartialSums) {
-    float value[kNumbers];
-    load_numbers<wide>(value, x + i, dim - i);
-    if (problem.sum) {
-      float residual[kNumbers];
-      load_numbers<wide>(residual, problem.residual[row] + i, dim - i);
+  for (int64_t base = first; base < dim; base += kNormsAtOnce * kPartialSums) {
+    float value[kNormsAtOnce][kNumbers], residual[kNormsAtOnce][kNumbers];
 #pragma unroll
-      for (int k = 0; k < kNumbers; ++k) value[k] = rounded<T>(value[k] + residual[k]);
-      store_numbers<wide>(problem.sum + row * dim + i, value, dim - i);
+    for (int a = 0; a < kNormsAtOnce; ++a) {
+      const int64_t i = base + a * kPartialSums;
+      if (i >= dim) break;
+      load_numbers<wide>(value[a], x + i, dim - i);
+      if (problem.sum) load_numbers<wide>(residual[a], problem.residual[row] + i, dim - i);
     }
 #pragma unroll
-    for (int k = 0; k < kNumbers; ++k) partial[k] = fused(value[k], value[k], partial[k]);
+    for (int a = 0; a < kNormsAtOnce; ++a) {
+      const int64_t i = base + a * kPartialSums;
+      if (i >= dim) break;
+      if (problem.sum) {
+#pragma unroll
+        for (int k = 0; k < kNumbers; ++k) value[a][k] = rounded<T>(value[a][k] + residual[a][k]);
+        store_numbers<wide>(problem.sum + row * dim + i, value[a], dim - i);
+      }
+#pragma unroll
+      for (int k = 0; k < kNumbers; ++k) partial[k] = fused(value[a][k], value[a][k], partial[k]);
+    }
   }
   const float inverse = inverse_rms(sum_of_partial_sums(partial), dim, problem.eps);
   if (problem.sum) x = problem.sum + row * dim;  // a thread reads what it wrote itself
-  for (int64_t i = first; i < dim; i += kPartialSums) {
-    float value[kNumbers], weight[kNumbers];
-    load_numbers<wide>(value, x + i, dim - i);
-    load_numbers<wide>(weight, problem.weight + i, dim - i);
+  for (int64_t base = first; base < dim; base += kNormsAtOnce * kPartialSums) {
+    float value[kNormsAtOnce][kNumbers], weight[kNormsAtOnce][kNumbers];
 #pragma unroll
-    for (int k = 0; k < kNumbers; ++k) value[k] = weighted<T, form>(value[k] * inverse, weight[k]);
-    store_numbers<wide>(problem.out + row * dim + i, value, dim - i);
+    for (int a = 0; a < kNormsAtOnce; ++a) {
+      const int64_t i = base + a * kPartialSums;
+      if (i >= dim) break;
+      load_numbers<wide>(value[a], x + i, dim - i);
+      load_numbers<wide>(weight[a], problem.weight + i, dim - i);
+    }
+#pragma unroll
+    for (int a = 0; a < kNormsAtOnce; ++a) {
+      const int64_t i = base + a * kPartialSums;
+      if (i >= dim) break;
+#pragma unroll
+      for (int k = 0; k < kNumbers; ++k) value[a][k] = weighted<T, form>(value[a][k] * inverse, weight[a][k]);
+      store_numbers<wide>(problem.out + row * dim + i, value[a], dim - i);
+    }
   }
 }
 
@@ -107,6 +128,7 @@ PASS_EXT_HOST_DEVICE int64_t units_of_head(const StepRotary<T, S>& problem) {
 
 template <typename T, typename S, bool wide>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kStepThreads) rotary_kernel(StepRotary<T, S> problem) {
+  begin_kernel();
   constexpr bool in_fp32 = sizeof(S) == sizeof(float);
   const int64_t units = units_of_head(problem), heads = problem.q.heads + problem.k.heads;
   const int64_t index = int64_t{block_index().x} * kStepThreads + thread_rank();
@@ -164,6 +186,7 @@ void launch_step(const StepRotary<T, S>& problem, Stream stream) {
 
 template <typename T, bool wide, Activation activation>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kStepThreads) gate_kernel(StepGate<T> problem) {
+  begin_kernel();
   const int64_t units = (problem.dim + kNumbers - 1) / kNumbers;
   const int64_t index = int64_t{block_index().x} * kStepThreads + thread_rank();
   if (index >= problem.rows * units) return;

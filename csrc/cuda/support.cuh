@@ -37,6 +37,7 @@ struct SupportPart {
 
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kSupportThreads, 2)
     support_kernel(PASS_EXT_PARAMETER AcceptProblem problem, PASS_EXT_PARAMETER SupportArrays results) {
+  begin_kernel(problem, results);
   constexpr int32_t kWarps = kSupportThreads / 32, kStep = 32 * kPiece;
   const int64_t width = int64_t{problem.max_depth} + 1;
   const EmittedToken emitted =

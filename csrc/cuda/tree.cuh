@@ -87,6 +87,7 @@ PASS_EXT_DEVICE void hop_over_words(const TreePrepare& problem, const WordPath& 
 }
 
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kMostPrepareThreads) prepare_kernel(TreePrepare problem) {
+  begin_kernel();
   const int64_t request = block_index().x;
   if (request >= problem.requests) {
     clear_unowned(problem, request - problem.requests, grid_size().x - problem.requests);
@@ -158,6 +159,7 @@ PASS_EXT_DEVICE void write_mask_chunk(const TreeMask<T>& problem, const MaskRow&
 
 template <typename T>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kMaskWarps) mask_kernel(TreeMask<T> problem) {
+  begin_kernel();
   const int64_t index = static_cast<int64_t>(block_index().x) * kMaskWarps + warp_index();
   if (index >= problem.requests * problem.max_nodes) return;
   const MaskRow row = mask_row(problem, index);

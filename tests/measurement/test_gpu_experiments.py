@@ -84,11 +84,11 @@ def test_what_a_run_means_is_said_at_its_end():
         {"kernel": "void pass_ext::gpu::attention_kernel<(int)4>(pass_ext::Problem)", "us": 30.0, "launches": 2},
         {"kernel": "copy", "us": 10.0, "launches": 2},
     ]
-    times = {"ordinary": 20.0, "steps-2": 18.0, "steps-3": 20.2, "overlap": 25.0}
+    times = {"ordinary": 20.0, "steps-2": 18.0, "steps-3": 20.2, "steps-4": 25.0}
     facts = [
         {"kind": "stage", "name": "stamps", "state": "passed"},
         *({"kind": "timed", "build": build, "step": "accept", "us": us} for build, us in times.items()),
-        {"kind": "timed", "build": "overlap", "step": "layer", "us": 1.0},  # not timed with the ordinary library
+        {"kind": "timed", "build": "steps-4", "step": "layer", "us": 1.0},  # not timed with the ordinary library
         {"kind": "stamps", "case": "coupled", "phases": phases(5.0)},
         {"kind": "kernels", "contender": "PaSS", "kernels": kernels},
     ]
@@ -97,7 +97,7 @@ def test_what_a_run_means_is_said_at_its_end():
         "PaSS: 100 us of kernels for a token, 30% in pass_ext's; most in kernel 60%, attention_kernel 30%, copy 10%.",
         "steps-2: faster: accept 0.90 ×: take it.",
         "steps-3: no step differs by more than 2%: leave the switch as it is.",
-        "overlap: slower: accept 1.25 ×: leave the switch as it is.",
+        "steps-4: slower: accept 1.25 ×: leave the switch as it is.",
     ]
     assert verdict.sentences(facts[2:3]) == [], "nothing to compare with"
 
@@ -210,5 +210,5 @@ def test_nothing_is_built_beside_a_carried_library(monkeypatch):
         "PASS_EXT_PREBUILT=1",
     ]
     names = list(states["1"])
-    assert names.index("tests") < names.index("stamps") < names.index("twice") < names.index("timed-steps-2")
+    assert names.index("tests") < names.index("stamps") < names.index("twice") < names.index("timed-steps-4")
     assert names.index("large_model") < names.index("kernels")

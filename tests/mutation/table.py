@@ -17,7 +17,7 @@ _ROWS = [*_ACCEPT[1:2], "tests/ops/test_draft.py", "tests/ops/every_op/test_mask
 _SUPPORT = ["tests/ops/accept/test_support.py", "-k", "not thread_count"]
 _LOGPROBS = ["tests/ops/accept/test_logprobs.py", "-k", "not thread_count"]
 _CORE = ["tests/core/test_core.py"]
-_SHARD = ["tests/ops/shard/test_shard_borders.py", "tests/ops/shard/test_shard.py"]
+_SHARD = [f"tests/ops/shard/test_shard{name}.py" for name in ("_borders", "_kernels", "")]
 _ATTENTION = [
     "tests/ops/attention/test_attention.py",
     "tests/ops/attention/test_attention_masks.py",
@@ -72,7 +72,10 @@ _CPP = _files_of_families() | {
     "core/weights-inl.h": (["rows", "accept"], _ACCEPT),
     "core/distribution.h": (["rows", "accept", "draft"], _ROWS),
     "core/noise.h": (["rows", "accept", "draft"], _ROWS),
-    "core/attention.h": (["attention"], _ATTENTION),
+    "core/attention.h": (
+        ["attention"],
+        [*_ATTENTION, *(f"tests/ops/attention/test_{x}.py" for x in ("attention_merge", "pages"))],
+    ),
     "core/elementary-inl.h": ([], _CORE),
     "core/half.h": ([], _CORE),
     "core/philox.h": ([], _CORE),
@@ -83,7 +86,7 @@ _CPP = _files_of_families() | {
     "cpu/support.h": (["accept"], _SUPPORT),
     "cpu/accept.cpp": (["accept"], _ACCEPT[1:]),
     "cpu/rows.h": (["rows", "accept", "draft"], _ROWS),
-    "cpu/rows.cpp": (["rows"], _ROWS),
+    "cpu/rows.cpp": (["rows"], [_SUPPORT[0], *_ROWS]),
     "cpu/rows_kernels-inl.h": (["rows"], [*_ROWS, *_SHARD]),
     "cpu/workers.h": (["accept", "draft", "linear"], ["tests/core/test_workers.py"]),
     "cpu/workers.cpp": (["workers"], ["tests/core/test_workers.py"]),
@@ -93,7 +96,7 @@ _CPP = _files_of_families() | {
     "cpu/attention_tiles.h": (["attention"], _ATTENTION),
     "cpu/linear_kernels-inl.h": (["linear"], ["tests/ops/test_linear.py", "tests/ops/layer"]),
     "cpu/layer.cpp": (["layer"], ["tests/ops/layer"]),
-    "core/layer.h": (["layer"], ["tests/ops/layer"]),
+    "core/layer.h": (["layer"], ["tests/ops/layer/test_layer.py"]),
     "cpu/layer.h": (["layer"], ["tests/ops/layer"]),
     "cpu/layer_pack.cpp": (["layer"], ["tests/ops/layer"]),
     "cpu/layer_pack.h": (["layer"], ["tests/ops/layer"]),

@@ -16,14 +16,16 @@ from pass_ext.decoding.models import module_ops
 from pass_ext.decoding.models.module_ops import are_few, computes_by_ops, most_few_rows
 from pass_ext.testing import assert_error_within, assert_same_bits, cpu_backends
 
+pytestmark = pytest.mark.usefixtures("on_backend")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 BEST_CPU = cpu_backends()[-1].name
 
 
 def make_case(rows, width, outputs, dtype=torch.bfloat16):
-    generator = torch.Generator().manual_seed(rows * 7919 + width * 31 + outputs)
+    generator = torch.Generator("cpu").manual_seed(rows * 7919 + width * 31 + outputs)
     shapes = ((rows, width), (outputs, width), (outputs,))
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    numbers = [torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for shape in shapes]
+    return [part.to(torch.get_default_device(), dtype) for part in numbers]
 
 
 def assert_right(x, weight, bias=None):

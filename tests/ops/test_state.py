@@ -150,7 +150,7 @@ GOOD = dict(
 REFUSALS = [
     ({"updates": [update]}, r"updates must have one for each of the 2 states, got 1"),
     ({"updates": [rows, rows]}, r"updates\[0\] must be k, u, log_decay and perhaps decay_rates for a state"),
-    ({"updates": [update, update]}, r"updates\[1\] must be x for a state float32\[2, 6, 3\] on cpu, got 3 tensors"),
+    ({"updates": [update, update]}, r"updates\[1\] must be x for a state float32\[2, 6, 3\] on \S+, got 3 tensors"),
     ({"states": [layer.states.half(), window]}, r"states\[0\] must be float32, got float16"),
     ({"states": [layer.states, window[0]]}, r"states\[1\] must have shape \[B or slots, H, dk, dv\] or"),
     ({"states": [layer.states[:1].expand(2, -1, -1, -1), window]}, r"states\[0\] must not be expanded"),

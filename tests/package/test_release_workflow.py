@@ -37,6 +37,7 @@ OFFLINE = {"Check the tag", "Write the notes", "Build the sdist", "Unpack the sd
     "Write the checksums",
 }
 CHANGELOG = "# Changelog\n\nForm.\n\n## 0.1.0 (2026-12-01)\n\n### Decode\n\n- One.\n\n## 0.0.9 (2026-11-01)\n\n- Two.\n"
+PROJECT = '[project]\nname = "pass_ext"\nversion = "0.1.0"\n\n[project.urls]\nRepository = "https://example.org"\n'
 
 
 def bash(step, folder, **environment):
@@ -52,7 +53,7 @@ def checkout(tmp_path):
     """What the offline steps read of a checkout, with a version of its own."""
     shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
-    (tmp_path / "pyproject.toml").write_text('[project]\nname = "pass_ext"\nversion = "0.1.0"\n')
+    (tmp_path / "pyproject.toml").write_text(PROJECT)
     return tmp_path
 
 
@@ -127,6 +128,10 @@ def test_the_tag_must_be_the_version_and_the_changelog_dated(checkout):
     undated = bash("Check the tag", checkout, TAG="v0.1.0")
     assert undated.returncode == 1
     assert "must begin with '## 0.1.0 (YYYY-MM-DD)', got '## 0.1.0 (unreleased)'" in undated.stderr
+    (checkout / "CHANGELOG.md").write_text(CHANGELOG)
+    (checkout / "pyproject.toml").write_text(PROJECT.partition("\n\n")[0])
+    nowhere = bash("Check the tag", checkout, TAG="v0.1.0")
+    assert nowhere.returncode == 1 and "in a section [project.urls]" in nowhere.stderr
 
 
 def test_an_empty_section_is_not_released(checkout):

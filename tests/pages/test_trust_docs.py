@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -68,26 +69,76 @@ def test_lines_of_code_by_hand(tmp_path):
     assert lines_of(tmp_path / "a.py") == 2 and lines_of(tmp_path / "a.h") == 2
 
 
-def test_branches_of_two_instances_count_once():
+HEADER = """\
+#pragma once
+template <int kind>
+inline int some(int a) {
+  if (kind == 1 && a > 0) return 1;  // kind 1: a > 0, two branches; else none
+  return a > 2 ? 3 : 4;
+}
+inline int rest(int a, int b) {
+  struct Guard { int& x; ~Guard() { ++x; } } guard{a};  // so that a call that throws has a way out
+  int found = 0;
+  for (int i = 0; i < b && i < 9; ++i)
+    if (may_throw(i)) found = i;
+  auto is_odd = [&](int i) { return i % 2 == 1 && i > a; };
+  return is_odd(found) ? 0 : 1;
+}
+"""
+PART = """\
+int may_throw(int i);
+#include "core/some.h"
+int %s(int a) { return %s; }
+"""
+MAIN = """\
+int one(int), two(int);
+int may_throw(int i) { if (i > 9) throw i; return i > 1; }
+int main() { return one(1) + two(0) + two(5) == 0; }
+"""
+BY_HAND = {4: (2, 2), 5: (2, 1), 10: (4, 3), 11: (2, 2), 12: (4, 1), 13: (2, 1)}
+"""Line -> its branches and those taken. Line 4 has some in one of two instances, 1 > 0 and 0 > 0; no value in line 5 exceeds 2.
+rest(1, 3) ends before i is 9, and finds 2; the lambda sees that 2 is even, and no more."""
+
+
+@pytest.mark.skipif(not (shutil.which("gcov") and shutil.which("g++")), reason="gcov reads what g++ counts")
+def test_branches_by_hand(tmp_path):
     from benchmarks.trust import coverage
 
-    def instance(*counts):
-        branches = [{"count": count, "throw": False} for count in counts] + [{"count": 0, "throw": True}]
-        return {"line_number": 3, "branches": branches}
+    coverage.check_versions()
+    folder = tmp_path / "csrc" / "core"
+    folder.mkdir(parents=True)
+    (tmp_path / "build").mkdir()
+    (folder / "some.h").write_text(HEADER)
+    parts = {"one": "some<1>(a) + some<2>(a - 9) + rest(a, 3)", "two": "some<1>(a) + some<2>(a - 4)"}
+    for name, value in parts.items():
+        (tmp_path / f"csrc/{name}.cpp").write_text(PART % (name, value))
+    (tmp_path / "csrc/main.cpp").write_text(MAIN)
+    compiler = tmp_path / "compiler"
+    compiler.write_text(coverage.COMPILER)
+    compiler.chmod(0o755)
+    sources = [tmp_path / f"csrc/{name}.cpp" for name in (*parts, "main")]
+    for source in sources:
+        command = [compiler, "-O2", f"-I{tmp_path}/csrc", "-c", source, "-o", tmp_path / f"build/{source.stem}.o"]
+        subprocess.run(command, check=True)
+    subprocess.run([compiler, *tmp_path.glob("build/*.o"), "-o", tmp_path / "run"], check=True)
+    subprocess.run([tmp_path / "run"], check=True)
+    counts = coverage.taken(tmp_path)
+    lines = {}
+    for (_, _, line, _, _), count in counts.items():
+        branches, taken = lines.get(line, (0, 0))
+        lines[line] = branches + 1, taken + (count > 0)
+    assert lines == BY_HAND
+    (row,) = coverage.files_of(counts, folder)
+    assert (row["file"], row["branches"], row["taken"]) == ("some.h", 16, 10)
+    assert [(one["line"], one["branches"]) for one in row["missed"]] == [(5, 1), (10, 1), (12, 3), (13, 1)]
 
-    counts = {}
-    report = [
-        {"file": "/x/csrc/core/accept.h", "lines": [instance(1, 0), instance(0, 0)]},
-        {"file": "csrc/core/accept.h", "lines": [instance(0, 4)]},
-        {"file": "/x/csrc/cpu/accept.cpp", "lines": [instance(0, 0)]},
-        {"file": "/usr/include/core/accept.h", "lines": [instance(0, 0)]},
-    ]
-    coverage.add(counts, {"files": report[:1]})
-    assert counts == {("accept.h", 3, 0): 1, ("accept.h", 3, 1): 0}
-    assert coverage.files_of(counts)[0]["missed"][0]["line"] == 3
-    coverage.add(counts, {"files": report[1:]})
-    (row,) = coverage.files_of(counts)
-    assert (row["branches"], row["taken"], row["missed"]) == (2, 2, [])
+
+def test_calls_that_may_throw_are_no_branches():
+    from benchmarks.trust import coverage
+
+    counts = [(1, False), (0, False), (7, False), (0, True), (2, False), (3, False)]
+    found = coverage.without_exceptions([{"count": count, "throw": throw} for count, throw in counts])
+    assert [branch["count"] for branch in found] == [1, 0, 2, 3]
 
 
 def test_faults_are_counted_by_folder(trust, tmp_path):

@@ -41,8 +41,16 @@ def bounds_of(sizes):
 
 
 def moved(arguments, device):
-    """The arguments with every tensor, also those in lists and updates, on a device."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), arguments)
+    """The arguments with every tensor, also those in lists and updates, on a device; one tensor stays one, and expanded."""
+    there = {}
+
+    def put(tensor):
+        if id(tensor) not in there:
+            own = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
+            there[id(tensor)] = own.to(device).expand(tensor.shape) if own.shape != tensor.shape else tensor.to(device)
+        return there[id(tensor)]
+
+    return tree_map_only(torch.Tensor, put, arguments)
 
 
 def skip_unless_refused(backend, by_value=False):
@@ -84,14 +92,18 @@ class Layer:
         parents, cu_nodes = (x.to(self.q.device) for x in (parents, cu_nodes))
         return function(*self.inputs(rows), states, parents, cu_nodes, **self.options(), **options)
 
-    def double(self):
-        """The same numbers in float64, for the reference."""
-        exact = object.__new__(Layer)
-        exact.__dict__ = {
-            name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+    def to(self, target):
+        """The same numbers on another device or in another dtype."""
+        other = object.__new__(Layer)
+        other.__dict__ = {
+            name: x.to(target) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
             for name, x in self.__dict__.items()
         }
-        return exact
+        return other
+
+    def double(self):
+        """The same numbers in float64, for the reference."""
+        return self.to(torch.float64)
 
     def token_by_token(self, state, rows):
         """(out of each row, the state after them): a step of one token and its commit, for each row in order."""

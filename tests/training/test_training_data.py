@@ -8,7 +8,6 @@ import re
 import shlex
 import sys
 import threading
-import time
 import types
 
 import pytest
@@ -206,7 +205,7 @@ class Server(http.server.BaseHTTPRequestHandler):
         text = chr(wish["prompt"][-1] % 26 + 97) * 5 + " and so on"
         answer = json.dumps({"choices": [{"text": text, "finish_reason": "stop"}]}).encode()
         if way == "stalled":
-            time.sleep(1.0)
+            self.rfile.read(1)  # until the client gives up
         elif way == "closed":
             self.close_connection = True
         elif way == "busy":
@@ -239,16 +238,17 @@ def line_from(server, model, tmp_path, out, count=110):
     prompts = tmp_path / "prompts"
     prompts.write_text("".join(f"question {n}\n" for n in range(count)))
     line = ["train", "--model", str(model), "--out", str(tmp_path / out), "--self-distill", str(prompts)]
-    return [*line, "--texts-from", server[1], "--request-timeout", "0.5", *shlex.split(SHORT)]
+    # No request may time out but those that stall: a busy machine is no failure.
+    return [*line, "--texts-from", server[1], "--request-timeout", "60", *shlex.split(SHORT)]
 
 
 def test_a_server_that_drops_and_stalls_loses_nothing(tmp_path, model, server):
     handler, _ = server
-    handler.ways = ["cut", "stalled", "closed", "busy", "well"] * 6
-    main([*line_from(server, model, tmp_path, "out"), "--concurrency", "8"])
+    handler.ways = ["stalled"] * 4 + ["cut", "closed", "busy", "well"] * 5  # those that stall do so at the same time
+    main([*line_from(server, model, tmp_path, "out"), "--concurrency", "8", "--request-timeout", "4"])
     held, trained = samples_of(tmp_path / "out", "held-out"), samples_of(tmp_path / "out")
     assert len(held) + len(trained) == 110 and len({sample["name"] for sample in held + trained}) == 110
-    assert len(handler.asked) == 110 + 24, "each of the failed ones once more"
+    assert len(handler.asked) == 110 + 4 + 15, "each of the failed ones once more"
     for sample in held + trained:
         written = sample["ids"][sample["prompt_tokens"] :]
         letter = chr(sample["ids"][sample["prompt_tokens"] - 1] % 26 + 97)
@@ -263,9 +263,8 @@ def test_a_server_that_stays_away_leaves_what_was_written(tmp_path, model, serve
     handler, _ = server
     monkeypatch.setattr(server_module, "TRIES", 2)
     handler.fails_after = 60  # in the second batch of 48
-    calm = ["--concurrency", "4", "--request-timeout", "30"]  # so that a busy machine is no failure
     with pytest.raises(SystemExit, match=r"/completions failed 2 times; texts that were written stay"):
-        main([*line_from(server, model, tmp_path, "out"), *calm])
+        main([*line_from(server, model, tmp_path, "out"), "--concurrency", "4"])
     before = (tmp_path / "out/samples.jsonl").read_text()
     assert len(samples_of(tmp_path / "out")) == 48
     handler.fails_after, handler.asked = None, []

@@ -189,6 +189,9 @@ class _FirstLayer:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         raise _Keys(k)
 
+    def of_latents(self, layer: int, q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Tensor:
+        raise _Keys(k)
+
     def convolution(self, place: Any, x: Tensor, *options: Any) -> Tensor:
         raise _Keys(x)
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.module_ops import is_plain
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
 from pass_ext.decoding.models.step_states import StepStates
@@ -45,7 +46,7 @@ class Attend(Protocol):
         Args:
             layer: 0 in the first layer that attends, 1 in the next …: each calls once, in this order.
             q, k, v: of all rows, in one dtype: bfloat16, float16 or float32. heads is a multiple of KV heads, D at most
-                576, that of v at most 512.
+                576, that of v at most 512. If v is a view of the first numbers of k, one cache holds both.
             scale: factor of the logits; None is ``D ** -0.5``.
             softcap: logits become ``softcap * tanh(logits / softcap)``; 0 is off.
             window: a row sees keys at ``position - window < key position`` only, its own among them; -1 is off. Each layer
@@ -73,6 +74,10 @@ class StepAttend(Attend, Protocol):
     def text_rows(self) -> int:
         """The most rows of one text, look-ahead slots' not counted: so the text has the same bits alone and in a batch, and
         with slots after it. On a GPU all rows."""
+
+    def of_latents(self, layer: int, q: Tensor, k: Tensor, latents: Latents, **options: Any) -> Tensor:
+        """Attention of queries ``[N, heads, D]`` to the keys and values that ``latents`` expands from k ``[N, 1, rank + D of
+        r]``; the cache keeps k."""
 
     def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
         """The arguments of ``layer_stack`` from ``caches`` to ``depths``; None if the caches are not of so many layers with

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.shadow import OurCall, current_call
 
 KEY = "pass_ext_rows"  # without "flash" in it, which models search for
@@ -248,7 +249,10 @@ def _row_attention(
     if call.numbers is not None:  # one module may be several layers' and knows none of them
         layer = call.numbers.get(layer, call.attend.layers)
     options = dict(scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
-    return call.attend(layer, q, k, v, **reach._asdict(), **options)[None], None
+    latents = vars(module).get("expand_kv")
+    if not isinstance(latents, Latents):
+        return call.attend(layer, q, k, v, **reach._asdict(), **options)[None], None
+    return call.attend.of_latents(layer, q, k, latents, **reach._asdict(), **options)[None], None
 
 
 def _reach(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models import limits, states
+from pass_ext.decoding.models.latents import attend_by_latents, latent_layers
 from pass_ext.decoding.models.module_ops import are_few, computes_by_ops, is_plain, is_untouched, most_few_rows
 from pass_ext.decoding.models.own_forward import OwnForward, is_hooked
 from pass_ext.decoding.models.packed import Adapted, KeptHidden, StepAttend
@@ -127,6 +128,7 @@ class TransformersModel(Adapted):
             inner = unwrapped(shadow)
             if self.layers != 0:
                 attend_by_rows(inner)
+                attend_by_latents(inner)
             computes_by_ops(inner, are_few_of_our_call)
             if self.keeps_states:
                 states.serve_states(inner)
@@ -273,6 +275,12 @@ class TransformersModel(Adapted):
                 "part of a linear layer; use slots without"
             )
         adapters.check_places(unwrapped(self.model))
+        expanding = [place for place in adapters.pairs if place.endswith(".kv_b_proj")]
+        if expanding and latent_layers(unwrapped(self.model)):
+            raise ValueError(
+                f"{self.name}: these look-ahead slots have an adapter for {expanding[0]}, which expands latents for all rows "
+                "alike, so those of slots cannot be expanded otherwise: leave it out"
+            )
 
     def _refusal(self, error: Exception) -> Exception:
         """The error of a failed first call, with a message that begins with the model's name."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.packed import NewRows, StepAttend
 from pass_ext.ops.attention import MOST_VALUE_DIM, WIDTH_STEP, attention_tree, padded_widths
+from pass_ext.ops.quantized import CODE_HEADER, dequantize_rows, quantize_rows
 from pass_ext.tree import PackedTrees
 
 
@@ -51,32 +54,101 @@ class StepAttention(StepAttend):
         sinks: Tensor | None = None,
         chunk: int = -1,
     ) -> Tensor:
-        session, trees = self._session, self._trees
+        dims = k.shape[-1], v.shape[-1]
+        options: dict[str, Any] = dict(
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            softcap=softcap,
+            window=window,
+            sinks=sinks,
+            chunk=chunk,
+        )
+        widths = padded_widths(*dims, q.device)
+        is_shared = is_front(v, k)
+        q, k = padded(q, widths[0]), padded(k, widths[0])
+        v = k[..., : widths[1]] if is_shared else padded(v, widths[1])
+        k, v = self._stored(k, v, is_shared=is_shared)
+        self._keep(layer, k, v, dims, options, is_shared=is_shared)
+        keys, values = self._session.caches[layer]
+        out = self._attended(q, keys, values, k, v, **options)
+        return out[..., : dims[1]].contiguous()  # models call view() on it
+
+    def of_latents(self, layer: int, q: Tensor, k: Tensor, latents: Latents, **options: Any) -> Tensor:
+        if options["scale"] is None:
+            options["scale"] = q.shape[-1] ** -0.5
+        requests = self._trees.cu_nodes.diff().nonzero().flatten().tolist()
+        if latents.takes(q) or len(requests) != 1:
+            return latents.expanded(self(layer, latents.absorbed(q), k, k[..., : latents.rank], **options))
+        dims = k.shape[-1], latents.rank
+        widths = padded_widths(*dims, q.device)
+        kept = padded(k, widths[0])
+        kept, front = self._stored(kept, kept[..., : widths[1]], is_shared=True)
+        self._keep(layer, kept, front, dims, options, is_shared=True)
+        session, (request,) = self._session, requests
+        rows = torch.cat((session.caches[layer][0][request, : session.prefix_lens[request]], kept))
+        if session.cache_dtype is not None:
+            rows = dequantize_rows(rows, k.dtype)
+        keys, values = latents.heads(rows[..., : dims[0]])
+        dims = keys.shape[-1], values.shape[-1]
+        widths = padded_widths(*dims, q.device)
+        q, keys, values = padded(q, widths[0]), padded(keys, widths[0]), padded(values, widths[1])
+        all_keys, all_values = (
+            x.expand(session.requests, -1, -1, -1) for x in (keys, values)
+        )  # one request reads them
+        return self._attended(q, all_keys, all_values, None, None, **options)[..., : dims[1]].contiguous()
+
+    def _stored(self, k: Tensor, v: Tensor, *, is_shared: bool) -> tuple[Tensor, Tensor]:
+        """Padded keys and values as the caches have them. is_shared: values are the first numbers of keys."""
+        dtype = self._session.cache_dtype
+        if dtype is None:
+            return k, v
+        if is_shared:
+            width = v.shape[-1]
+            k = quantize_rows(k, dtype)
+            return k, k[..., : CODE_HEADER + width]
+        if k.shape == v.shape:
+            k, v = quantize_rows(torch.stack((k, v)), dtype)
+            return k, v
+        return quantize_rows(k, dtype), quantize_rows(v, dtype)
+
+    def _keep(
+        self, layer: int, k: Tensor, v: Tensor, dims: tuple[int, int], options: dict[str, Any], *, is_shared: bool
+    ) -> None:
+        """Takes the padded keys and values of a layer. is_shared: values are the first numbers of keys."""
+        session = self._session
         if layer != self.layers:
             raise ValueError(f"layers must attend once each and in order: expected layer {self.layers}, got {layer}")
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        dims = k.shape[-1], v.shape[-1]
-        widths = padded_widths(*dims, q.device)
-        q, k, v = padded(q, widths[0]), padded(k, widths[0]), padded(v, widths[1])
         if self.is_first:
-            session.add_layer(k, v, dims)
+            session.add_layer(k, None if is_shared else v, dims)
         elif layer == len(session.caches):
             raise ValueError(f"the model has more layers than {layer}, which `past` is of")
         session.check_rows(layer, k, v)
-        self._new += k, v
-        self.layers += 1
-        self.options.append(dict(scale=scale, softcap=softcap, window=window, sinks=sinks, chunk=chunk))
         keys, values = session.caches[layer]
+        if not is_front(values, keys):
+            self._new += k, v
+        elif is_shared:
+            self._new.append(k)
+        else:
+            raise ValueError(
+                f"layer {layer}: the values in the cache, from `past` or a first call, are the first numbers of the keys, "
+                "those given now are not"
+            )
+        self.layers += 1
+        self.options.append(options)
+
+    def _attended(
+        self, q: Tensor, keys: Tensor, values: Tensor, k: Tensor | None, v: Tensor | None, **options: Any
+    ) -> Tensor:
+        trees = self._trees
+        depths = trees.depths if max(options["window"], options["chunk"]) >= 0 else None
         out, _ = attention_tree(
-            q, keys, values, session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes, k_new=k, v_new=v,
-            depths=trees.depths if max(window, chunk) >= 0 else None, scale=scale, softcap=softcap, window=window,
-            sinks=sinks, chunk=chunk,
+            q, keys, values, self._session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes, k_new=k, v_new=v,
+            depths=depths, **options,
         )  # fmt: skip
-        return out[..., : dims[1]].contiguous()  # models call view() on it
+        return out
 
     def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
         session, trees = self._session, self._trees
-        if self.layers or head_dim % WIDTH_STEP or head_dim > MOST_VALUE_DIM:
+        if self.layers or head_dim % WIDTH_STEP or head_dim > MOST_VALUE_DIM or session.cache_dtype is not None:
             return None
         if self.is_first:
             keys = rows.new_empty(0, heads, head_dim)
@@ -88,6 +160,8 @@ class StepAttention(StepAttend):
             return None  # the layers, one by one, say what does not fit
         caches = session.all_caches()
         listed = [caches] if isinstance(caches, Tensor) else caches
+        if not isinstance(caches, Tensor) and len(caches) != 2 * layers:
+            return None
         return listed, session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes, trees.depths
 
     def take(self, new: Tensor) -> None:
@@ -100,6 +174,16 @@ class StepAttention(StepAttend):
 
     def new_rows(self) -> NewRows:
         return self._new if self._stacked is None else self._stacked
+
+
+def is_front(values: Tensor, keys: Tensor) -> bool:
+    """True if values ``[..., Dv]`` are a view of the first numbers of keys ``[..., D]``."""
+    return (
+        values.data_ptr() == keys.data_ptr()
+        and values.stride() == keys.stride()
+        and values.shape[:-1] == keys.shape[:-1]
+        and values.shape[-1] <= keys.shape[-1]
+    )
 
 
 def padded(x: Tensor, width: int) -> Tensor:

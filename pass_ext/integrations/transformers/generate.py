@@ -17,6 +17,7 @@ from pass_ext.decoding.drafting.drafter import DraftingMethod
 from pass_ext.decoding.generation import Generation, generate
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.latents import latent_layers
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.parts import cache_name, given_cache, unwrapped
 from pass_ext.decoding.models.states import places_of
@@ -293,8 +294,10 @@ def _starts(mask: Tensor) -> Tensor:
 
 
 def _other_cache_format(model: Any) -> str:
-    """The content of the model's cache if it is not the keys and values of its attention; else ""."""
-    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
+    """The content of the model's cache if it is not what a session's is; else ""."""
+    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None) and not latent_layers(
+        unwrapped(model)
+    ):
         return "latent keys and values (kv_lora_rank)"
     if model.config.model_type == "jetmoe":
         return "keys and values before they are repeated for its experts"
@@ -342,7 +345,7 @@ def _past(cache: Any, mask: Tensor, model: Adapted) -> Past | None:
     common = min(cache_length(cache), mask.shape[1] - 1) - int(starts.max())
     if common < 1:
         return None
-    return _past_layers(cache, range(len(cache.layers)), starts, common), common
+    return _past_layers(cache, range(len(cache.layers)), starts, common, model), common
 
 
 def _past_with_states(cache: Any, mask: Tensor, model: Adapted) -> Past | None:
@@ -361,16 +364,24 @@ def _past_with_states(cache: Any, mask: Tensor, model: Adapted) -> Past | None:
             f"custom_generate: {name} has layers that keep a state, so its cache must be of some tokens of each prompt and not "
             f"of all, got a cache of {columns} columns for {mask.shape[1]}, {int(starts.max())} of them padding"
         )
-    return _past_layers(cache, attending, starts, max(lengths)), lengths, read_states(cache, places)
+    return _past_layers(cache, attending, starts, max(lengths), model), lengths, read_states(cache, places)
 
 
-def _past_layers(cache: Any, layers: Iterable[int], starts: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+def _past_layers(
+    cache: Any, layers: Iterable[int], starts: Tensor, count: int, model: Adapted
+) -> list[tuple[Tensor, Tensor]]:
     """The cached keys and values of the first tokens of every prompt, which begin at columns ``starts``."""
     columns = starts[:, None] + torch.arange(count, device=starts.device)
-    pairs = (read_cache(cache, layer) for layer in layers)
     last = columns.new_tensor(cache_length(cache, next(iter(layers))) - 1)
     columns = columns.minimum(last)
-    return [(_gathered(k.transpose(1, 2), columns), _gathered(v.transpose(1, 2), columns)) for k, v in pairs]
+    latents, pairs = latent_layers(unwrapped(model.model)), []
+    for layer in layers:
+        keys, values = (_gathered(x.transpose(1, 2), columns) for x in read_cache(cache, layer))
+        if layer in latents:  # theirs are latents and rotated keys
+            keys = torch.cat((keys, values), -1)
+            values = keys[..., : latents[layer][0]]
+        pairs.append((keys, values))
+    return pairs
 
 
 def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> Any:
@@ -390,10 +401,13 @@ def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> A
         else:
             cache = DynamicCache()
     write_states(cache, session.state_places, session.states)
+    latents = latent_layers(unwrapped(session.model.model))
     for layer, tensors, dims in zip(attending, session.caches, session.head_dims, strict=True):
         keys, values = (
             _gathered(tensor[..., :dim], rows).transpose(1, 2) for tensor, dim in zip(tensors, dims, strict=True)
         )
+        if layer in latents:
+            keys, values = keys.split(latents[layer], -1)
         write_cache(cache, layer, keys, values)
     return cache
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 _CPU_ROWS = 128  # of a chunk: fewer read the table too often, more leave the processor's cache
-_GPU_BYTES = 1 << 30  # of a chunk's logits, of which there are several copies
+_GPU_BYTES = 1 << 30  # of a chunk's logits, of which a step has several copies
 DIVERGENCES = ("kl", "total-variation")
 
 

@@ -386,12 +386,12 @@ def no_synchronisation(monkeypatch):
     """Steps fail if they synchronise."""
     step = FixedStep.__call__
 
-    def run(self):
+    def run(self, **options):
         capturing = self._records != "never" and self._graph is None
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("default" if capturing else "error")
         try:
-            step(self)
+            step(self, **options)
         finally:
             torch.cuda.set_sync_debug_mode(mode)
 

@@ -90,13 +90,13 @@ def test_models_with_sinks(architecture):
 
 @pytest.mark.parametrize("architecture", WIDE)
 def test_models_with_wide_heads(architecture):
-    """Of 512, and of 192 beside 128. The caches have these widths."""
+    """Of 512, and of latents of 32 numbers with rotated keys of 64 in place of 192 beside 128. The caches have these widths."""
     model = small_model(architecture)
     assert_text_of_transformers(model, ["plain", "ngram", "one pass"])
     session = pass_ext.Session(model)
     generate(model, IDS, max_new_tokens=2, session=session)
     widths = [tuple(cache.shape[-1] for cache in layer) for layer in session.caches]
-    assert widths == {"gemma4_text": [(256, 256), (512, 512)], "deepseek_v3": [(192, 128)] * 2}[architecture]
+    assert widths == {"gemma4_text": [(256, 256), (512, 512)], "deepseek_v3": [(96, 32)] * 2}[architecture]
 
 
 def call_with(monkeypatch, attention, change):

@@ -50,8 +50,8 @@ inline void sync_block() { emulator::block_barrier("sync_block", false); }
 inline int sync_block_count(bool vote) { return emulator::block_barrier("sync_block_count", vote); }
 inline void sync_warp(unsigned mask = kFullWarp) { emulator::warp_barrier(mask); }
 inline void fence_device() { emulator::fence(); }
-inline void let_next_begin() {}
-inline void wait_for_launch_before() {}
+template <typename... Parameters>
+inline void begin_kernel(const Parameters&...) {}
 
 // ---- warp ----
 

@@ -1,4 +1,4 @@
-"""custom_generate with models whose cache holds latent keys and values: transformers' own text, and caches refused."""
+"""custom_generate with models whose caches hold latents: transformers' own text, and caches that both continue."""
 
 import pytest
 import torch
@@ -46,17 +46,44 @@ def run(model, **options):
     )
 
 
-def test_text_without_exchange(deepseek):
+def new_cache(kind, model):
+    return (
+        transformers.DynamicCache() if kind == "dynamic" else transformers.StaticCache(model.config, max_cache_len=16)
+    )
+
+
+def test_texts(deepseek):
     expected = run(deepseek)
     assert torch.equal(run(deepseek, custom_generate=pass_ext.custom_generate(pass_ext.NGram(shortest=1))), expected)
     got = run(deepseek, custom_generate=pass_ext.custom_generate(), return_dict_in_generate=True, use_cache=False)
     assert torch.equal(got.sequences, expected) and got.past_key_values is None
 
 
-@pytest.mark.parametrize("given", ["filled cache", "dictionary"])
-def test_exchange_is_refused(deepseek, given):
-    cache = transformers.DynamicCache()
-    deepseek(IDS[:, :-1], past_key_values=cache)
-    options = {"past_key_values": cache} if given == "filled cache" else {"return_dict_in_generate": True}
-    with pytest.raises(ValueError, match=r"deepseek_v3 caches latent keys and values \(kv_lora_rank\)"):
-        run(deepseek, custom_generate=pass_ext.custom_generate(), **options)
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_we_continue_from_their_cache(deepseek, kind):
+    cache = new_cache(kind, deepseek)
+    deepseek(IDS[:, :5], past_key_values=cache)
+    expected = run(deepseek)
+    for layer in cache.layers:
+        assert layer.keys.shape[1] == layer.values.shape[1] == 1, "latents"
+    read = []
+    hook = deepseek.model.layers[0].input_layernorm.register_forward_pre_hook(lambda _, x: read.append(x[0].shape[1]))
+    got = run(deepseek, past_key_values=cache, custom_generate=pass_ext.custom_generate(pass_ext.NGram(shortest=1)))
+    hook.remove()
+    assert torch.equal(got, expected)
+    assert read[0] == 2 * 3, "the three tokens of each text that the cache does not hold"
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_they_continue_from_our_cache(deepseek, kind):
+    """It holds what theirs holds, and their text goes on."""
+    ours, theirs = new_cache(kind, deepseek), new_cache(kind, deepseek)
+    got = run(deepseek, past_key_values=ours, custom_generate=pass_ext.custom_generate(pass_ext.NGram(shortest=1)))
+    assert torch.equal(got, run(deepseek, past_key_values=theirs))
+    for mine, layer in zip(ours.layers, theirs.layers, strict=True):
+        torch.testing.assert_close(mine.keys, layer.keys)
+        torch.testing.assert_close(mine.values, layer.values)
+    longer = torch.ones_like(got)
+    options = dict(attention_mask=longer, max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0)
+    rest = [deepseek.generate(got, past_key_values=cache, **options) for cache in (ours, theirs)]
+    assert torch.equal(*rest)

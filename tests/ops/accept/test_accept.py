@@ -371,6 +371,23 @@ def test_a_bad_row_below_the_root_lets_the_token_that_led_there_be_the_last(back
         assert (result.num_accepted.item(), result.status.item()) == (1, bit)
 
 
+@pytest.mark.parametrize(("value", "bit"), BAD_ROWS, ids=str)
+def test_a_bad_row_inside_the_tree_ends_the_path_there(backend, value, bit):
+    """The target's: the token that led there is the last. The draft's: the target draws one more."""
+    for rule, needs_draft in ((name, rule.needs_draft_logits) for name, rule in ACCEPT_RULES.items()):
+        right = one_hot(9, 4, 5, 6, 7, high=40.0)
+        wrong = right.clone()
+        wrong[2, slice(None) if bit == 2 else 0] = value
+        step = dict(tokens=[0, 4, 5, 6], parents=[-1, 0, 1, 2], rule=rule)
+        result = sampled(backend, wrong, **step, draft_logits=right)
+        assert result.emitted.tolist() == [[4, 5, -1, -1]], rule
+        assert (result.num_accepted.item(), result.status.item()) == (1, bit), rule
+        if needs_draft:
+            result = sampled(backend, right, **step, draft_logits=wrong)
+            assert result.emitted.tolist() == [[4, 5, 6, -1]], rule
+            assert (result.num_accepted.item(), result.status.item()) == (2, bit), rule
+
+
 def test_rows_off_the_path_are_never_read(backend):
     """NaN in the rows of rejected children, and in draft rows of leaves, changes nothing."""
     for rule in ("coupled", "coupled_inverse", "rejection", "rejection_with_replacement", "kseq", "adaptive_rejection"):

@@ -106,19 +106,18 @@ def test_a_trainer_replays_the_law_from_ids_logits_seed_and_position(backend, ru
     random = torch.Generator().manual_seed(11)
     requests, drafts, vocabulary, room = 4, 3, 300, 80
     target = 1.5 * torch.randn(requests, drafts + 1, vocabulary, generator=random)
+    put = lambda tensor: tensor.to(backend.device)  # noqa: E731
     warm, seeds, start = torch.tensor([0.6, 0.8, 1.0, 1.3]), torch.tensor([5, 6, 7, 8]), torch.tensor([10, 20, 30, 40])
     allowed = words_of(torch.rand(requests * (drafts + 1), vocabulary, generator=random) < 0.7)
-    law = dict(temperature=warm, top_k=[30, 0, 0, 60], top_p=[1.0, 0.7, 1.0, 0.95], min_p=[0.0, 0.0, 0.04, 0.0])
-    shared = dict(rule=rule, seeds=seeds, allowed=allowed.view(requests, drafts + 1, -1).to(backend.device))
+    law = dict(temperature=put(warm), top_k=[30, 0, 0, 60], top_p=[1.0, 0.7, 1.0, 0.95], min_p=[0.0, 0.0, 0.04, 0.0])
+    shared = dict(rule=rule, seeds=put(seeds), allowed=put(allowed.view(requests, drafts + 1, -1)))
     tokens = torch.full((requests, drafts), -1)
     for j in range(drafts):  # drafts that are right
-        seen = pass_ext.accept_chain(
-            target.to(backend.device), tokens.to(backend.device), positions=start, **shared, **law
-        )
+        seen = pass_ext.accept_chain(put(target), put(tokens), positions=put(start), **shared, **law)
         tokens[:, j] = seen.emitted[:, j].cpu()
     tokens[2, 2] = (tokens[2, 2] + 1) % vocabulary  # but one
     result = pass_ext.accept_chain(
-        target.to(backend.device), tokens.to(backend.device), positions=start, return_logprobs=True, support=room,
+        put(target), put(tokens), positions=put(start), return_logprobs=True, support=room,
         **shared, **law,
     )  # fmt: skip
     emitted, processed = result.emitted.cpu(), result.logprobs.processed.cpu()
@@ -134,13 +133,13 @@ def test_a_trainer_replays_the_law_from_ids_logits_seed_and_position(backend, ru
     among = torch.zeros(requests, drafts + 1, vocabulary + 1, dtype=torch.bool)
     among.scatter_(2, ids.where(ids >= 0, vocabulary).long(), True)
     replayed = pass_ext.accept_chain(
-        target.view(-1, 1, vocabulary).to(backend.device),
-        torch.zeros(requests * (drafts + 1), 0).long().to(backend.device),
+        put(target.view(-1, 1, vocabulary)),
+        put(torch.zeros(requests * (drafts + 1), 0).long()),
         rule=rule,
-        temperature=warm.repeat_interleave(drafts + 1),
-        seeds=seeds.repeat_interleave(drafts + 1),
-        positions=(start[:, None] + torch.arange(drafts + 1)).flatten(),
-        allowed=words_of(among[..., :vocabulary].flatten(0, 1)).to(backend.device),
+        temperature=put(warm.repeat_interleave(drafts + 1)),
+        seeds=put(seeds.repeat_interleave(drafts + 1)),
+        positions=put((start[:, None] + torch.arange(drafts + 1)).flatten()),
+        allowed=put(words_of(among[..., :vocabulary].flatten(0, 1))),
     )
     assert torch.equal(replayed.emitted.cpu().view(requests, -1)[there], emitted[there])
 
@@ -170,6 +169,16 @@ def test_equal_logits_at_the_cut_and_room_for_one_id_less(backend):
     assert counts.tolist() == [[5]] and ours[0, 0, :6].tolist() == [2, 4, 9, 11, 17, -1]
     _, counts, ours = with_support(backend, lone(logits), 2)  # greedy
     assert counts.tolist() == [[1]] and ours.tolist() == [[[9, -1]]]
+
+
+@pytest.mark.parametrize("third", [1, 300])
+def test_top_p_that_equal_logits_reach_exactly(backend, third):
+    """A third of the tokens has half of the mass: it is enough, in rows that are sorted at once or first put in bins."""
+    logits = torch.cat([torch.zeros(third), torch.full((2 * third,), math.log(0.5))])  # weights 1 and, in fp32, 0.5
+    law = dict(temperature=torch.tensor([1.0]), seeds=torch.tensor([1]), positions=torch.tensor([0]))
+    for top_p, count in ((0.5, third), (0.5001, third + 1), (0.499, third)):
+        _, counts, _ = with_support(backend, lone(logits, top_p=torch.tensor([top_p]), **law), 2 * third)
+        assert counts.item() == count
 
 
 @pytest.mark.parametrize("vocabulary", [3, 511, 4096 * 3 + 7, 4096 * 33 + 7])

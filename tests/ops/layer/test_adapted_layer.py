@@ -12,6 +12,7 @@ from support.pairwise import pairwise
 import pass_ext
 from pass_ext.testing import assert_same_bits
 
+pytestmark = pytest.mark.usefixtures("on_backend")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 WARPS = 8  # of a block
 MIXED = [5, -1, -3, 0, -2, -1, 9, -3, -1]  # unsorted, tokens between slots

@@ -11,6 +11,7 @@ from support.pairwise import pairwise
 import pass_ext
 from pass_ext.testing import assert_same_bits
 
+pytestmark = pytest.mark.usefixtures("on_backend")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 

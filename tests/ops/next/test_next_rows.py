@@ -149,6 +149,7 @@ def test_a_tree_deeper_than_its_slots_ends_with_them(backend, kind):
 
 
 FLAT, STEPS, THREE = [0.0] * 8, [0.4, 0.3, 0.2, 0.1], [0.0, -1.0, 0.0, -1e-6, 0.0]
+TWO = [0.0, -float("inf"), 0.0, -float("inf")]
 SUPPORTS = [
     (FLAT, dict(top_p=0.5), 4),  # reached exactly
     (FLAT, dict(top_k=4, top_p=0.5), 2),  # of the mass that top-k has left
@@ -163,6 +164,10 @@ SUPPORTS = [
     (STEPS, dict(top_k=2, top_p=0.55), 1),
     (STEPS, dict(top_k=3, top_p=0.9, min_p=0.7), 2),
     (STEPS, dict(top_k=2, min_p=0.7, top_p=0.5), 1),
+    (TWO, {}, 2),
+    (TWO, dict(top_k=3), 2),  # more than there are
+    (TWO, dict(top_k=3, top_p=0.5, min_p=0.5), 1),
+    (TWO[1:2] * 3, dict(top_k=2, top_p=0.9), 0),
 ]
 
 
@@ -219,6 +224,13 @@ def test_no_requests(backend):
     arguments = a_step(backend, TREES["bushy"], 1)
     none = {name: value[:0] for name, value in arguments.items() if name not in ("rows", "parents", "nodes", "groups")}
     check(arguments | none | dict(rows=arguments["rows"][:, :0]))
+
+
+def test_offered_ids_below_minus_one_are_no_tokens(backend):
+    arguments = a_step(backend, TREES["star"], 2)
+    arguments["offered"][:, :, 1::2] = torch.tensor([-2, -9, -(2**40), -1], device=backend.device)
+    tokens = check(arguments)["rows"][1, :, 1 : TREES["star"].num_nodes]
+    assert tokens.min() == -1 and (tokens == -1).any() and (tokens >= 0).any()
 
 
 WRONG = {

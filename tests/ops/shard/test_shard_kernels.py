@@ -295,3 +295,24 @@ def test_a_path_over_a_token_that_no_race_gave_keeps_the_status(backend):
         logits, *tree, 2, races[None], round="races", next="finish", state=state, **step
     )  # fmt: skip
     assert result.emitted.cpu().tolist() == [[-1, 3, 3]] and result.status.cpu().tolist() == [2]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_a_race_over_p_answers_where_nothing_was_left_to_draw_from(backend, rule):
+    """The first race has no token, the second has: its token counts, and there is no status."""
+    logits = torch.full((2, 70), -30.0)
+    logits[:, 3] = 30.0
+    tree = (torch.tensor([0, 4]), torch.tensor([-1, 0], dtype=torch.int32), torch.tensor([0, 2]).int())
+    logits, *tree, temperature = moved([logits, *tree, torch.ones(1)], backend.device)
+    step, state, result = dict(rule=rule, vocab_size=70, temperature=temperature), None, None
+    for this, following in pairwise(["peaks", "masses", "races", "finish"]):
+        answers = pass_ext.distributed.shard_local(
+            logits, *tree, rule=rule, vocab_start=0, slices=1, round=this, state=state
+        )
+        if this == "races":
+            answers[0, 2:] = answers[0, :2]
+            answers[0, :2] = -1  # NaN and no token
+        state, result = pass_ext.distributed.shard_combine(
+            logits, *tree, 1, answers[None], round=this, next=following, state=state, **step
+        )
+    assert result.emitted.cpu().tolist() == [[3, -1]] and result.status.cpu().tolist() == [0]

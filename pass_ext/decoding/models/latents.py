@@ -1,0 +1,141 @@
+"""Multi-head latent attention in a model's shadow: caches hold one latent of each token for the keys and values of all heads.
+
+A layer expands the latent c of a token: head h has the key ``W_k[h] c``, beside the rotated key r that all heads share, and the
+value ``W_v[h] c``. Queries and results can be multiplied instead:
+
+    q . (W_k c, r) = (W_k^T q, r's part of q) . (c, r)        sum of p W_v c = W_v (sum of p c)
+
+So the few rows of a step attend with one head of keys (c, r), whose first numbers are its values. The many rows of a prompt
+attend faster to the expanded heads, which are made for the call alone. On a GPU no kernel with matrix fragments has rows of 576
+numbers, so layers there keep their expanded heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from pass_ext.decoding.models.module_ops import is_autocast_enabled, is_plain, is_untouched, most_few_rows
+from pass_ext.decoding.models.shadow import are_few_of_our_call
+from pass_ext.ops import linear  # noqa: F401, which registers the op
+
+_linear = torch.ops.pass_ext.linear_rows.default
+
+_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_COMPARED = 3  # rows
+_believed: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
+"""The methods that were compared, and whether they expand latents as the head of this file says."""
+
+
+def latent_layers(model: nn.Module) -> dict[int, tuple[int, int]]:
+    """The layers of a transformers model that attend by latents -> the numbers of a latent and of a rotated key."""
+    if is_autocast_enabled():
+        return {}
+    parts: list[Any] = [part for part in model.modules() if _expands_latents(part)]
+    return {part.layer_idx: (part.kv_lora_rank, part.qk_rope_head_dim) for part in parts}
+
+
+def attend_by_latents(shadow: nn.Module) -> None:
+    """Has the layers of a model's shadow that expand latents give them to attention as they are."""
+    layers = latent_layers(shadow)
+    for part in shadow.modules() if layers else ():
+        if _expands_latents(part):
+            vars(part)["expand_kv"] = Latents(part)
+
+
+def _expands_latents(part: Any) -> bool:
+    """True for attention that expands latents by the weights of one linear layer."""
+    method, layer = getattr(type(part), "expand_kv", None), part._modules.get("kv_b_proj")
+    if method is None or "expand_kv" in vars(part) or type(layer) is not nn.Linear or not is_untouched(layer):
+        return False
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    if weight is None or not is_plain(weight) or not weight.is_cpu or bias is not None:
+        return False
+    if not all(isinstance(getattr(part, name, None), int) for name in _SIZES):
+        return False
+    if method not in _believed:
+        _believed[method] = _is_right(part)
+    return _believed[method]
+
+
+@torch.no_grad()
+def _is_right(part: Any) -> bool:
+    weight = part.kv_b_proj.weight
+    generator = torch.Generator().manual_seed(0)
+    latents, rotated = (
+        torch.randn(1, 1, _COMPARED, width, generator=generator).to(weight)
+        for width in (part.kv_lora_rank, part.qk_rope_head_dim)
+    )
+    try:
+        keys, values = part.expand_kv(latents, rotated)
+        of_keys, of_values = _matrices(part)
+        heads = [torch.einsum("nr,hrd->hnd", latents[0, 0].float(), of_keys.float())]
+        heads += [torch.einsum("nr,hdr->hnd", latents[0, 0].float(), of_values.float())]
+        heads[0] = torch.cat([heads[0], rotated[0].float().expand(len(heads[0]), -1, -1)], 2)
+    except (TypeError, RuntimeError, ValueError, AttributeError):
+        return False
+    most = 1e-4 if weight.dtype == torch.float32 else 2e-2
+    return all(
+        x[0].shape == y.shape and torch.allclose(x[0].float(), y, rtol=most, atol=most * float(y.abs().max()))
+        for x, y in zip((keys, values), heads, strict=True)
+    )
+
+
+def _matrices(part: Any) -> tuple[Tensor, Tensor]:
+    """The weights by head: of keys, a transposed copy ``[heads, rank, D]``; of values, a view ``[heads, D of v, rank]``."""
+    by_head = part.kv_b_proj.weight.detach().unflatten(0, (-1, part.qk_nope_head_dim + part.v_head_dim))
+    of_keys, of_values = by_head.split([part.qk_nope_head_dim, part.v_head_dim], 1)
+    return of_keys.transpose(1, 2).contiguous(), of_values
+
+
+class Latents:
+    """What a layer calls in place of its ``expand_kv``, and what attention expands by."""
+
+    def __init__(self, part: Any) -> None:
+        self._part, self._expand = part, part.expand_kv
+        self.rank: int = part.kv_lora_rank
+        self._known: tuple[Any, Tensor, Tensor] | None = None
+
+    def __call__(self, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        """``[1, 1, N, rank]`` and ``[1, 1, N, D of r]`` -> keys ``[1, 1, N, rank + D of r]``, and values, their first
+        numbers."""
+        keys = torch.cat((latents, rotated), -1)
+        return keys, keys[..., : self.rank]
+
+    def takes(self, rows: Tensor) -> bool:
+        """True for few rows, which attend to the latents."""
+        return are_few_of_our_call(len(rows), most_few_rows(rows.dtype, is_cpu=True))
+
+    def heads(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's keys ``[T, heads, D]`` and values of tokens with keys ``[T, 1, rank + D of r]``."""
+        latents, rotated = keys.transpose(0, 1)[None].tensor_split([self.rank], 3)
+        expanded_keys, values = self._expand(latents, rotated)
+        return expanded_keys[0].transpose(0, 1), values[0].transpose(0, 1)
+
+    def absorbed(self, q: Tensor) -> Tensor:
+        """Queries ``[N, heads, D]`` of expanded keys -> those of latents ``[N, heads, rank + D of r]``."""
+        of_keys, _ = self._weights()
+        plain, rotated = q.tensor_split([of_keys.shape[2]], 2)
+        return torch.cat((self._by_head(plain, of_keys), rotated), 2)
+
+    def expanded(self, out: Tensor) -> Tensor:
+        """Sums of latents ``[N, heads, rank]`` -> of values ``[N, heads, D of v]``."""
+        return self._by_head(out, self._weights()[1])
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        weight = self._part.kv_b_proj.weight
+        # Numbers may change inside a weight, which only some tensors count.
+        state = weight.data_ptr(), 0 if weight.is_inference() else weight._version
+        if self._known is None or self._known[0][0] is not weight or self._known[0][1] != state:
+            self._known = (weight, state), *_matrices(self._part)
+        return self._known[1:]
+
+    def _by_head(self, x: Tensor, weights: Tensor) -> Tensor:
+        """``[N, heads, in]`` by ``[heads, out, in]`` -> ``[N, heads, out]``."""
+        if not self.takes(x):  # of several texts
+            return torch.bmm(x.transpose(0, 1), weights.transpose(1, 2)).transpose(0, 1)
+        return torch.stack([_linear(x[:, head], weights[head], None) for head in range(len(weights))], 1)
