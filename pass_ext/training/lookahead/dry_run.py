@@ -1,7 +1,7 @@
 """``train --dry-run``: the plan of a run, with times and memory from two steps that change nothing. No text is written.
 
 memory of a device = model + 16 bytes a trained parameter (itself, gradient, Adam's two moments) + what the slots' pass keeps
-for its gradient + a chunk of the loss (on a CPU 64 rows of logits, on a GPU 1 GB), five times in float32
+for its gradient + a chunk of the loss (on a CPU 128 rows of logits, on a GPU 1 GB), five times in float32
 """
 
 from __future__ import annotations

@@ -75,19 +75,21 @@ def _attention(
 def group_attention(q: Tensor, k: Tensor, v: Tensor, anchors: Tensor, slots: int, scale: float) -> Tensor:
     """``[B, H, A * L, D]`` of queries of this shape; keys and values ``[B, Hk, T + A * L, D]``, those of the text first."""
     shared, length = k.shape[1], k.shape[2] - q.shape[2]
-    text = [x[:, :, :length].detach().float() for x in (k, v)]
-    own = [x[:, :, None, length:].float().unflatten(3, (-1, slots)) for x in (k, v)]  # [B, Hk, 1, A, L, D]
+    text_k, text_v = (x[:, :, :length].detach().float() for x in (k, v))
+    own_k, own_v = (x[:, :, None, length:].float().unflatten(3, (-1, slots)) for x in (k, v))  # [B, Hk, 1, A, L, D]
     queries = (q.float() * scale).unflatten(1, (shared, -1)).unflatten(3, (-1, slots))  # [B, Hk, G, A, L, D]
     parts = []
     for first in range(0, anchors.shape[1], _GROUPS):  # anchors rise, so most parts see less than the text
         some = slice(first, first + _GROUPS)
         most = int(anchors[:, some].max()) + 1
-        seen = [x[:, :, :most] for x in text]
-        parts.append(_part(queries[:, :, :, some], *seen, *(x[:, :, :, some] for x in own), anchors[:, some]))
+        text, group = (text_k[:, :, :most], text_v[:, :, :most]), (own_k[:, :, :, some], own_v[:, :, :, some])
+        parts.append(_part(queries[:, :, :, some], text, group, anchors[:, some]))
     return torch.cat(parts, 3).flatten(3, 4).flatten(1, 2).to(q.dtype)
 
 
-def _part(q: Tensor, text_k: Tensor, text_v: Tensor, own_k: Tensor, own_v: Tensor, anchors: Tensor) -> Tensor:
+def _part(q: Tensor, text: tuple[Tensor, Tensor], group: tuple[Tensor, Tensor], anchors: Tensor) -> Tensor:
+    """Attention to the keys and values of the text and of each group."""
+    (text_k, text_v), (own_k, own_v) = text, group
     slots, length = q.shape[4], text_k.shape[2]
     hidden = torch.arange(length) > anchors[..., None, None]  # [B, A, 1, T]
     of_text = (q.flatten(2, 4) @ text_k.mT).view(*q.shape[:-1], length)
