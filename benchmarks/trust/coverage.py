@@ -40,6 +40,29 @@ PARTS = (
 ONE_ISA = ("each_isa.h", "isa.h", "isa.cpp", "core.cpp")  # where x86's instruction sets are switched off
 NEVER = ("platform.h",)
 """Files without branches of the product: macros and ends of impossible cases."""
+_REFUSED = "the CPU refuses such values before; kernels of the GPU check them here"
+_ONE_THREAD = "one thread walks on the CPU; on a GPU others stand by"
+REASONS = {
+    "accept.h: else if (goes<known>(Route::down))": "the last of the routes",
+    "accept.h: if (request_.nodes > kMaxTreeNodes)": _REFUSED,
+    "accept.h: return i == 0 ? parent != -1": _REFUSED,
+    "accept.h: if (described != nullptr && rows_.is_leader())": _ONE_THREAD,
+    "accept.h: if (!rows_.is_leader()) return;": _ONE_THREAD,
+    "accept.h: share = overlap[0] > 0.0 ?": "where p and q share nothing, the first rho that is tried is right",
+    "accept.h: if (p > bound && p > 0.0f)": "no bound is negative",
+    "attention.h: if (start > -64 && start < request.nodes)": "no key after a request's last node is asked about",
+    "distribution.h: return parameters.top_k > 0": "kernels of the GPU ask, and an enumeration without filters",
+    "next.h: const int64_t length = known < 0": _REFUSED,
+    "next.h: if (root.at_limit || accepted < 0": _REFUSED,
+    "next.h: if (problem.groups != nullptr && limit": _REFUSED,
+    "next.h: if (root.offered >= problem.slots)": _REFUSED,
+    "next.h: return row > 0 && parent < 0": _REFUSED,
+    "next.h: if (place < problem.text_room)": _REFUSED,
+    "next_tree.h: judged.parents[row] = row > 0": _REFUSED,
+    "next_tree.h: if (last < 0 || last >= row_count)": _REFUSED,
+    "recall.h: const int64_t end = length < 0": _REFUSED,
+}
+"""Header and the beginning of a line -> why no test takes some of its branches."""
 COMPILER = '#!/bin/sh\nexec g++ "$@" --coverage -fprofile-update=atomic -O0\n'  # last: the tests ask for -O1
 
 
@@ -154,6 +177,11 @@ def without_exceptions(branches: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [branch for which, branch in enumerate(branches) if not {which, which + 1} & calls]
 
 
+def why(name: str, text: str) -> str:
+    """Why no test takes some branches of a line."""
+    return next((reason for key, reason in REASONS.items() if f"{name}: {text}".startswith(key)), "not examined")
+
+
 def files_of(counts: Branches, sources: Path = ROOT / "csrc/core") -> list[dict[str, Any]]:
     """Header -> branches, branches taken, and each line with some that are not: its text, how many, and why."""
     rows = []
@@ -167,7 +195,14 @@ def files_of(counts: Branches, sources: Path = ROOT / "csrc/core") -> list[dict[
                 "branches": len(of_file),
                 "taken": sum(count > 0 for count in of_file.values()),
                 "missed": [
-                    {"line": line, "branches": missed[line], "text": lines[line - 1].strip()} for line in sorted(missed)
+                    {
+                        "line": line,
+                        "branches": missed[line],
+                        "text": text,
+                        "why": why(name, text),
+                    }
+                    for line in sorted(missed)
+                    for text in [lines[line - 1].partition("  // ")[0].strip()]
                 ],
             }
         )
