@@ -61,6 +61,21 @@ REASONS = {
     "next_tree.h: judged.parents[row] = row > 0": _REFUSED,
     "next_tree.h: if (last < 0 || last >= row_count)": _REFUSED,
     "recall.h: const int64_t end = length < 0": _REFUSED,
+    "shard.h: while (bits < 64": "keys have 54 bits",
+    "shard.h: return child < 0 ? -kInfinity": "a walk asks for logits of its nodes' tokens alone",
+    "shard.h: for (int i = 0; i < kOverlaps; ++i)": "rules that need overlaps gather the logits",
+    "shard.h: if (!found.is_enough && !by_mass)": "a nucleus that rounding leaves just short of its mass keeps all tokens",
+    "shard.h: if (problem.target_sampling.temperature == nullptr": "greedy steps have no races",
+    "shard.h: for (int32_t i = 0; i < request.nodes && i < kMaxTreeNodes": _REFUSED,
+    "shard.h: if (i > 0 && (parent < 0 || parent >= i)) continue;": _REFUSED,
+    "shard.h: const int32_t count = divided ?": _REFUSED,
+    "shard.h: if (divided) team.alone(": _REFUSED,
+    "tree.h: return parent >= 0 && parent < node": _REFUSED,
+    "tree.h: const int64_t first = begin < 0": _REFUSED,
+    "tree.h: const int64_t last = end < first": _REFUSED,
+    "tree.h: const int64_t prefix = length < 0": _REFUSED,
+    "cache.h: const bool fits = request.first >= 0": _REFUSED,
+    "cache.h: if (request.nodes <= 0 || !fits": _REFUSED,
 }
 """Header and the beginning of a line -> why no test takes some of its branches."""
 COMPILER = '#!/bin/sh\nexec g++ "$@" --coverage -fprofile-update=atomic -O0\n'  # last: the tests ask for -O1
