@@ -78,8 +78,8 @@ class Outcomes:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         """Notes whether a test of the CUDA kernels makes a tensor on the GPU."""
-        backend = getattr(item, "callspec", None) and item.callspec.params.get("backend")  # type: ignore[attr-defined]
-        before = _gpu_tensors() if backend and backend.name == "cuda" else None
+        backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
+        before = _gpu_tensors() if str(backend) == "cuda" else None
         result = yield
         self._used_gpu = before is None or _gpu_tensors() != before
         return result
