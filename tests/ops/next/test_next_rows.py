@@ -190,6 +190,7 @@ def test_filters_of_a_race_decide_together(backend, scores, filters, kept):
         arguments["seeds"].fill_(seed)
         tokens = check(arguments)["rows"][1, 0, 1:10]
         assert tokens[:kept].sort().values.tolist() == likeliest.sort().values.tolist() and (tokens[kept:] == -1).all()
+    check(arguments | dict(seeds=None))  # the seed 0
 
 
 def test_strided_tables_and_tokens_that_they_lack(backend):
