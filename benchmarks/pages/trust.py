@@ -137,7 +137,8 @@ def faults(result: dict[str, Any]) -> str:
     noticed, real = total["killed"] + total["timed out"], total["killed"] + total["timed out"] + total["survived"]
     words = (
         f"Small faults, chosen by a seed and planted one at a time: another operator, a number off by one, swapped arguments. "
-        f"The tests noticed **{noticed} of {real}** that changed the code ({noticed / real:.0%})."
+        f"The tests noticed **{noticed} of {real}** that changed the code ({noticed / real:.0%}). Survivors were planted "
+        "again where a test has been added since."
     )
     tried = sum(total.values())
     if tried < result["planned"]:
@@ -187,10 +188,13 @@ def branches(result: dict[str, Any], counted: dict[str, Any]) -> str:
         f"the product ({product}) {lines:,}: {tests / lines:.2f} lines of test for a line of product. Whole enumerations and "
         "random calls count as the few lines that they are. SQLite takes all branches."
     )
+    reasons: dict[str, list[str]] = {}
+    for row in files:
+        for one in row["missed"]:
+            place = f"`{row['file']}:{one['line']}`, {one['branches']} of `{one['text']}`"
+            reasons.setdefault(one["why"], []).append(place)
     missed = [
-        f"- `{row['file']}:{one['line']}`, {one['branches']} of `{one['text']}`: {one['why']}"
-        for row in files
-        for one in row["missed"]
+        f"- {why}: {'; '.join(places)}" for why, places in sorted(reasons.items(), key=lambda item: -len(item[1]))
     ]
     below = (
         f"{result['passed']:,} tests passed, {result['failed']} failed. {measured('coverage', result)} "
@@ -204,7 +208,7 @@ def branches(result: dict[str, Any], counted: dict[str, Any]) -> str:
             "",
             *table(["header", "branches", "taken"], [*rows, ["all", str(total), str(taken)]]),
             "",
-            "Branches that no test takes, with the line that has them:",
+            "Branches that no test takes, by the reason:",
             "",
             *missed,
             "",
