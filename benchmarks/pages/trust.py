@@ -57,7 +57,10 @@ def render(root: Path) -> str:
 
 def measured(name: str, result: dict[str, Any]) -> str:
     """The sentence below a part: command, date, commit and processor."""
-    return f"`python -m benchmarks.trust {name}`, {result['date'][:10]}, commit {result['commit']}, {result['cpu']}."
+    note = f" {result['note']}" if "note" in result else ""
+    return (
+        f"`python -m benchmarks.trust {name}`, {result['date'][:10]}, commit {result['commit']}, {result['cpu']}.{note}"
+    )
 
 
 def laws(result: dict[str, Any]) -> str:
@@ -137,8 +140,7 @@ def faults(result: dict[str, Any]) -> str:
     noticed, real = total["killed"] + total["timed out"], total["killed"] + total["timed out"] + total["survived"]
     words = (
         f"Small faults, chosen by a seed and planted one at a time: another operator, a number off by one, swapped arguments. "
-        f"The tests noticed **{noticed} of {real}** that changed the code ({noticed / real:.0%}). Survivors were planted "
-        "again where a test has been added since."
+        f"The tests noticed **{noticed} of {real}** that changed the code ({noticed / real:.0%})."
     )
     tried = sum(total.values())
     if tried < result["planned"]:
