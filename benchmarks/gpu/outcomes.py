@@ -3,7 +3,8 @@
 Tests with a known outcome are left out: those that ended in this run, and those that passed or were skipped in an earlier run
 of the same commit. So a process that died can be started again. A test that takes longer than PASS_EXT_TEST_SECONDS ends its
 process, even if it hangs in a kernel, and stays "begun". A test that leaves the GPU unusable ends the process too: every test
-behind it would fail.
+behind it would fail. A test of the CUDA kernels that passes without a tensor on the GPU shows nothing of them: its outcome is
+"nothing".
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +43,13 @@ class Outcomes:
         self._worst, self._seconds_taken, self._reason = "passed", 0.0, ""
         self._session: Any = None
         self._running: str | None = None
+        self._used_gpu = True
 
     def _known(self) -> set[str]:
         known = set(evidence.outcomes(evidence.read(self._path), self._stage))
         for path in evidence.of_commit(self._path.parent, evidence.run_of(self._path).get("commit", "unknown")):
             ended = evidence.outcomes(evidence.read(path), self._stage)
-            known |= {test for test, outcome in ended.items() if outcome in ("passed", "skipped")}
+            known |= {test for test, outcome in ended.items() if outcome in ("passed", "skipped", "nothing")}
         return known
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -68,9 +71,18 @@ class Outcomes:
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Records that a test begins, and starts its timer."""
         self._worst, self._seconds_taken, self._reason = "passed", 0.0, ""
-        self._running = nodeid
+        self._running, self._used_gpu = nodeid, True
         self._add(nodeid, "begun")
         faulthandler.dump_traceback_later(self._seconds, exit=True, file=_STDERR)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Notes whether a test of the CUDA kernels makes a tensor on the GPU."""
+        backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
+        before = _gpu_tensors() if str(backend) == "cuda" else None
+        result = yield
+        self._used_gpu = before is None or _gpu_tensors() != before
+        return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Records the outcome of a test after its tear-down."""
@@ -82,6 +94,8 @@ class Outcomes:
             return
         faulthandler.cancel_dump_traceback_later()
         self._running = None
+        if self._worst == "passed" and not self._used_gpu:
+            self._worst = "nothing"
         self._add(report.nodeid, self._worst, seconds=round(self._seconds_taken, 3), reason=self._reason)
         if self._worst == "failed" and not _gpu_answers():
             self._session.shouldstop = "the GPU does not answer after this test"
@@ -98,6 +112,14 @@ class Outcomes:
 
     def _add(self, test: str, outcome: str, **more: Any) -> None:
         evidence.add(self._path, "test", stage=self._stage, id=test, outcome=outcome, **more)
+
+
+def _gpu_tensors() -> int | None:
+    """How many tensors were ever made on the GPU; None: torch does not count them."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        return None
+    return int(torch.cuda.memory_stats().get("allocation.all.allocated", 0))
 
 
 def _gpu_answers() -> bool:

@@ -55,7 +55,8 @@ def run_of(path: Path) -> Fact:
 
 
 def outcomes(facts: Iterable[Fact], stage: str) -> dict[str, str]:
-    """Test id -> "passed", "skipped", "failed", "cut off" by the end of the run, or "begun" where no end is known."""
+    """Test id -> "passed", "nothing" (without a tensor on the GPU), "skipped", "failed", "cut off" by the end of the run, or
+    "begun" where no end is known."""
     return {fact["id"]: fact["outcome"] for fact in facts if fact["kind"] == "test" and fact["stage"] == stage}
 
 

@@ -18,6 +18,8 @@ import torch
 
 from benchmarks.kernel_time.inputs import KEY_HEADS
 
+FITTED = ("draft_sample", "accept")
+"""One block's steps in turn. Products keep all warps of a GPU busy, whose time these constants do not describe."""
 PATHS = Path("benchmarks/results/kernel-time/measured-paths.json")
 
 
@@ -55,7 +57,8 @@ def counts_of(step: dict[str, Any]) -> Counts:
 
 def save_measured_paths(result: dict[str, Any], root: Path) -> None:
     """Writes the counts of a result's steps: a GPU has measured these kernels."""
-    steps = [f"  {json.dumps([step['kind'], step['name'], *counts_of(step)])}" for step in result["steps"]]
+    known = [step for step in result["steps"] if step["kind"] in (*FITTED, "attention")]
+    steps = [f"  {json.dumps([step['kind'], step['name'], *counts_of(step)])}" for step in known]
     text = "\n".join(
         ["{", f' "commit": {json.dumps(result["commit"])},', ' "steps": [', ",\n".join(steps), " ]", "}", ""]
     )
@@ -73,7 +76,7 @@ def fit(measured: dict[str, Any], paths: dict[tuple[str, str], Counts]) -> Const
     rows = []
     for step in measured["steps"]:
         key = step["kind"], step["name"]
-        if key in paths and step["kind"] != "attention" and "error" not in step:
+        if key in paths and step["kind"] in FITTED and "error" not in step:
             rows.append([count / step["warm_us"] for count in paths[key][:4]])
     counts = torch.tensor(rows, dtype=torch.float64)
     found = torch.linalg.lstsq(counts, torch.ones(len(rows), 1, dtype=torch.float64)).solution.flatten()

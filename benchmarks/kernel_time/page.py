@@ -185,7 +185,8 @@ def _fit(estimates: Estimates, measured: dict[str, Any], paths: dict[tuple[str, 
         f"{constants.thousand_instructions:.2f} µs for 1,000 instructions of the emulator + {constants.round:.2f} µs a round "
         f"of loads from L2 or memory (fewest rounds) + {1e3 * constants.shared_load:.0f} ns a round of loads from shared "
         "memory (most rounds). Attention: its launches and rounds at the same constants, and its bytes at the read speed "
-        f"measured. All {len(errors)} steps come out within {100 * max(map(abs, errors)):.0f} %. *Now*: the kernels of this "
+        "measured. Layers are products by all warps of a GPU, which these numbers do not describe. All "
+        f"{len(errors)} steps come out within {100 * max(map(abs, errors)):.0f} %. *Now*: the kernels of this "
         "page, which no GPU has run.\n",
         *_table(["step", "measured, µs", "fitted", "off by", "now, by the fit"], rows),
         "",

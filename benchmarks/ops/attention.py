@@ -54,6 +54,14 @@ from benchmarks.ops.contenders.inputs.distributions import require
 HEADS = [(32, 8, 128), (28, 4, 128), (9, 3, 64)]  # query heads, key heads, their size
 # A layer with a sliding window; FlashAttention 2, which does not split the keys of several queries, publishes 45 to 49 µs.
 WINDOWED = Spec(*HEADS[0], 1, 8192, 8, window=2048)
+# Forms of newer models: sinks (gpt-oss), two widths, and one latent (DeepSeek-V3 expanded, and absorbed, 16 of its 128 heads).
+_FORMS = [
+    Spec(64, 8, 64, 1, 8192, 8, has_sinks=True),
+    Spec(16, 16, 192, 1, 8192, 8, width_of_values=128),
+    Spec(16, 1, 576, 1, 8192, 8, width_of_values=512, is_latent=True),
+    Spec(16, 1, 576, 1, 8192, 1, width_of_values=512, is_latent=True),
+]
+FORMS = {"cpu": [*_FORMS, Spec(*HEADS[0], 1, 8192, 8, codes=torch.int8)], "cuda": _FORMS}
 BATCHES = {"cpu": (1, 8), "cuda": (1, 8, 64)}
 PREFIXES = {"cpu": (1024, 8192, 32768), "cuda": (1024, 8192, 32768, 131072)}
 NOT_PLANNED = {
@@ -101,7 +109,7 @@ def specs_for(options: argparse.Namespace) -> tuple[list[Spec], list[str]]:
         for prefix in PREFIXES[device]
         for nodes in (NODES if heads == HEADS[0] else NODES_OF_OTHERS)[device]
     ]
-    grid.append(WINDOWED)
+    grid += [WINDOWED, *FORMS[device]]
     specs = [spec for spec in grid if why_left_out(spec, dtype, device) is None]
     first = FIRST[device]
     specs.sort(key=lambda spec: (first.index(spec) if spec in first else len(first), spec.nodes != USUAL_NODES[device]))
@@ -129,9 +137,15 @@ def sizes(spec: Spec) -> str:
 
 
 def heads_of(spec: Spec) -> str:
-    """The heads of a layer, and its window if it has one."""
-    window = "" if spec.window < 0 else f", window {spec.window}"
-    return f"{spec.heads}/{spec.kv_heads} × {spec.head_dim}{window}"
+    """The heads of a layer, and what is special about it."""
+    width = str(spec.head_dim) if spec.value_dim == spec.head_dim else f"{spec.head_dim}/{spec.value_dim}"
+    special = {
+        f", window {spec.window}": spec.window >= 0,
+        ", latent": spec.is_latent,
+        ", sinks": spec.has_sinks,
+        f", {str(spec.codes).removeprefix('torch.')}": spec.codes is not None,
+    }
+    return f"{spec.heads}/{spec.kv_heads} × {width}{''.join(name for name, has in special.items() if has)}"
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
@@ -222,6 +236,8 @@ def why_not_tried(
         return "one tree for all requests"
     if spec.window >= 0 and not contender.has_window:
         return "no window that goes by depth"
+    if spec.has_sinks and not contender.has_sinks:
+        return "no sinks"
     if contender.compiles and compile_seconds_left[contender.name] <= 0:
         return f"the time to compile it, {COMPILE_SECONDS[device]} s, is spent, or the run is a quick one"
     return None
@@ -270,7 +286,8 @@ def why_not_timed(
 
 def judge(rows: list[Row], dtype: str) -> list[Aim]:
     """The aims of attention."""
-    lines = lines_of({"rows": rows})
+    forms = {heads_of(spec) for spec in FORMS["cpu"]}  # without aims
+    lines = [line for line in lines_of({"rows": rows}) if line[0]["labels"]["heads"] not in forms]
     if any(row["how"] == "graph" for row in rows):
         return judge_gpu(rows, [line for line in lines if (line[0]["how"], line[0]["cache"]) == ("graph", "cold")])
     long = [line for line in lines if line[0]["labels"]["prefix"] >= 1024]

@@ -2,8 +2,9 @@
 PyTorch node by node, transformers' own functions of one token with a state per node, and its functions of a chunk on chains.
 `python -m benchmarks.ops.recurrent --help`.
 
-A case is one layer of one request: a binary tree of so many rows, a chain of as many, and the commit of the path to the tree's
-last node. Cold: the caches are swept, as the layers between two uses of a state sweep them.
+A case is one layer of one request: a binary tree of so many rows, a chain of as many. A commit is that of the path to the
+tree's last node in COMMITTED layers, because a step commits all its layers in one call. Cold: the caches are swept, as the
+layers between two uses of a state sweep them.
 A tree's limit: its bytes, of which the state is most; or, if it takes longer, its arithmetic. A node takes three (delta: four)
 vector operations for as many elements of the state as a vector has, at the speed of a large float32 product.
 """
@@ -37,6 +38,7 @@ READ_AND_WRITE = "the state read and written"
 TOKENS = "transformers, token by token"
 CHUNK = "transformers, a chunk"
 CHUNK_SIZE = 64
+COMMITTED = 8
 Inputs = tuple[Tensor, ...]  # q, k, v, log_decay, beta, state; of an additive layer also A: log_decay is beta A
 
 
@@ -143,15 +145,16 @@ def commit(states: list[Tensor], updates: list[Any], step: tuple[Tensor, ...], r
 
 def plain_commit(states: list[Tensor], updates: list[Any], step: tuple[Tensor, ...], rows: list[int]) -> None:
     """The same updates of the state, one after the other."""
-    (state,), (update,) = states, updates
-    keys = update.k.to(state.dtype).repeat_interleave(state.shape[1] // update.k.shape[1], 1)
-    for row in rows:
-        state[0].mul_(decay_of(update.log_decay[row])).add_(keys[row, :, :, None] * update.u[row, :, None])
+    for state, update in zip(states, updates, strict=True):
+        keys = update.k.to(state.dtype).repeat_interleave(state.shape[1] // update.k.shape[1], 1)
+        for row in rows:
+            state[0].mul_(decay_of(update.log_decay[row])).add_(keys[row, :, :, None] * update.u[row, :, None])
 
 
 def read_and_write(states: list[Tensor], updates: list[Any], step: tuple[Tensor, ...], rows: list[int]) -> None:
     """What every commit must do."""
-    states[0].mul_(1.0)
+    for state in states:
+        state.mul_(1.0)
 
 
 CONTENDERS = {
@@ -242,14 +245,14 @@ def make_cases(options: argparse.Namespace, sizes: list[tuple[str, int]]) -> Ite
             "tree": (form, layer_inputs, bounds, parents),
             "chain": (form, layer_inputs, (integers(chain), bounds[1]), chain),
             "convolution": ((x, weight, window.to(dtype)), bounds, windows_of(parents, taps).to(device)),
-            "commit": ([state], [update], accepted, path),
+            "commit": ([state.clone() for _ in range(COMMITTED)], [update] * COMMITTED, accepted, path),
         }
         rows_bytes = (2 * q.numel() + 2 * v.numel()) * dtype.itemsize + 4 * v.numel()
         fewest = {
             "tree": 4 * state.numel() + rows_bytes,
             "chain": 4 * state.numel() + rows_bytes,
             "convolution": (2 * x.numel() + weight.numel() + window.numel()) * dtype.itemsize,
-            "commit": 8 * state.numel(),
+            "commit": 8 * COMMITTED * state.numel(),
         }
         flops = dict.fromkeys(("tree", "chain"), (6 if form == "additive" else 8) * rows * state.numel())
         for op, contenders in ops_of(rows).items():

@@ -236,14 +236,40 @@ def gpu(root: Path) -> str:
     last = gpu_status.read_records(root)[-1]
     kernels = last["kernels"]
     every = kernels["primitives.cuh"]  # which every kernel file includes
-    checked = ", ".join(f"{count} of them under {tool}" for tool, count in every["sanitized"].items())
+    checked = "".join(f", {count} of them under {tool}" for tool, count in every["sanitized"].items())
     words = (
         f"The last run was on an {last['machine']['gpu']['name']} on {last['date'][:10]}, commit {last['commit']}: "
-        f"{every['tests_passed']:,} tests of {len(kernels)} kernel files passed ({checked}), {every['tests_failed']} failed. A "
+        f"{every['tests_passed']:,} tests of {len(kernels)} kernel files passed{checked}, {every['tests_failed']} failed. A "
         "file that changed since then has run on the [emulator](../tests/emulator/README.md) and was compiled, no more. "
         "[GPU status](../benchmarks/results/gpu-status.md) says for each file whether it is still the one that was verified."
     )
-    return "\n".join(["## On a GPU", "", words])
+    found = sorted(root.glob("benchmarks/results/*/texts.json"))
+    return "\n".join(
+        [
+            "## On a GPU",
+            "",
+            words,
+            *(line for path in found for line in ("", *texts_on_gpu(json.loads(path.read_text())))),
+        ]
+    )
+
+
+def texts_on_gpu(result: dict[str, Any]) -> list[str]:
+    """Texts of every method on a GPU."""
+    same = [name for name, outcome in result["models"].items() if outcome == "same"]
+    rows = [
+        [line["method"], str(line["together"]), f"{line['differing']} of {line['texts']}"] for line in result["bits"]
+    ]
+    return [
+        f"Texts, {result['machine']['gpu']['name']}. In float32 {len(same)} of {len(result['models'])} tiny models, one for "
+        f"each kind of layer ({', '.join(same)}), write there by every method the greedy texts that Plain writes on the CPU, "
+        "and by Plain, PaSS and MultiCandidate its sampled ones. In bfloat16 the bits of a row depend on the rows beside it, "
+        "other than on the CPU. Of a model with random weights, whose best tokens lie close together:",
+        "",
+        *table(["method", "texts in a call", "other than Plain alone"], rows),
+        "",
+        f"`python -m benchmarks.gpu.texts`, {result['date'][:10]}, commit {result['commit']}.",
+    ]
 
 
 def others() -> str:

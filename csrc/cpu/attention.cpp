@@ -88,16 +88,17 @@ class Pool {
 // Work space of one thread for one call.
 class Worker {
  public:
-  Worker(size_t key_dim, size_t value_dim) {
+  Worker(size_t key_dim, size_t value_dim, bool has_codes) {
     thread_local Buffer buffer;
     const size_t sizes[] = {key_dim * kTaskRows,        key_dim * kTileKeys, value_dim * kTileKeys,
-                            kTileKeys * kMostBlockRows, kMostBlockRows,      value_dim * 2};
+                            kTileKeys * kMostBlockRows, kMostBlockRows,      value_dim * 2,
+                            has_codes ? kTileKeys * (key_dim + value_dim) : 0};
     size_t total = 0;
     for (size_t size : sizes) total += size;
-    float* parts[6] = {buffer.at_least(total)};
-    for (int i = 1; i < 6; ++i) parts[i] = parts[i - 1] + sizes[i - 1];
+    float* parts[7] = {buffer.at_least(total)};
+    for (int i = 1; i < 7; ++i) parts[i] = parts[i - 1] + sizes[i - 1];
     const auto words = [](float* part) { return reinterpret_cast<uint32_t*>(part); };
-    scratch_ = {words(parts[0]), words(parts[1]), words(parts[2]), words(parts[3]), parts[4], parts[5]};
+    scratch_ = {words(parts[0]), words(parts[1]), words(parts[2]), words(parts[3]), parts[4], parts[5], parts[6]};
   }
 
   void run(Unit& unit, int32_t chunk, Pool& pool);
@@ -112,7 +113,7 @@ struct Units {
   std::vector<std::unique_ptr<Unit>> all;
 };
 
-Units units_of(const AttentionProblem& problem) {
+Units units_of(const AttentionProblem& problem, CodeType codes) {
   Units units;
   for (int64_t b = 0; b < problem.requests; ++b) {
     const AttentionRequest request = request_of<true>(problem, b);
@@ -122,7 +123,7 @@ Units units_of(const AttentionProblem& problem) {
     const int32_t rows = request.nodes * problem.group;
     for (int32_t head = 0; head < problem.kv_heads; ++head)
       for (int32_t first = 0; first < rows; first += kTaskRows)
-        units.all.push_back(std::make_unique<Unit>(AttentionTask{&problem, request, tiles, head, first,
+        units.all.push_back(std::make_unique<Unit>(AttentionTask{&problem, codes, request, tiles, head, first,
                                                                  std::min(kTaskRows, rows - first), tiles->first_tile(),
                                                                  tiles->end_tile()}));
   }
@@ -177,12 +178,12 @@ void check_attention_values(const char* op, const AttentionProblem& problem) {
   }
 }
 
-void attend_on_cpu(const AttentionProblem& problem) {
+void attend_on_cpu(const AttentionProblem& problem, CodeType codes) {
   if (problem.rows == 0 || problem.heads == 0) return;  // the outputs are null
   clear_rows(problem, 0, problem.requests ? problem.cu_nodes[0] : problem.rows);
   if (problem.requests) clear_rows(problem, problem.cu_nodes[problem.requests], problem.rows);
 
-  const Units units = units_of(problem);
+  const Units units = units_of(problem, codes);
   std::vector<std::pair<Unit*, int32_t>> tasks;
   double work = 0.0;
   for (const auto& unit : units.all) {
@@ -193,7 +194,7 @@ void attend_on_cpu(const AttentionProblem& problem) {
   static Pool pool;
   std::atomic<size_t> next{0};
   const auto run = [&](int64_t) {
-    Worker worker(problem.head_dim, problem.value_dim);
+    Worker worker(problem.head_dim, problem.value_dim, codes != CodeType::none);
     for (size_t i = next++; i < tasks.size(); i = next++) worker.run(*tasks[i].first, tasks[i].second, pool);
   };
   const int64_t threads = work < (threads_are_ready() ? kReadyAloneBelow : kAloneBelow)
@@ -204,9 +205,9 @@ void attend_on_cpu(const AttentionProblem& problem) {
 
 namespace {
 
-void check_and_attend(const AttentionProblem& problem, const Tensor&) {
+void check_and_attend(const AttentionProblem& problem, CodeType codes, const Tensor&) {
   check_attention_values("attention_tree", problem);
-  attend_on_cpu(problem);
+  attend_on_cpu(problem, codes);
 }
 
 void merge(const MergeProblem& problem, const Tensor&) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/attention.h"
+#include "core/quantized.h"
 #include "cpu/attention_tiles.h"
 
 namespace pass_ext {
@@ -16,6 +17,7 @@ constexpr int32_t kTaskRows = 256;               // most rows of a task
 
 struct AttentionTask {
   const AttentionProblem* problem;
+  CodeType codes;  // of K and V
   AttentionRequest request;
   const AttentionTiles* tiles;  // of the request
   int32_t head;                 // key head
@@ -47,11 +49,12 @@ struct AttentionScratch {
   uint32_t* scores;   // [kTileKeys, kMostBlockRows]
   float* scale;       // [kMostBlockRows]
   void* row;          // two of V, of any type
+  float* decoded;     // [kTileKeys, head_dim + value_dim], if K and V are codes
 };
 
 // Refuses values out of range. On CUDA this check would need a synchronisation.
 void check_attention_values(const char* op, const AttentionProblem& problem);
 // Fills in problem.out and problem.lse. The values are checked.
-void attend_on_cpu(const AttentionProblem& problem);
+void attend_on_cpu(const AttentionProblem& problem, CodeType codes);
 
 }  // namespace pass_ext

@@ -13,6 +13,7 @@
 // Numbers in fp32, whatever the storage type T. A tile's rows are keys.
 template <typename T>
 struct Singles {
+  using Query = T;
   using Storage = T;
   using Element = float;
   static constexpr int size = 1;                        // keys, or components, in an element
@@ -34,11 +35,19 @@ struct Singles {
   }
 };
 
+// Keys and values that were codes, beside queries of another type.
+template <typename T>
+struct Decoded : Singles<float> {
+  using Query = T;
+  static float query(const T* row, int32_t i) { return to_float(row[i]); }
+};
+
 #if PASS_EXT_LEVEL == 3
 // Two bf16 in a word: neighbouring components of a query or key, or the values of two keys. The processor adds the
 // product of the high halves first, so the earlier key is there: keys then count in their order, wherever those lie
 // that weigh 0.
 struct Pairs {
+  using Query = bfloat16;
   using Storage = bfloat16;
   using Element = uint32_t;
   static constexpr int size = 2;
@@ -102,14 +111,14 @@ struct TileRows {
   }
 
   // Asks for all rows at once, where no tile before this one could.
-  void prefetch(int32_t key_dim, int32_t value_dim) const {
-    const auto fetch = [](const T* row, int32_t dim) {
-      for (int32_t byte = 0; byte < dim * static_cast<int32_t>(sizeof(T)); byte += 64)
+  void prefetch(int32_t key_bytes, int32_t value_bytes) const {
+    const auto fetch = [](const T* row, int32_t bytes) {
+      for (int32_t byte = 0; byte < bytes; byte += 64)
         __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, 0, 2);
     };
     for (int32_t i = 0; i < count; ++i) {
-      fetch(key[i], key_dim);
-      fetch(value[i], value_dim);
+      fetch(key[i], key_bytes);
+      fetch(value[i], value_bytes);
     }
   }
 
@@ -118,6 +127,43 @@ struct TileRows {
     for (int32_t i = begin; i < end; ++i) rows[i] = row + (i - begin) * stride;
   }
 };
+
+// The numbers of a row of codes. Those in fp8 are fp16 with fewer bits: e5m2 the upper half of one, e4m3 one whose
+// exponent is 8 less.
+inline void decode(CodeType type, const uint8_t* row, float* to, int32_t dim) {
+  const Floats scale = spread(scale_of_codes(row));
+  const uint8_t* const codes = row + kCodeHeader;
+  if (type == CodeType::int8) {
+    for (int32_t d = 0; d < dim; ++d) to[d] = static_cast<float>(static_cast<int8_t>(codes[d]));
+    for (int32_t d = 0; d < dim; d += Floats::width) store(to + d, load(to + d) * scale);
+    return;
+  }
+  float16 halves[kMostKeyDim];
+  const bool is_e5m2 = type == CodeType::float8_e5m2;
+  for (int32_t d = 0; d < dim; ++d) {
+    const uint32_t code = codes[d];
+    const uint32_t finite = (code & 0x80u) << 8 | (code & 0x7fu) << 7;
+    halves[d].bits = static_cast<uint16_t>(is_e5m2 ? code << 8 : (code & 0x7fu) == 0x7fu ? 0x7e00u : finite);
+  }
+  const Floats factor = spread(is_e5m2 ? 1.0f : 256.0f);
+  for (int32_t d = 0; d < dim; d += Floats::width) store(to + d, load(halves + d) * factor * scale);
+}
+
+// Rows of codes as numbers.
+inline void decode_tile(const AttentionTask& task, const TileRows<uint8_t>& codes, float* to, TileRows<float>& rows) {
+  const int32_t key_dim = task.problem->head_dim, value_dim = task.problem->value_dim;
+  rows.count = codes.count;
+  rows.is_even = true;
+  float* const values = to + int64_t{kTileKeys} * key_dim;
+  for (int32_t i = 0; i < codes.count; ++i) {
+    float* const key = to + int64_t{i} * key_dim;
+    decode(task.codes, codes.key[i], key, key_dim);
+    rows.key[i] = rows.value[i] = key;
+    if (codes.value[i] == codes.key[i]) continue;  // the first numbers of the key
+    rows.value[i] = values + int64_t{i} * value_dim;
+    decode(task.codes, codes.value[i], values + int64_t{i} * value_dim, value_dim);
+  }
+}
 
 template <typename T>
 bool is_finite(const T* row, int32_t dim) {
@@ -252,7 +298,7 @@ inline int32_t width_of_block(const AttentionTask& task, int32_t row) {
 // [block of rows][step][row in block], missing rows zero.
 template <typename Form>
 void arrange_queries(const AttentionTask& task, typename Form::Element* to) {
-  using T = typename Form::Storage;
+  using T = typename Form::Query;
   const int32_t dim = task.problem->head_dim, steps = dim / Form::size;
   const T* q = static_cast<const T*>(task.problem->q);
   for (int32_t first = 0; first < task.rows; first += kBlockRows) {
@@ -267,13 +313,12 @@ void arrange_queries(const AttentionTask& task, typename Form::Element* to) {
 
 // Adds values that are not finite to the rows that see their keys: those sums become NaN or infinite, no other changes.
 template <typename T>
-void add_left_out(const AttentionTask& task, int32_t first, int32_t keys, const PartialRows& result) {
+void add_left_out(const AttentionTask& task, int32_t first, const TileRows<T>& tile, const PartialRows& result) {
   const AttentionProblem& problem = *task.problem;
   const int32_t dim = problem.value_dim;
-  for (int32_t key = 0; key < keys; ++key) {
+  for (int32_t key = 0; key < tile.count; ++key) {
     const int32_t place = first + key;
-    const T* row =
-        key_row<T>(problem, task.request, problem.v_cache, problem.v_new, task.tiles->key_at(place), task.head);
+    const T* row = tile.value[key];
     if (is_finite(row, dim)) continue;
     for (int32_t r = 0; r < task.rows; ++r) {
       if (!(task.tiles->visible(problem, task.request, task.node_of(r), place) & 1)) continue;
@@ -285,10 +330,11 @@ void add_left_out(const AttentionTask& task, int32_t first, int32_t keys, const 
   }
 }
 
-template <typename Form>
+// T: of rows in memory.
+template <typename Form, typename T = typename Form::Storage>
 void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const PartialRows& result) {
-  using T = typename Form::Storage;
   using E = typename Form::Element;
+  constexpr bool has_codes = !std::is_same_v<T, typename Form::Storage>;
   const AttentionProblem& problem = *task.problem;
   const int32_t key_dim = problem.head_dim, value_dim = problem.value_dim, steps = key_dim / Form::size;
   const int32_t padded = (task.rows + kBlockRows - 1) / kBlockRows * kBlockRows;
@@ -300,7 +346,11 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
     result.maximum[r] = -kLargest;
     result.total[r] = result.exact_total[r] = 0.0f;
   }
+  constexpr int32_t header = has_codes ? kCodeHeader : 0;
+  const int32_t key_bytes = header + key_dim * static_cast<int32_t>(sizeof(T));
+  const int32_t value_bytes = header + value_dim * static_cast<int32_t>(sizeof(T));
   TileRows<T> tiles[2];
+  std::conditional_t<has_codes, TileRows<typename Form::Storage>, char> decoded;
   int32_t first = task.tiles->first_place(task.first_tile);
   const int32_t end = task.tiles->first_place(task.end_tile);
   if (first == end) return;  // levels may leave out a whole chunk
@@ -311,9 +361,15 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
     return static_cast<int32_t>(minimum_of(from + kTileKeys, task.tiles->first_place(tile_index + 1)));
   };
   tiles[0].find(task, first, end_of_tile(first));
-  tiles[0].prefetch(key_dim, value_dim);
+  tiles[0].prefetch(key_bytes, value_bytes);
   for (int32_t turn = 0; first < end; first += tiles[turn].count, turn = 1 - turn) {
-    const TileRows<T>& tile = tiles[turn];
+    if constexpr (has_codes) decode_tile(task, tiles[turn], scratch.decoded, decoded);
+    const auto& tile = [&]() -> const auto& {
+      if constexpr (has_codes)
+        return decoded;
+      else
+        return tiles[turn];
+    }();
     const int32_t keys = tile.count;
     const bool all_seen = all_see<true>(problem, task.request, first, keys);
     const Keys<Form> key_rows = keys_of<Form>(tile, scratch, key_dim);
@@ -324,8 +380,8 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
       ahead.keys = reinterpret_cast<const void* const*>(tiles[1 - turn].key);
       ahead.values = reinterpret_cast<const void* const*>(tiles[1 - turn].value);
       ahead.count = tiles[1 - turn].count;
-      ahead.key_bytes = key_dim * static_cast<int32_t>(sizeof(T));
-      ahead.value_bytes = value_dim * static_cast<int32_t>(sizeof(T));
+      ahead.key_bytes = key_bytes;
+      ahead.value_bytes = value_bytes;
       const int32_t blocks = (task.rows + kBlockRows - 1) / kBlockRows * (keys / kMostRows) +
                              task.rows / kMostRows * ((value_dim + kBlockRows - 1) / kBlockRows);
       const int32_t row_bytes = ahead.key_bytes > ahead.value_bytes ? ahead.key_bytes : ahead.value_bytes;
@@ -348,11 +404,18 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
                           value_dim, scratch.scale},
                rows, value_dim, ahead);
     }
-    if (left_out) add_left_out<T>(task, first, keys, result);
+    if (left_out) add_left_out(task, first, tile, result);
   }
 }
 
 inline void attend(const AttentionTask& task, const AttentionScratch& scratch, const PartialRows& result) {
+  if (task.codes != CodeType::none) {
+    switch (task.problem->type) {
+      case FloatType::bfloat16: return attend_in<Decoded<bfloat16>, uint8_t>(task, scratch, result);
+      case FloatType::float16: return attend_in<Decoded<float16>, uint8_t>(task, scratch, result);
+      case FloatType::float32: return attend_in<Decoded<float>, uint8_t>(task, scratch, result);
+    }
+  }
   switch (task.problem->type) {
 #if PASS_EXT_LEVEL == 3
     case FloatType::bfloat16: return attend_in<Pairs>(task, scratch, result);

@@ -240,7 +240,7 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
   const AttentionResult attended =
       prepare_attention(op,
                         {q, first_keys, first_values, prefix_lens, cu_nodes, visible, max_nodes, none, none, none,
-                         depths, attention_scale, softcap, has_window ? 1 : -1, none, -1},
+                         depths, attention_scale, softcap, has_window ? 1 : -1, none, -1, CodeType::none},
                         problem);
   const KeyRows fresh_layout{nullptr, 0, kv_heads * head_dim, head_dim};
   problem.k_new = problem.v_new = fresh_layout;
@@ -290,7 +290,7 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
       problem.v_new.data = v;
       problem.window = static_cast<int32_t>(windows[l]);
       problem.depths = windows[l] == -1 ? nullptr : depth_rows;
-      attend_on_cpu(problem);
+      attend_on_cpu(problem, CodeType::none);
       T* const to = buffers[l % 2];
       const LayerAdapters<T>& next = l + 1 < count ? added[l + 1] : no_adapters;
       after_attention(stack[l].after, added[l], next, options, static_cast<const T*>(problem.out), stream, rows, to);

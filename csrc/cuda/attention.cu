@@ -52,7 +52,9 @@ int resident_blocks(const CudaScope& scope, const AttentionProblem& problem) {
   });
 }
 
-void attention_on_cuda(const AttentionProblem& problem, const Tensor& q) {
+void attention_on_cuda(const AttentionProblem& problem, CodeType codes, const Tensor& q) {
+  if (codes != CodeType::none)
+    refuse("attention_tree", "k_cache must be of q's dtype on CUDA, got codes, which have no kernel there yet");
   check_alignment(problem);
   if (problem.rows == 0 || problem.heads == 0) return;
   const CudaScope scope(q);

@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "core/attention.h"
+#include "core/quantized.h"
 #include "host/packed.h"
 
 namespace pass_ext {
@@ -30,7 +31,28 @@ struct AttentionArguments {
   int64_t window;
   const OptionalTensor& sinks;
   int64_t chunk;
+  CodeType codes;  // of K and V
 };
+
+// The codes that K and V are; none: they are numbers in q's dtype, or of a dtype that they cannot have.
+inline CodeType codes_of(const Tensor& cache) {
+  switch (cache.scalar_type()) {
+    case ScalarType::Char: return CodeType::int8;
+    case ScalarType::Float8_e4m3fn: return CodeType::float8_e4m3;
+    case ScalarType::Float8_e5m2: return CodeType::float8_e5m2;
+    default: return CodeType::none;
+  }
+}
+
+// The dtype of K and V.
+inline ScalarType key_dtype(const AttentionArguments& arguments) {
+  return arguments.codes == CodeType::none ? arguments.q.scalar_type() : arguments.k_cache.scalar_type();
+}
+
+// The columns of a row in a cache in front of its numbers.
+inline int64_t header_of(const AttentionArguments& arguments) {
+  return arguments.codes == CodeType::none ? 0 : kCodeHeader;
+}
 
 // A cache's rows: [outer, slot, head, width].
 inline KeyRows cache_rows_of(const char* op, const char* argument, const Tensor& cache) {
@@ -40,7 +62,7 @@ inline KeyRows cache_rows_of(const char* op, const char* argument, const Tensor&
 inline KeyRows checked_cache_rows_of(const char* op, const AttentionArguments& arguments, const char* argument,
                                      const Tensor& cache) {
   const Tensor& q = arguments.q;
-  check_dtype(op, argument, cache, {q.scalar_type()});
+  check_dtype(op, argument, cache, {key_dtype(arguments)});
   check_dim(op, argument, cache, 4, arguments.block_table ? "[pages, page, Hkv, D]" : "[B, S, Hkv, D]");
   check_same_device(op, argument, cache, "q", q);
   check_contiguous_rows(op, argument, cache);
@@ -51,7 +73,7 @@ inline KeyRows checked_cache_rows_of(const char* op, const AttentionArguments& a
 inline KeyRows new_rows_of(const char* op, const AttentionArguments& arguments, const char* argument,
                            const Tensor& fresh, const Tensor& cache) {
   const Tensor& q = arguments.q;
-  check_dtype(op, argument, fresh, {q.scalar_type()});
+  check_dtype(op, argument, fresh, {key_dtype(arguments)});
   check_dim(op, argument, fresh, 3, "[N, Hkv, D]");
   check_size(op, argument, fresh, 0, q.size(0), "the packed nodes of q");
   check_size(op, argument, fresh, 1, arguments.k_cache.size(2), "the heads of k_cache");
@@ -102,9 +124,11 @@ inline AttentionResult prepare_attention(const char* op, const AttentionArgument
   const Tensor &q = arguments.q, &k_cache = arguments.k_cache, &v_cache = arguments.v_cache;
   check_max_nodes(op, arguments.max_nodes);
   problem.k_cache = checked_cache_rows_of(op, arguments, "k_cache", k_cache);
-  check_size(op, "k_cache", k_cache, 3, q.size(2), "q's head size D");
+  const int64_t header = header_of(arguments);
+  check_size(op, "k_cache", k_cache, 3, q.size(2) + header,
+             header ? "16 bytes for the scale, and q's head size D" : "q's head size D");
   problem.v_cache = checked_cache_rows_of(op, arguments, "v_cache", v_cache);
-  check_width(op, "v_cache", v_cache, v_cache.size(3), kMostValueDim);
+  check_width(op, "v_cache", v_cache, v_cache.size(3) - header, kMostValueDim);
   for (int64_t i = 0; i < 3; ++i) check_size(op, "v_cache", v_cache, i, k_cache.size(i), "as k_cache");
   // Positions count the cache slots, then the nodes, then the rest of a tile of keys, all in int32.
   constexpr int64_t kMostSlots = INT32_MAX - 2 * kMaxTreeNodes;
@@ -165,12 +189,12 @@ inline AttentionResult prepare_attention(const char* op, const AttentionArgument
   problem.kv_heads = static_cast<int32_t>(k_cache.size(2));
   problem.group = problem.heads / problem.kv_heads;
   problem.head_dim = static_cast<int32_t>(q.size(2));
-  problem.value_dim = static_cast<int32_t>(v_cache.size(3));
+  problem.value_dim = static_cast<int32_t>(v_cache.size(3) - header);
   problem.max_nodes = static_cast<int32_t>(arguments.max_nodes);
   problem.visible_stride = arguments.visible.stride(0);
   problem.type = float_type_of(q);
   problem.sinks = checked_sinks(op, arguments.sinks, q.size(1), "q's heads", "q", q);
-  const Tensor out = empty_of_shape(op, q, {q.size(0), q.size(1), v_cache.size(3)});
+  const Tensor out = empty_of_shape(op, q, {q.size(0), q.size(1), v_cache.size(3) - header});
   const Tensor lse = empty_of_shape(op, q, {q.size(0), q.size(1)}, ScalarType::Float);
   problem.out = output_of<void>(out);
   problem.lse = output_of<float>(lse);
@@ -179,7 +203,7 @@ inline AttentionResult prepare_attention(const char* op, const AttentionArgument
 
 // The op with its torch signature; `run` fills in the outputs on its device.
 
-using RunAttention = void (*)(const AttentionProblem& problem, const Tensor& q);
+using RunAttention = void (*)(const AttentionProblem& problem, CodeType codes, const Tensor& q);
 
 template <RunAttention run>
 AttentionResult attention_tree(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& prefix_lens,
@@ -192,12 +216,13 @@ AttentionResult attention_tree(const Tensor& q, const Tensor& k_cache, const Ten
   AttentionProblem problem{};
   check_queries(op, q);  // before they are copied
   const Tensor flat_q = contiguous_of(op, "q", q);
+  const CodeType codes = codes_of(k_cache);
   const AttentionResult result =
       prepare_attention(op,
                         {flat_q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table,
-                         depths, scale, softcap, window, sinks, chunk},
+                         depths, scale, softcap, window, sinks, chunk, codes},
                         problem);
-  run(problem, flat_q);
+  run(problem, codes, flat_q);
   return result;
 }
 

@@ -36,6 +36,8 @@ inline const char* name_of(ScalarType type) {
     case ScalarType::Byte: return "uint8";
     case ScalarType::Char: return "int8";
     case ScalarType::Short: return "int16";
+    case ScalarType::Float8_e4m3fn: return "float8_e4m3fn";
+    case ScalarType::Float8_e5m2: return "float8_e5m2";
     default: return "another dtype";
   }
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 from pass_ext import _library
 from pass_ext.ops.common.arguments import integers, typed
 from pass_ext.ops.common.kernels import call, fake_kernel, refuse_gradients
+from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES
 from pass_ext.ops.tree import check_bounds
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -67,7 +68,8 @@ def attention_tree(
         k_cache, v_cache: ``[B, S, Hkv, D]`` and ``[B, S, Hkv, Dv]`` with any strides, numbers of a row contiguous (a
             ``[B, Hkv, S, D]`` cache comes through ``.transpose(1, 2)``), or pages ``[P, page, Hkv, D]`` beside a
             ``block_table``. Hq is any multiple of Hkv, Dv a multiple of 16 up to 512. Values may be the first numbers of the
-            keys, ``k_cache[..., :Dv]``.
+            keys, ``k_cache[..., :Dv]``. On the CPU keys and values may be in 8 bits, ``[..., 16 + D]`` as ``quantize_rows``
+            makes them, k_new and v_new then too; values are ``k_cache[..., :16 + Dv]`` if they are the keys' first numbers.
         prefix_lens: ``[B]`` int32, committed tokens of each request: its slots ``[0, prefix_len)``.
         cu_nodes: ``[B + 1]`` int32; request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request. Rows
             after the last bound belong to no request.
@@ -212,7 +214,8 @@ def attention_merge(
 
 @fake_kernel("attention_tree")
 def _attention_shape(q: Tensor, _keys: Tensor, values: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:2], values.shape[3]), q.new_empty(q.shape[:2], dtype=torch.float32)
+    dim = values.shape[3] - (CODE_HEADER if values.dtype in MOST_OF_CODES else 0)
+    return q.new_empty(*q.shape[:2], dim), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 @fake_kernel("attention_merge")

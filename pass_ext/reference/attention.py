@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_HEADER = 16
+
 
 class AttentionTerms(NamedTuple):
     """A result, and two terms that bound the error of a kernel with less precision. s is a logit, p = e^(s - lse)."""
@@ -71,7 +74,8 @@ def attention_terms(
     rows, heads, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
     sinks = q.new_full((heads,), -torch.inf) if sinks is None else sinks
-    zeros = q.new_zeros(rows, heads, v_cache.shape[3], dtype=precision)
+    is_quantized = v_cache.dtype not in _FLOATS
+    zeros = q.new_zeros(rows, heads, v_cache.shape[3] - (_HEADER if is_quantized else 0), dtype=precision)
     terms = AttentionTerms(zeros, zeros[..., 0] - torch.inf, zeros.clone(), zeros[..., 0].clone())
     for b, (first, last) in enumerate(pairwise(cu_nodes.tolist())):
         prefix = int(prefix_lens[b])
@@ -79,8 +83,8 @@ def attention_terms(
         mask = attention_mask(prefix, visible[nodes], None if depths is None else depths[nodes], window, chunk)
         table = None if block_table is None else block_table[b]
         seen = mask.any(dim=0).nonzero().flatten()
-        keys = _rows_of(k_cache, k_new, b, table, prefix, first, seen).to(precision)
-        values = _rows_of(v_cache, v_new, b, table, prefix, first, seen).to(precision)
+        keys = _numbers(_rows_of(k_cache, k_new, b, table, prefix, first, seen), precision)
+        values = _numbers(_rows_of(v_cache, v_new, b, table, prefix, first, seen), precision)
         for i in range(first, last):
             sees = mask[i - first, seen]
             if sees.any():
@@ -99,6 +103,14 @@ def _rows_of(
         page = cache.shape[1]
         rows = cache[table[in_cache // page].long(), in_cache % page]
     return rows if new is None else torch.cat([rows, new[first + keys[keys >= prefix] - prefix]])
+
+
+def _numbers(rows: Tensor, precision: torch.dtype) -> Tensor:
+    """The numbers of rows, which may be codes behind a header of 16 bytes that begins with their scale."""
+    if rows.dtype in _FLOATS:
+        return rows.to(precision)
+    scale = rows[..., :4].contiguous().view(torch.float32)
+    return rows[..., _HEADER:].to(torch.float32).to(precision) * scale.to(precision)
 
 
 def _attend(

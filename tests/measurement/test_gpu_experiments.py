@@ -212,3 +212,19 @@ def test_nothing_is_built_beside_a_carried_library(monkeypatch):
     names = list(states["1"])
     assert names.index("tests") < names.index("stamps") < names.index("twice") < names.index("timed-steps-4")
     assert names.index("large_model") < names.index("kernels")
+
+
+def test_texts_that_differ_are_told(monkeypatch):
+    """The same methods on the CPU write the same texts; a method whose texts are others is named."""
+    pytest.importorskip("transformers")
+    from benchmarks.gpu import texts
+
+    assert texts.of_family("llama", "cpu") == "same"
+    chosen = texts.methods
+
+    def other(model, draft):
+        model.get_output_embeddings().weight.data.neg_()
+        return {"NGram": chosen(model, draft)["NGram"]}
+
+    monkeypatch.setattr(texts, "methods", other)
+    assert texts.of_family("llama", "cpu") == "NGram: 4 of 4 greedy texts are not the CPU's"

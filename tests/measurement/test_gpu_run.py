@@ -37,6 +37,18 @@ MODULES = {
                 os.abort()
             witness(number)
     """,
+    "recall": """
+        import sys, types
+        made = {"allocation.all.allocated": 0}
+        gpu = types.SimpleNamespace(memory_stats=lambda: made, is_available=lambda: False)
+        sys.modules["torch"] = types.SimpleNamespace(cuda=gpu)
+
+        @pytest.mark.parametrize("backend", ["cuda"])
+        @pytest.mark.parametrize("number", range(2))
+        def test_first_one_makes_no_tensor(backend, number):
+            made["allocation.all.allocated"] += number
+            witness(number)
+    """,
     "tree": """
         raise ImportError("no such library")
     """,
@@ -71,8 +83,8 @@ machine = {"gpu": {"name": "Some GPU"}}
 evidence.add(path, "run", date="2031-02-03T04:05:06Z", commit="0123456789ab", machine=machine, versions={},
              kernels=record.describe_kernels(Path(sys.argv[3])))
 stages = [
-    Stage("tests", {name: tests(name) for name in ("accept", "cache", "draft", "tree")}, 60, {"PASS_EXT_TEST_SECONDS": "2"},
-          restarts=3, fine=(0, 5), ended=(0, 5, 10)),
+    Stage("tests", {name: tests(name) for name in ("accept", "cache", "draft", "recall", "tree")}, 60,
+          {"PASS_EXT_TEST_SECONDS": "2"}, restarts=3, fine=(0, 5), ended=(0, 5, 10)),
     Stage("bench_accept", {"accept": [sys.executable, "bench.py"]}, 10),
     Stage("sleeps", {"sleep": ["sleep", "600"]}, 1),
     Stage("elsewhere", {"x": ["false"]}, 1, impossible="no such tool"),
@@ -135,6 +147,10 @@ def test_a_run_gets_past_hanging_aborting_and_broken_tests(stand_in, tmp_path, b
         **{f"tests/test_accept.py::test_many[{n}-cuda]": "failed" if n == 5 else "passed" for n in range(12)},
         **{f"tests/test_cache.py::test_middle_one_hangs[{n}-cuda]": "begun" if n == 1 else "passed" for n in range(3)},
         **{f"tests/test_draft.py::test_middle_one_aborts[{n}-cuda]": "begun" if n == 1 else "passed" for n in range(3)},
+        **{
+            f"tests/test_recall.py::test_first_one_makes_no_tensor[{n}-cuda]": ("nothing", "passed")[n]
+            for n in range(2)
+        },
         "tests/test_tree.py": "failed",
     }
     (merged,) = record.write(tmp_path)
@@ -147,7 +163,8 @@ def test_a_run_gets_past_hanging_aborting_and_broken_tests(stand_in, tmp_path, b
         "prints": "passed",
     }
     failed = {name: merged["kernels"][f"{name}.cuh"]["tests_failed"] for name in MODULES}
-    assert failed == {"accept": 1, "cache": 1, "draft": 1, "tree": 1}
+    assert failed == {"accept": 1, "cache": 1, "draft": 1, "recall": 0, "tree": 1}
+    assert merged["kernels"]["recall.cuh"]["tests_passed"] == 1
     assert json.loads((tmp_path / "bench_accept.json").read_text())["rows"] == [0, 1, 2]
     texts = [fact["text"] for fact in evidence.read(tmp_path / "evidence-1.jsonl") if fact["kind"] == "text"]
     assert texts == [f"{len(os.sched_getaffinity(0)) > 1} False\n", "a number: 7\n"]
@@ -173,7 +190,8 @@ def test_a_killed_run_leaves_its_outcomes(stand_in, tmp_path, benchmarks_gpu, se
     last = dict(finished)  # of each process: it may have been killed between witness and outcome
     for module, number in finished:
         (outcome,) = [o for test, o in outcomes.items() if f"{module}.py" in test and f"[{number}-" in test]
-        assert outcome == ("failed" if (module, number) == ("test_accept", "5") else "passed") or last[module] == number
+        other = {("test_accept", "5"): "failed", ("test_recall", "0"): "nothing"}
+        assert outcome == other.get((module, number), "passed") or last[module] == number
     (merged,) = record.write(tmp_path)
     assert merged["kernels"]["accept.cuh"]["tests_passed"] > 0
 

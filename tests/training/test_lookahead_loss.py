@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from pass_ext.training.common.frozen_model import check_head, text_rows
 from pass_ext.training.common.loss import distillation_loss
 from pass_ext.training.common.steps import rate_at
 from pass_ext.training.lookahead.evaluation import evaluate, hits_of
-from pass_ext.training.lookahead.loop import LookaheadTrainer, slot_rows, step_loss
+from pass_ext.training.lookahead.group_attention import group_attention
+from pass_ext.training.lookahead.loop import LookaheadTrainer, group_mask, slot_rows, step_loss
 
 transformers = pytest.importorskip("transformers")
 
@@ -53,6 +55,58 @@ def test_a_slot_row_is_what_the_model_says_after_the_text_and_the_slots_before_i
         for b, a in itertools.product(range(2), range(4)):
             alone = sequential_logits(model, embedding, texts[b], int(anchors[b, a]))
             torch.testing.assert_close(logits[b, a], alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("groups", "slots", "shared"), [(5, 3, 1), (40, 2, 2), (17, 4, 3), (1, 1, 3)])
+def test_attention_of_groups_is_that_of_a_mask_over_all_pairs(groups, slots, shared, dtype):
+    torch.manual_seed(0)
+    length, rows, heads = 19, groups * slots, 3 * shared
+    anchors = torch.randint(length, (2, groups)).sort(1).values
+    text = torch.randn(2, 2, shared, length, 8, dtype=dtype)
+    own = torch.randn(2, 2, shared, rows, 8, dtype=dtype, requires_grad=True)
+    q = torch.randn(2, heads, rows, 8, dtype=dtype, requires_grad=True)
+    upstream = torch.randn(2, heads, rows, 8, dtype=dtype)
+    mask = group_mask(anchors, length, slots, torch.float64)
+
+    def of(attend, kind):
+        keys, values = torch.cat([text, own], 3).to(kind)
+        out = attend(q.to(kind), keys, values)
+        return out, *torch.autograd.grad(out, (q, own), upstream.to(kind))
+
+    found = of(lambda *parts: group_attention(*parts, anchors, slots, 0.3), dtype)
+    wanted = of(
+        lambda *parts: F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=0.3, enable_gqa=True),
+        torch.float64,
+    )
+    assert all(mine.dtype == dtype for mine in found)
+    for mine, theirs in zip(found, wanted, strict=True):
+        error = 1e-5 if dtype is torch.float32 else 0.02
+        torch.testing.assert_close(mine.double(), theirs.double(), atol=error, rtol=error)
+
+
+@pytest.mark.parametrize("options", [dict(sliding_window=4), dict(position_bias=None, s_aux=torch.ones(4))], ids=str)
+def test_layers_that_attend_otherwise_keep_their_attention(options, monkeypatch):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    seen = []
+    model, window = tiny_llama(), windows_of(counting(9, 24)).at(0)
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS._local_mapping,
+        "sdpa",
+        lambda *inputs, **named: (
+            seen.append({k: v for k, v in named.items() if k in options}) or plain(*inputs, **named)
+        ),
+    )
+    step_loss(model, slots_for(model), window, WEIGHTS)
+    assert seen == [{}] * 2, "the teacher's two layers alone"
+    for layer in model.model.layers:
+        layer.self_attn.forward = partial(layer.self_attn.forward, **options)
+    seen.clear()
+    step_loss(model, slots_for(model), window, WEIGHTS)
+    assert [list(named) for named in seen] == [list(options)] * 4
+    assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.4, 3.0])

@@ -35,21 +35,24 @@ class AttentionContender(Contender):
     """True if it takes one tree for all requests: then it runs on lines of one request."""
     has_window: bool = False
     """True if it can hide keys outside a window that goes by depth."""
+    has_sinks: bool = False
 
 
 def ours(step: Step) -> tuple[Tensor, Tensor]:
     """pass_ext: one call on the cache as it is."""
     trees = step.trees
+    k, v = step.stored or (step.k, step.v)
     return attention_tree(
         step.q,
-        step.k.transpose(1, 2),
-        step.v.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
         trees.prefix_lens,
         trees.cu_nodes,
         trees.visible,
         step.spec.nodes,
         depths=trees.depths,
         window=step.spec.window,
+        sinks=step.sinks,
     )
 
 
@@ -110,7 +113,7 @@ def flash_and_merge(step: Step) -> tuple[Tensor, Tensor]:
         spec.nodes,
     )
     rows = spec.nodes * spec.group
-    return attention_merge(unfold(step, out), unfold(step, lse[..., :rows]), nodes_out, nodes_lse)
+    return attention_merge(unfold(step, out), unfold(step, lse[..., :rows]), nodes_out, nodes_lse, sinks=step.sinks)
 
 
 # ---- FlexAttention ----
@@ -167,9 +170,9 @@ DENSE = [
     AttentionContender("SDPA math", on_backend(sdpa, SDPBackend.MATH), devices=GPU, has_window=True),
 ]
 CONTENDERS = [
-    AttentionContender(OURS, ours, has_window=True),
+    AttentionContender(OURS, ours, has_window=True, has_sinks=True),
     *DENSE,
-    AttentionContender(MERGED, flash_and_merge),
+    AttentionContender(MERGED, flash_and_merge, has_sinks=True),
     flex(FLEX, None, ("cpu", "cuda")),
     flex(FLEX_TUNED, "max-autotune-no-cudagraphs", GPU),
 ]

@@ -97,9 +97,7 @@ class StepStates:
         """The next state, for each request of these sizes in the dtype of ``like``."""
         number, shape = len(self.updates), (self._requests, *sizes)
         if self._is_first:
-            # An inference tensor would break a session that is used again outside the caller's inference mode.
-            with torch.inference_mode(False):
-                self._states.append(torch.zeros(shape, dtype=like.dtype, device=like.device))
+            self._states.append(torch.zeros(shape, dtype=like.dtype, device=like.device))
         elif number == len(self._states):
             raise ValueError(f"a call has more states than {number}, those of the first call or of `past`")
         if number == len(self._places):

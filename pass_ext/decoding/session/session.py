@@ -24,6 +24,7 @@ from pass_ext.decoding.session.step_attention import StepAttention, is_front, pa
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.attention import padded_widths
 from pass_ext.ops.cache import cache_commit_
+from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES, quantize_rows
 from pass_ext.ops.state import state_commit_
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
@@ -56,6 +57,9 @@ class Session:
             same. Refused where the host decides between steps: with logits processors, grammars, ``logprobs``, ``support``,
             methods other than ``Plain`` and ``PaSS``, and sampled rules other than "coupled". None: where it is possible and
             pays. False: the host makes the rows of each step.
+        cache_dtype: torch.int8, torch.float8_e4m3fn or torch.float8_e5m2: keys and values are stored in 8 bits with a scale for
+            each token and head (``quantize_rows``), on the CPU. All rows attend to the stored numbers, so every method writes
+            ``Plain``'s text over the same cache. None: in the model's dtype.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Session:
         past: Past | None = None,
         cuda_graphs: bool | None = None,
         run_ahead: bool | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         if past is not None and not (isinstance(past, (list, tuple)) and len(past) in (2, 3)):
             raise TypeError(
@@ -78,8 +83,18 @@ class Session:
                 whole_number(f"Session: {name}, if not None,", number, most=_MOST)
         for name, switch in (("cuda_graphs", cuda_graphs), ("run_ahead", run_ahead)):
             instance(f"Session: {name}", switch, (bool, NoneType), "True, False or None")
+        if cache_dtype is not None and not (isinstance(cache_dtype, torch.dtype) and cache_dtype in MOST_OF_CODES):
+            raise ValueError(
+                f"Session: cache_dtype must be {', '.join(map(str, MOST_OF_CODES))} or None, got {cache_dtype!r}"
+            )
         self.past, self.cuda_graphs, self.run_ahead = past, cuda_graphs, run_ahead
         self.model: Adapted = packed_model(model)
+        self.cache_dtype = cache_dtype
+        if cache_dtype is not None and not self.model.table.is_cpu:
+            raise ValueError(
+                f"Session: cache_dtype is for models on the CPU, got one on {self.model.table.device}: attention has no CUDA "
+                "kernel for keys and values in 8 bits yet"
+            )
         self.caches: list[tuple[Tensor, Tensor]] = []
         self._stack: Tensor | None = None  # all caches, if all layers' are alike
         self.states: list[Tensor] = []
@@ -326,10 +341,13 @@ class Session:
                         f"past: keys and values of layer {layer} must be [{self.requests}, {length} or more, heads, D], got "
                         f"{list(x.shape)}"
                     )
-            widths = padded_widths(pair[0].shape[-1], pair[1].shape[-1], self.device)
-            rows = [padded(x[:, :length], width) for x, width in zip(pair, widths, strict=True)]
+            header = CODE_HEADER if pair[0].dtype in MOST_OF_CODES else 0
+            dims = pair[0].shape[-1] - header, pair[1].shape[-1] - header
+            widths = padded_widths(*dims, self.device)
+            rows = [padded(x[:, :length], header + width) for x, width in zip(pair, widths, strict=True)]
+            if self.cache_dtype is not None and not header:
+                rows = [quantize_rows(x, self.cache_dtype) for x in rows]
             if first:
-                dims = pair[0].shape[-1], pair[1].shape[-1]
                 self.add_layer(rows[0][0], None if is_shared else rows[1][0], dims)
             self.check_rows(layer, *(x[0] for x in rows))
             for cache, x in zip(self._parts(layer), rows, strict=False):
@@ -372,7 +390,8 @@ class Session:
         if values is None:
             self._stack = None
             new_keys = keys.new_empty(shape, device=self.device)
-            self.caches.append((new_keys, new_keys[..., : padded_widths(*dims, self.device)[1]]))
+            header = CODE_HEADER if keys.dtype in MOST_OF_CODES else 0
+            self.caches.append((new_keys, new_keys[..., : header + padded_widths(*dims, self.device)[1]]))
             return
         is_alike = keys.shape == values.shape and keys.dtype == values.dtype
         if layer == 0 and is_alike and self.model.layers is not None:
@@ -412,7 +431,7 @@ class FirstLayers(Session):
     nothing."""
 
     def __init__(self, whole: Session, model: Adapted, count: int) -> None:
-        super().__init__(model, whole.requests, whole.room)
+        super().__init__(model, whole.requests, whole.room, cache_dtype=whole.cache_dtype)
         self._whole, self._count = whole, count
         self.prefix_lens = whole.prefix_lens
 

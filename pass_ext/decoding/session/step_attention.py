@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.packed import NewRows, StepAttend
 from pass_ext.ops.attention import MOST_VALUE_DIM, WIDTH_STEP, attention_tree, padded_widths
+from pass_ext.ops.quantized import CODE_HEADER, dequantize_rows, quantize_rows
 from pass_ext.tree import PackedTrees
 
 
@@ -65,6 +66,7 @@ class StepAttention(StepAttend):
         is_shared = is_front(v, k)
         q, k = padded(q, widths[0]), padded(k, widths[0])
         v = k[..., : widths[1]] if is_shared else padded(v, widths[1])
+        k, v = self._stored(k, v, is_shared=is_shared)
         self._keep(layer, k, v, dims, options, is_shared=is_shared)
         keys, values = self._session.caches[layer]
         out = self._attended(q, keys, values, k, v, **options)
@@ -79,10 +81,13 @@ class StepAttention(StepAttend):
         dims = k.shape[-1], latents.rank
         widths = padded_widths(*dims, q.device)
         kept = padded(k, widths[0])
-        self._keep(layer, kept, kept[..., : widths[1]], dims, options, is_shared=True)
+        kept, front = self._stored(kept, kept[..., : widths[1]], is_shared=True)
+        self._keep(layer, kept, front, dims, options, is_shared=True)
         session, (request,) = self._session, requests
-        before = session.caches[layer][0][request, : session.prefix_lens[request], :, : dims[0]]
-        keys, values = latents.heads(torch.cat((before, k)))
+        rows = torch.cat((session.caches[layer][0][request, : session.prefix_lens[request]], kept))
+        if session.cache_dtype is not None:
+            rows = dequantize_rows(rows, k.dtype)
+        keys, values = latents.heads(rows[..., : dims[0]])
         dims = keys.shape[-1], values.shape[-1]
         widths = padded_widths(*dims, q.device)
         q, keys, values = padded(q, widths[0]), padded(keys, widths[0]), padded(values, widths[1])
@@ -90,6 +95,20 @@ class StepAttention(StepAttend):
             x.expand(session.requests, -1, -1, -1) for x in (keys, values)
         )  # one request reads them
         return self._attended(q, all_keys, all_values, None, None, **options)[..., : dims[1]].contiguous()
+
+    def _stored(self, k: Tensor, v: Tensor, *, is_shared: bool) -> tuple[Tensor, Tensor]:
+        """Padded keys and values as the caches have them. is_shared: values are the first numbers of keys."""
+        dtype = self._session.cache_dtype
+        if dtype is None:
+            return k, v
+        if is_shared:
+            width = v.shape[-1]
+            k = quantize_rows(k, dtype)
+            return k, k[..., : CODE_HEADER + width]
+        if k.shape == v.shape:
+            k, v = quantize_rows(torch.stack((k, v)), dtype)
+            return k, v
+        return quantize_rows(k, dtype), quantize_rows(v, dtype)
 
     def _keep(
         self, layer: int, k: Tensor, v: Tensor, dims: tuple[int, int], options: dict[str, Any], *, is_shared: bool
@@ -129,7 +148,7 @@ class StepAttention(StepAttend):
 
     def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
         session, trees = self._session, self._trees
-        if self.layers or head_dim % WIDTH_STEP or head_dim > MOST_VALUE_DIM:
+        if self.layers or head_dim % WIDTH_STEP or head_dim > MOST_VALUE_DIM or session.cache_dtype is not None:
             return None
         if self.is_first:
             keys = rows.new_empty(0, heads, head_dim)

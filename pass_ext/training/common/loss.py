@@ -17,16 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CPU_ROWS, _GPU_BYTES = (
-    64,
-    1 << 30,
-)  # of a chunk's logits: in a processor's cache; enough for a GPU, which has several copies
-DIVERGENCES = ("kl", "total-variation")
+_CPU_ROWS = 128  # of a chunk: fewer read the table too often, more leave the processor's cache
+_GPU_BYTES = 1 << 30  # of a chunk's logits, of which a step has several copies
 
 
 def chunk_rows(table: Tensor) -> int:
     """How many rows of logits exist at a time, for an output table ``[V, d]``."""
     return _CPU_ROWS if table.device.type == "cpu" else max(_CPU_ROWS, _GPU_BYTES // (4 * len(table)))
+
+
+def chunk_bytes(table: Tensor, rows: int, loss: str) -> int:
+    """Memory of a chunk of a loss of so many rows, "cross-entropy" or a divergence: logits, of teachers too, and copies in
+    float32."""
+    size = table.element_size()
+    if loss == "cross-entropy":
+        each = size + (4 if size == 4 else 8)  # a CPU converts them first
+    else:
+        each = 2 * size + 12
+    return min(rows, chunk_rows(table)) * len(table) * each
 
 
 def distillation_loss(
@@ -49,8 +57,8 @@ def distillation_loss(
     chunk: rows of logits at a time; None: as the device has room.
     """
     chunk = chunk or chunk_rows(tables[0])
-    if divergence not in DIVERGENCES:
-        raise ValueError(f"divergence must be one of {', '.join(DIVERGENCES)}, got {divergence!r}")
+    if divergence not in _DIVERGENCES:
+        raise ValueError(f"divergence must be one of {', '.join(_DIVERGENCES)}, got {divergence!r}")
     if temperature != 1:  # here, where a row is d numbers, not V
         rows = [part / temperature for part in rows]
         bias = None if bias is None else bias / temperature
@@ -66,40 +74,58 @@ class _Chunked(torch.autograd.Function):
         gradients = [torch.empty_like(part) for part in rows]
         order = torch.arange(len(weights), device=weights.device) if teacher is None else teacher.argsort(stable=True)
         for picked in order.split(chunk):
-            logits = _logits([part[picked] for part in rows], tables, bias)
+            parts = [part[picked] for part in rows]
             if labels is not None:
-                goal = labels[picked, None]
-                log_probabilities = logits.log_softmax(-1, dtype=torch.float32)
-                total += -(weights[picked] * log_probabilities.gather(1, goal)[:, 0]).sum()
-                slope = log_probabilities.exp_()
-                slope.scatter_add_(1, goal, slope.new_full(goal.shape, -1.0))
+                losses, slope = _cross_entropy(_logits(parts, tables, bias), labels[picked, None])
             else:
                 used, inverse = teacher[picked].unique(return_inverse=True)
-                teacher_logits = _logits([teacher_rows[used]], tables[:1], bias)
-                if divergence == "kl":
-                    log_probabilities = logits.log_softmax(-1, dtype=torch.float32)
-                    teacher_logs = teacher_logits.log_softmax(-1, dtype=torch.float32)
-                    probability = teacher_logs.exp()
-                    target = probability[inverse]
-                    entropy = torch.linalg.vecdot(probability, teacher_logs)[inverse]
-                    total += (weights[picked] * (entropy - torch.linalg.vecdot(target, log_probabilities))).sum()
-                    slope = log_probabilities.exp_().sub_(target)
-                else:
-                    slope = logits.softmax(-1, dtype=torch.float32)
-                    target = teacher_logits.softmax(-1, dtype=torch.float32)[inverse]
-                    falling = slope * (slope < target)  # - q g
-                    total += (weights[picked] * (1 - torch.minimum(slope, target, out=target).sum(-1))).sum()
-                    slope.mul_(falling.sum(-1, keepdim=True)).sub_(falling)
+                pair = _logits(parts, tables, bias), _logits([teacher_rows[used]], tables[:1], bias)
+                losses, slope = _DIVERGENCES[divergence](*pair, inverse)
+                del pair
+            total += (weights[picked] * losses).sum()
             slope = slope.to(tables[0].dtype)
             for gradient, table in zip(gradients, tables, strict=True):
                 # Weighted here, where a row is d numbers, not V.
                 gradient[picked] = (weights[picked, None] * (slope @ table)).to(gradient.dtype)
+            del slope  # before the next chunk's logits
         ctx.save_for_backward(*gradients)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return (*(None,) * 8, *(grad * gradient for gradient in ctx.saved_tensors))
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of each row, and its slope in the logits; ``labels [R, 1]``."""
+    log_probabilities = logits.log_softmax(-1, dtype=torch.float32)
+    losses = -log_probabilities.gather(1, labels)[:, 0]
+    slope = log_probabilities.exp_()
+    return losses, slope.scatter_add_(1, labels, slope.new_full(labels.shape, -1.0))
+
+
+def _kl(logits: Tensor, teacher_logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """As ``_cross_entropy``; row r has the teacher ``teacher[r]``."""
+    log_probabilities = logits.log_softmax(-1, dtype=torch.float32)
+    teacher_logs = teacher_logits.log_softmax(-1, dtype=torch.float32)
+    probability = teacher_logs.exp()
+    entropy = torch.linalg.vecdot(probability, teacher_logs)[teacher]
+    del teacher_logs
+    target = probability[teacher]
+    losses = entropy - torch.linalg.vecdot(target, log_probabilities)
+    return losses, log_probabilities.exp_().sub_(target)
+
+
+def _total_variation(logits: Tensor, teacher_logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    """As ``_kl``."""
+    slope = logits.softmax(-1, dtype=torch.float32)
+    target = teacher_logits.softmax(-1, dtype=torch.float32)[teacher]
+    falling = slope * (slope < target)  # - q g
+    losses = 1 - torch.minimum(slope, target, out=target).sum(-1)
+    return losses, slope.mul_(falling.sum(-1, keepdim=True)).sub_(falling)
+
+
+_DIVERGENCES = {"kl": _kl, "total-variation": _total_variation}
 
 
 def _logits(rows: list[Tensor], tables: list[Tensor], bias: Tensor | None) -> Tensor:

@@ -1,7 +1,8 @@
 """``train --dry-run``: the plan of a run, with times and memory from two steps that change nothing. No text is written.
 
 memory of a device = model + 16 bytes a trained parameter (itself, gradient, Adam's two moments) + what the slots' pass keeps
-for its gradient + a chunk of the loss (on a CPU 64 rows of logits, on a GPU 1 GB), five times in float32
+for its gradient + a chunk of the loss: logits of rows and of teachers, and three times as many numbers in float32; with
+--loss cross-entropy logits of rows, and as many
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pass_ext.training.common.loss import chunk_rows
+from pass_ext.training.common.loss import chunk_bytes
 from pass_ext.training.lookahead.loop import LookaheadTrainer
 
-_COPIES = 5  # of a chunk's logits: the slots' and the teachers', their logarithms, the slope
 
-
-def plan_of(trainer: LookaheadTrainer, model: Any, *, batch: int, length: int, anchors: int, texts: int) -> str:
+def plan_of(
+    trainer: LookaheadTrainer, model: Any, *, batch: int, length: int, anchors: int, loss: str, texts: int
+) -> str:
     """The plan, a fact a line; ``texts``: how many the model is still to write."""
     ranks, module = trainer.ranks, trainer.module
     trained = sum(parameter.numel() for parameter in module.parameters())
     weights = list(model.parameters())
-    size = sum(parameter.numel() * parameter.element_size() for parameter in weights)
-    kept, seconds = kept_bytes(lambda: trainer.loss(0), [*weights, *module.parameters()]), []
+    slots = getattr(module, "num_lookahead", 0)
+    parts, seconds = memory_of(trainer, model, rows=batch * anchors * slots, loss=loss), []
     for step in range(2):
         started = time.perf_counter()
         trainer.loss(step).backward()
@@ -34,10 +35,6 @@ def plan_of(trainer: LookaheadTrainer, model: Any, *, batch: int, length: int, a
         seconds.append(time.perf_counter() - started)
     module.zero_grad()
     each, left = min(seconds), trainer.steps - trainer.step
-    parts = {"model": size, "trained": 16 * trained, "kept for the gradient": kept}
-    head = model.get_output_embeddings().weight
-    parts["loss"] = 4 * _COPIES * chunk_rows(head) * len(head)
-    slots = getattr(module, "num_lookahead", 0)
     lines = {
         "model": f"{sum(weight.numel() for weight in weights):,} parameters, frozen, {str(weights[0].dtype)[6:]}",
         "trained": f"{trained:,} parameters in float32",
@@ -50,6 +47,17 @@ def plan_of(trainer: LookaheadTrainer, model: Any, *, batch: int, length: int, a
     }
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+
+def memory_of(trainer: LookaheadTrainer, model: Any, *, rows: int, loss: str) -> dict[str, int]:
+    """Bytes that a step of so many rows of slots takes, by what they are for."""
+    trained, weights = list(trainer.module.parameters()), list(model.parameters())
+    return {
+        "model": sum(weight.numel() * weight.element_size() for weight in weights),
+        "trained": 16 * sum(parameter.numel() for parameter in trained),
+        "kept for the gradient": kept_bytes(lambda: trainer.loss(0), [*weights, *trained]),
+        "loss": chunk_bytes(model.get_output_embeddings().weight, rows, loss),
+    }
 
 
 def kept_bytes(forward: Callable[[], Any], parameters: Iterable[Tensor]) -> int:

@@ -29,6 +29,7 @@ from pass_ext.training.common.ranks import Ranks
 from pass_ext.training.common.run import Window, Windows
 from pass_ext.training.common.steps import Trainer, rate_at
 from pass_ext.training.lookahead.adapters import adapters_in_training
+from pass_ext.training.lookahead.group_attention import attends_in_groups
 from pass_ext.training.lookahead.states import TextPast, of_groups, read_text
 
 
@@ -77,7 +78,8 @@ def slot_rows(
     if embedding.deep is not None:
         # A tensor by layer: the gradient of an index into one tensor of all layers is as large as that tensor.
         offsets = embedding.deep[:, :slots].to(table.dtype).repeat(1, count, 1).unbind()
-    with adapters_in_training(model, embedding.adapters, ids, offsets), states:
+    attention = attends_in_groups(decoder, anchors, slots)
+    with adapters_in_training(model, embedding.adapters, ids, offsets), states, attention:
         hidden = decoder(
             inputs_embeds=embedding(ids, table),
             position_ids=positions.flatten(1),

@@ -53,7 +53,7 @@ def train(run: Run) -> Path | None:
     model = with_states(model)
     embedding, earlier = _start(run, windows)
     if options.dry_run:
-        sizes = {name: getattr(options, name) for name in ("batch", "length", "anchors")}
+        sizes = {name: getattr(options, name) for name in ("batch", "length", "anchors", "loss")}
         count = sum(len(batch.names) for batches in run.planned() for batch in batches)
         trainer = LookaheadTrainer(model, embedding, windows, settings, run.ranks)
         run.console.print(plan_of(trainer, model, **sizes, texts=count), markup=False, soft_wrap=True)

@@ -290,6 +290,20 @@ def test_a_text_goes_on_from_transformers_cache(family):
     assert method.stats.model_calls <= NEW - 5 + 1
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "zamba", "lfm2"])
+def test_transformers_goes_on_from_our_cache(family):
+    """Every kind of state lies in it as transformers' own steps read it."""
+    model, (ids, mask) = tiny_model(family), prompts(2, 9)
+    options = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
+    whole = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, **options)
+    ours = pass_ext.custom_generate(NGram(longest=2, shortest=1, tokens=3))
+    given = dict(max_new_tokens=5, custom_generate=ours, return_dict_in_generate=True)
+    half = model.generate(ids, attention_mask=mask, **given, **options)
+    longer = torch.cat([mask, mask.new_ones(2, 5)], 1)
+    options |= dict(attention_mask=longer, past_key_values=half.past_key_values, max_new_tokens=NEW - 5)
+    assert torch.equal(model.generate(half.sequences, **options), whole)
+
+
 def test_caches_that_tell_no_length():
     model, (ids, mask) = tiny_model("mamba"), prompts(2, 9)
     options = dict(attention_mask=mask, do_sample=False, eos_token_id=None, pad_token_id=0, max_new_tokens=3)

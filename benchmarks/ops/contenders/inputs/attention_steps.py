@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops.contenders.inputs.distributions import require
+from pass_ext import dequantize_rows, quantize_rows
+from pass_ext.ops.quantized import CODE_HEADER
 
 PAGE = 64  # slots of a page; every cache is rounded up to whole pages
 # Unit roundoff of the bound. Float32 gets a larger one, because contenders may approximate exponentials.
@@ -31,6 +33,18 @@ class Spec:
     nodes: int
     window: int = -1
     """Positions that a node sees, itself and those before it; -1: all."""
+    width_of_values: int | None = None
+    """Another head size of values than that of keys."""
+    is_latent: bool = False
+    """Values are the first numbers of the keys."""
+    has_sinks: bool = False
+    codes: torch.dtype | None = None
+    """Keys and values are in 8 bits for ours, and the same numbers in the type of the queries for others."""
+
+    @property
+    def value_dim(self) -> int:
+        """The head size of values."""
+        return self.width_of_values or self.head_dim
 
     @property
     def group(self) -> int:
@@ -54,17 +68,19 @@ class Spec:
 
     def cache_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the keys and values that one call reads."""
-        return 2 * self.batch * (self.prefix_read + self.nodes) * self.kv_heads * self.head_dim * dtype.itemsize
+        widths = (self.head_dim,) if self.is_latent else (self.head_dim, self.value_dim)
+        row = sum(CODE_HEADER + width if self.codes else width * dtype.itemsize for width in widths)
+        return self.batch * (self.prefix_read + self.nodes) * self.kv_heads * row
 
     def rows_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the queries, the results and their lse."""
-        return self.batch * self.nodes * self.heads * (2 * self.head_dim * dtype.itemsize + 4)
+        return self.batch * self.nodes * self.heads * ((self.head_dim + self.value_dim) * dtype.itemsize + 4)
 
     def flops(self, seen: int | None = None) -> int:
         """Flops of both products over the visible keys. `seen`: pairs of nodes that see each other; default: all pairs."""
         rows = self.batch * self.nodes
         pairs = rows * self.prefix_read + (rows * self.nodes if seen is None else seen)
-        return 4 * pairs * self.heads * self.head_dim
+        return 2 * pairs * self.heads * (self.head_dim + self.value_dim)
 
 
 @dataclass
@@ -91,6 +107,8 @@ class Step:
     q: Tensor  # [N, Hq, D], packed
     k: Tensor  # [B, Hkv, slots, D]; the nodes are behind the prefix
     v: Tensor
+    sinks: Tensor | None = None  # [Hq]
+    stored: tuple[Tensor, Tensor] | None = None  # k and v in 8 bits
     pages: tuple[Tensor, Tensor] | None = None  # a copy [B slots / PAGE, PAGE, Hkv, D], for libraries
 
     @property
@@ -150,10 +168,17 @@ def make_step(trees: Trees, dtype: torch.dtype, device: str, generator: torch.Ge
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
     q = draw(spec.batch * spec.nodes, spec.heads, spec.head_dim)
-    k, v = (draw(spec.batch, spec.kv_heads, spec.slots, spec.head_dim) for _ in range(2))
+    k, v = (draw(spec.batch, spec.kv_heads, spec.slots, width) for width in (spec.head_dim, spec.value_dim))
     q[..., 0] = 4
     k[:, :, spec.prefix :, 0] = torch.tensor(spec.prefix_read / 4).log().item() * spec.head_dim**0.5 / 4
-    return Step(trees, q, k, v)
+    stored = None
+    if spec.codes is not None:
+        stored = quantize_rows(k, spec.codes), quantize_rows(v, spec.codes)
+        k, v = (dequantize_rows(rows, dtype) for rows in stored)
+    if spec.is_latent:
+        v = k[..., : spec.value_dim]
+    sinks = draw(spec.heads) + torch.tensor(spec.prefix_read).log().item() if spec.has_sinks else None
+    return Step(trees, q, k, v, sinks, stored)
 
 
 def as_heads(step: Step) -> Tensor:
@@ -192,7 +217,10 @@ def reference(step: Step) -> tuple[Tensor, Tensor]:
         k, v = (cache[b, :, : spec.keys].double() for cache in (step.k, step.v))
         scores = q @ k.mT * spec.head_dim**-0.5
         scores.masked_fill_(step.trees.folded_mask[b] < 0, float("-inf"))
-        p = scores.softmax(-1)
+        lse = scores.logsumexp(-1, keepdim=True)
+        if step.sinks is not None:  # of the query heads of each row
+            lse = lse.logaddexp(step.sinks.double().view(spec.kv_heads, spec.group).repeat(1, spec.nodes)[..., None])
+        p = (scores - lse).exp()
         outs.append(p @ v)
         magnitudes.append(p @ v.abs())
     return unfold(step, torch.stack(outs)), unfold(step, torch.stack(magnitudes))

@@ -1,0 +1,192 @@
+"""Keys and values in 8 bits: how rows are quantised, and attention to the numbers that are stored."""
+
+import pytest
+import torch
+from attention_cases import MASKS
+from attention_checks import FLOATS, assert_right, assert_same_runs, is_small, run, solved, threads
+
+import pass_ext
+from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES
+from pass_ext.reference.attention import attention_terms
+
+CODES = tuple(MOST_OF_CODES)
+
+
+def quantized(case, codes):
+    """A case whose keys and values are codes. Memory that must not be read stays poison: rows that are all NaN."""
+    rows = {name: case[name] for name in ("k_cache", "v_cache", "k_new", "v_new") if case[name] is not None}
+    return case | {name: strided(pass_ext.quantize_rows(x, codes), x) for name, x in rows.items()}
+
+
+def strided(rows, like):
+    """The rows with gaps between them, and heads in front of slots where the case has them so."""
+    if like.dim() == 4 and like.stride(2) > like.stride(1):
+        return rows.transpose(1, 2).contiguous().transpose(1, 2)
+    gaps = rows.new_zeros(*rows.shape[:-1], rows.shape[-1] + 16)
+    gaps[..., : rows.shape[-1]] = rows
+    return gaps[..., : rows.shape[-1]]
+
+
+def cases(backend):
+    yield dict(prefixes=[70, 0, 9], sizes=[5, 0, 3], options=dict(heads=(2, 3), new=True))
+    yield dict(prefixes=[3, 30], sizes=[7, 1], options=dict(layout="paged 3", window=9, sinks=True))
+    yield dict(prefixes=[40], sizes=[4], options=dict(dim=96, value_dim=48, layout="heads", new=True, softcap=20.0))
+    if not is_small(backend):
+        yield dict(prefixes=[1000, 64], sizes=[33, 80], options=dict(layout="paged 16", new=True, heads=(1, 5)))
+        yield dict(prefixes=[300], sizes=[66], options=dict(chunk=70, dim=128, mask="bits"))
+
+
+@pytest.fixture(autouse=True)
+def only_where_there_are_kernels(backend):
+    if not backend.name.startswith("cpu"):
+        pytest.skip("keys and values in 8 bits are for the CPU")
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_stored_numbers_are_attended_to(backend, dtype, codes):
+    for each in cases(backend):
+        case = quantized(solved(each["prefixes"], each["sizes"], dtype=dtype, **each["options"])[0], codes)
+        assert_right(run(backend, case), case, attention_terms(**case))
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+def test_the_error_is_at_most_twice_pytorchs(backend, codes):
+    """Both against float64, of the same stored numbers, in float32."""
+    for mask in MASKS[:4]:
+        case = quantized(solved([300], [9], dtype=torch.float32, mask=mask, heads=(2, 2), new=True)[0], codes)
+        exact = attention_terms(**case).out
+        numbers = {name: pass_ext.dequantize_rows(case[name]) for name in ("k_cache", "v_cache", "k_new", "v_new")}
+        with threads(1):
+            plain = attention_terms(**case | numbers, precision=torch.float32).out
+        ours, theirs = ((x.double() - exact).abs() for x in (run(backend, case)[0], plain))
+        assert ours.max() <= 2 * theirs.max() and ours.mean() <= 2 * theirs.mean()
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+def test_values_that_are_the_first_numbers_of_the_keys(backend, codes):
+    case, _ = solved([130], [4], heads=(1, 5), dim=576, value_dim=512, dtype=torch.bfloat16, new=True)
+    case = quantized(case, codes)
+    views = {f"v_{name}": case[f"k_{name}"][..., : CODE_HEADER + 512] for name in ("cache", "new")}
+    copies = {name: view.clone() for name, view in views.items()}
+    result = run(backend, case | views)
+    assert_right(result, case | views, attention_terms(**case | views))
+    assert_same_runs(list(result), list(run(backend, case | copies)))
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+def test_every_code(backend, codes):
+    """One key a request: the result is its value. Codes that are no number make the result NaN, or infinite, in e5m2."""
+    every = torch.arange(256, dtype=torch.uint8).view(codes)
+    expected = every.float() * 0.37
+    rows = torch.zeros(1, 1, 1, CODE_HEADER + 256, dtype=torch.uint8)
+    rows[..., :4] = torch.tensor([0.37]).view(torch.uint8)
+    rows[..., CODE_HEADER:] = every.view(torch.uint8)
+    values, keys = rows.view(codes), pass_ext.quantize_rows(torch.zeros(1, 1, 1, 16), codes)
+    one = torch.tensor([0, 1], dtype=torch.int32)
+    step = torch.tensor([1], dtype=torch.int32), one, torch.zeros(1, 1, dtype=torch.int64), 1
+    fresh = dict(k_new=keys[0], v_new=values[0])
+    out, _ = pass_ext.attention_tree(torch.ones(1, 1, 16), keys, values, *step, **fresh)
+    torch.testing.assert_close(out[0, 0], expected, rtol=1e-6, atol=0.0, equal_nan=True)
+
+
+def test_a_step_has_the_bits_of_one_row(backend):
+    """Of a row alone, whose path is in the cache."""
+    for codes in CODES:
+        for dtype in (torch.float32, torch.bfloat16):
+            case = quantized(solved([200], [6], dtype=dtype, mask="chain", new=True, heads=(2, 2))[0], codes)
+            out, lse = run(backend, case)
+            cache = {name: torch.cat([case[f"{name}_cache"], case[f"{name}_new"][None]], 1) for name in ("k", "v")}
+            for row in range(6):
+                one = dict(
+                    case, q=case["q"][row : row + 1], k_cache=cache["k"], v_cache=cache["v"],
+                    prefix_lens=torch.tensor([200 + row], dtype=torch.int32), max_nodes=1, visible=torch.ones(1, 1).long(),
+                    cu_nodes=torch.tensor([0, 1], dtype=torch.int32), k_new=None, v_new=None,
+                )  # fmt: skip
+                assert_same_runs([x[0] for x in run(backend, one)], [out[row], lse[row]])
+
+
+def test_committing_moves_rows_with_their_scales(backend):
+    for codes in CODES:
+        new = pass_ext.quantize_rows(torch.randn(3, 2, 32), codes)
+        cache = pass_ext.quantize_rows(torch.zeros(1, 8, 2, 32), codes)
+        bounds, path = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([[0, 2]], dtype=torch.int32)
+        counts = torch.tensor([1], dtype=torch.int32)
+        pass_ext.cache_commit_([cache], torch.tensor([4], dtype=torch.int32), bounds, path, counts, new=[new])
+        assert torch.equal(cache[0, 4:6].view(torch.uint8), new[[0, 2]].view(torch.uint8))
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+def test_rows_are_the_nearest_codes(codes):
+    torch.manual_seed(0)
+    rows = torch.randn(5, 3, 48) * torch.tensor([1e-30, 1e-3, 1.0, 100.0, 1e30])[:, None, None]
+    rows[2, 1] = 0.0
+    stored = pass_ext.quantize_rows(rows, codes)
+    assert stored.dtype == codes and stored.shape == (5, 3, 64) and stored.is_contiguous()
+    assert (stored[..., 4:16].view(torch.uint8) == 0).all()
+    numbers = pass_ext.dequantize_rows(stored)
+    every = torch.arange(256, dtype=torch.uint8).view(codes).float()
+    every = every[every.isfinite() & (every.abs() <= MOST_OF_CODES[codes])]
+    scales = rows.abs().amax(-1, keepdim=True) / MOST_OF_CODES[codes]
+    nearest = (scales[..., None] * every - rows[..., None]).abs().amin(-1)
+    torch.testing.assert_close((numbers - rows).abs(), nearest, rtol=1e-3, atol=0.0)
+    assert torch.equal(numbers[2, 1], torch.zeros(48))
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = rows[1:3].to(dtype)
+        same = pass_ext.quantize_rows(narrow.float(), codes)
+        assert torch.equal(pass_ext.quantize_rows(narrow, codes).view(torch.uint8), same.view(torch.uint8))
+
+
+def test_rows_of_any_strides():
+    torch.manual_seed(0)
+    dense = torch.randn(4, 3, 5, 7)
+    for rows in (
+        dense.transpose(1, 3),
+        dense[:1, :1],
+        dense[:, :1].expand(4, 6, 5, 7),
+        dense[..., ::2],
+        dense[0, 0, 0],
+    ):
+        stored = pass_ext.quantize_rows(rows, torch.int8)
+        assert torch.equal(stored, pass_ext.quantize_rows(rows.contiguous().clone(), torch.int8))
+        shown = stored.new_zeros(2, *stored.shape)[1].copy_(stored)
+        assert torch.equal(pass_ext.dequantize_rows(shown), pass_ext.dequantize_rows(stored))
+        steps = rows.abs().amax(-1, keepdim=True) / 127
+        assert ((pass_ext.dequantize_rows(stored) - rows).abs() <= 0.51 * steps).all()
+    assert pass_ext.quantize_rows(dense[:0], torch.int8).shape == (0, 3, 5, 23)
+
+
+def test_the_op_has_a_shape_for_compilers(backend):
+    case = quantized(solved([5, 9], [3, 4], dim=32, value_dim=16, new=True)[0], torch.int8)
+    names = ("q", "k_cache", "v_cache", "prefix_lens", "cu_nodes", "visible", "max_nodes", "k_new", "v_new")
+    arguments = [case[name] for name in names]
+    checks = ("test_schema", "test_faketensor")
+    options = None, None, None, 0.0, -1, None, -1
+    torch.library.opcheck(torch.ops.pass_ext.attention_tree.default, (*arguments, *options), test_utils=checks)
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+def test_rows_that_are_no_numbers_or_hardly_any(codes):
+    rows = torch.ones(4, 16)
+    rows[0, 3], rows[1, 3], rows[2] = torch.nan, -torch.inf, 1e-45
+    numbers = pass_ext.dequantize_rows(pass_ext.quantize_rows(rows, codes))
+    assert numbers[:2].isnan().all() and numbers[2].isfinite().all() and (numbers[3] == 1).all()
+
+
+REFUSED = [
+    (lambda case: {"k_cache": case["k_cache"].float()}, r"k_cache must be bfloat16, got float32"),
+    (lambda case: {"v_cache": case["v_cache"].view(torch.float8_e5m2)}, r"v_cache must be int8, got float8_e5m2"),
+    (lambda case: {"v_new": case["v_new"].view(torch.float8_e4m3fn)}, r"v_new must be int8, got float8_e4m3fn"),
+    (lambda case: {"k_cache": case["k_cache"][..., 16:]}, r"k_cache must have 80 \(16 bytes for the scale, and q's head size"),
+    (lambda case: {"v_cache": case["v_cache"][..., :16]}, r"v_cache must have a head size that is a multiple of 16"),
+    (lambda case: {"k_cache": case["k_cache"].view(torch.uint8)}, r"k_cache must be bfloat16, got uint8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[message[:32] for _, message in REFUSED])
+def test_bad_rows_are_refused_in_words(backend, change, message):
+    case = quantized(solved([5, 9], [3, 4], new=True)[0], torch.int8)
+    with pytest.raises(RuntimeError, match=message):
+        pass_ext.attention_tree(**case | change(case))
+    with pytest.raises(TypeError, match=r"quantised rows must be torch.int8, .* got torch.int16"):
+        pass_ext.quantize_rows(torch.ones(2, 16), torch.int16)
