@@ -1,11 +1,11 @@
-"""Microseconds of a step by four constants, fitted to what a GPU has measured.
+"""Microseconds of a step by three constants, fitted to what a GPU has measured.
 
-    draft, accept   launches, thousands of instructions, rounds of loads from L2 or memory, loads from shared memory
+    draft, accept   launches, thousands of instructions, rounds of loads from L2 or memory
     attention       launches and rounds at the same constants, and the bytes at the read speed that the GPU showed; the
                     instructions run while the bytes come
 
 The constants have the least squares of relative errors over the steps of draft and accept, with the paths of the kernels that
-the GPU ran (`PATHS`). Rounds are counted as the fewest, shared loads as the most, instructions in the middle.
+the GPU ran (`PATHS`). Rounds are counted as the fewest, instructions in the middle.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class Counts(NamedTuple):
     launches: float
     thousand_instructions: float
     rounds: float
-    shared_loads: float
     bytes: float
 
 
@@ -39,7 +38,6 @@ class Constants(NamedTuple):
     launch: float
     thousand_instructions: float
     round: float
-    shared_load: float
     bytes_per_us: float
 
 
@@ -50,9 +48,9 @@ def counts_of(step: dict[str, Any]) -> Counts:
         return sum(launch["whole"].get(event, 0) for launch in step[side] for event in events)
 
     instructions = (total("least", "instruction") + total("most", "instruction")) / 2000
-    rounds, shared_loads = total("least", "memory_load", "l2_load"), total("most", "shared_load")
+    rounds = total("least", "memory_load", "l2_load")
     read = KEY_HEADS * sum(launch["bytes"] for launch in step["most"]) if step["kind"] == "attention" else 0
-    return Counts(len(step["least"]), instructions, rounds, shared_loads, read)
+    return Counts(len(step["least"]), instructions, rounds, read)
 
 
 def save_measured_paths(result: dict[str, Any], root: Path) -> None:
@@ -77,12 +75,12 @@ def fit(measured: dict[str, Any], paths: dict[tuple[str, str], Counts]) -> Const
     for step in measured["steps"]:
         key = step["kind"], step["name"]
         if key in paths and step["kind"] in FITTED and "error" not in step:
-            rows.append([count / step["warm_us"] for count in paths[key][:4]])
+            rows.append([count / step["warm_us"] for count in paths[key][:3]])
     counts = torch.tensor(rows, dtype=torch.float64)
     found = torch.linalg.lstsq(counts, torch.ones(len(rows), 1, dtype=torch.float64)).solution.flatten()
-    launch, thousand_instructions, one_round, shared_load = found.tolist()
+    launch, thousand_instructions, one_round = found.tolist()
     read = measured["constants"]["read_gb_per_s"] * 1e3
-    return Constants(launch, thousand_instructions, one_round, shared_load, read)
+    return Constants(launch, thousand_instructions, one_round, read)
 
 
 def fitted(kind: str, counts: Counts, constants: Constants) -> float:
@@ -90,5 +88,4 @@ def fitted(kind: str, counts: Counts, constants: Constants) -> float:
     time = counts.launches * constants.launch + counts.rounds * constants.round
     if kind == "attention":
         return time + counts.bytes / constants.bytes_per_us
-    instructions = counts.thousand_instructions * constants.thousand_instructions
-    return time + instructions + counts.shared_loads * constants.shared_load
+    return time + counts.thousand_instructions * constants.thousand_instructions

@@ -66,9 +66,9 @@ def test_the_fit_reproduces_every_step_that_the_gpu_measured():
 
 
 def test_the_fit_finds_the_constants_of_exact_times():
-    found = fit.Constants(2.0, 0.5, 1.25, 0.01, 1e6)
-    paths = {("accept", str(i)): fit.Counts(1 + i % 2, 3.0 + i * i, 5 + i % 3, 40 * i, 0) for i in range(8)}
-    paths["attention", "long"] = fit.Counts(2, 1e9, 3, 0, 5e6)
+    found = fit.Constants(2.0, 0.5, 1.25, 1e6)
+    paths = {("accept", str(i)): fit.Counts(1 + i % 2, 3.0 + i * i, 5 + i % 3, 0) for i in range(8)}
+    paths["attention", "long"] = fit.Counts(2, 1e9, 3, 5e6)
     steps = [dict(kind=kind, name=name, warm_us=fit.fitted(kind, c, found)) for (kind, name), c in paths.items()]
     assert steps[-1]["warm_us"] == 2 * 2.0 + 3 * 1.25 + 5.0
     constants = fit.fit({"steps": steps, "constants": {"read_gb_per_s": 1e3}}, paths)
@@ -76,10 +76,10 @@ def test_the_fit_finds_the_constants_of_exact_times():
 
 
 def test_counts_are_those_of_all_launches_of_a_step():
-    launch = dict(whole=dict(instruction=3000, memory_load=2, l2_load=1, l1_load=7, shared_load=4), bytes=100)
-    other = dict(whole=dict(instruction=1000, memory_load=4, shared_load=9), bytes=100)
+    launch = dict(whole=dict(instruction=3000, memory_load=2, l2_load=1, l1_load=7), bytes=100)
+    other = dict(whole=dict(instruction=1000, memory_load=4), bytes=100)
     step = dict(kind="accept", name="", least=[launch, launch], most=[other, other])
-    assert fit.counts_of(step) == fit.Counts(2, 4.0, 6, 18, 0)
+    assert fit.counts_of(step) == fit.Counts(2, 4.0, 6, 0)
     assert fit.counts_of(step | {"kind": "attention"}).bytes == 8 * 200
 
 
