@@ -57,7 +57,10 @@ def render(root: Path) -> str:
 
 def measured(name: str, result: dict[str, Any]) -> str:
     """The sentence below a part: command, date, commit and processor."""
-    return f"`python -m benchmarks.trust {name}`, {result['date'][:10]}, commit {result['commit']}, {result['cpu']}."
+    note = f" {result['note']}" if "note" in result else ""
+    return (
+        f"`python -m benchmarks.trust {name}`, {result['date'][:10]}, commit {result['commit']}, {result['cpu']}.{note}"
+    )
 
 
 def laws(result: dict[str, Any]) -> str:
@@ -187,10 +190,13 @@ def branches(result: dict[str, Any], counted: dict[str, Any]) -> str:
         f"the product ({product}) {lines:,}: {tests / lines:.2f} lines of test for a line of product. Whole enumerations and "
         "random calls count as the few lines that they are. SQLite takes all branches."
     )
+    reasons: dict[str, list[str]] = {}
+    for row in files:
+        for one in row["missed"]:
+            place = f"`{row['file']}:{one['line']}`, {one['branches']} of `{one['text']}`"
+            reasons.setdefault(one["why"], []).append(place)
     missed = [
-        f"- `{row['file']}:{one['line']}`, {one['branches']} of `{one['text']}`: {one['why']}"
-        for row in files
-        for one in row["missed"]
+        f"- {why}: {'; '.join(places)}" for why, places in sorted(reasons.items(), key=lambda item: -len(item[1]))
     ]
     below = (
         f"{result['passed']:,} tests passed, {result['failed']} failed. {measured('coverage', result)} "
@@ -204,7 +210,7 @@ def branches(result: dict[str, Any], counted: dict[str, Any]) -> str:
             "",
             *table(["header", "branches", "taken"], [*rows, ["all", str(total), str(taken)]]),
             "",
-            "Branches that no test takes, with the line that has them:",
+            "Branches that no test takes, by the reason:",
             "",
             *missed,
             "",

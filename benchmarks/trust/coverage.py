@@ -40,6 +40,62 @@ PARTS = (
 ONE_ISA = ("each_isa.h", "isa.h", "isa.cpp", "core.cpp")  # where x86's instruction sets are switched off
 NEVER = ("platform.h",)
 """Files without branches of the product: macros and ends of impossible cases."""
+_REFUSED = "the CPU refuses such values before; kernels of the GPU check them here"
+_ONE_THREAD = "one thread walks on the CPU; on a GPU others stand by"
+REASONS = {
+    "accept.h: else if (goes<known>(Route::down))": "the last of the routes",
+    "accept.h: return i == 0 ? parent != -1": _REFUSED,
+    "accept.h: if (described != nullptr && rows_.is_leader())": _ONE_THREAD,
+    "accept.h: if (!rows_.is_leader()) return;": _ONE_THREAD,
+    "accept.h: share = overlap[0] > 0.0 ?": "where p and q share nothing, the first rho that is tried is right",
+    "accept.h: if (p > bound && p > 0.0f)": "no bound is negative",
+    "attention.h: if (start > -64 && start < request.nodes)": "no key after a request's last node is asked about",
+    "distribution.h: return parameters.top_k > 0": "kernels of the GPU ask, and an enumeration without filters",
+    "next.h: const int64_t length = known < 0": _REFUSED,
+    "next.h: if (root.at_limit || accepted < 0": _REFUSED,
+    "next.h: if (problem.groups != nullptr && limit": _REFUSED,
+    "next.h: if (root.offered >= problem.slots)": _REFUSED,
+    "next.h: return row > 0 && parent < 0": _REFUSED,
+    "next.h: if (place < problem.text_room)": _REFUSED,
+    "next_tree.h: judged.parents[row] = row > 0": _REFUSED,
+    "next_tree.h: if (last < 0 || last >= row_count)": _REFUSED,
+    "recall.h: const int64_t end = length < 0": _REFUSED,
+    "shard.h: return round == Round::masses": "no row is asked in other rounds",
+    "shard.h: } else if (round == Round::residuals": "a state that these ops wrote asks for nodes that there are",
+    "shard.h: while (bits < 64": "keys have 54 bits",
+    "shard.h: return child < 0 ? -kInfinity": "a walk asks for logits of its nodes' tokens alone",
+    "shard.h: for (int i = 0; i < kOverlaps; ++i)": "rules that need overlaps gather the logits",
+    "shard.h: if (!found.is_enough && !by_mass)": "a nucleus that rounding leaves just short of its mass keeps all tokens",
+    "shard.h: if (problem.target_sampling.temperature == nullptr": "greedy steps have no races",
+    "shard.h: for (int32_t i = 0; i < request.nodes && i < kMaxTreeNodes": "no tree of more than 1024 nodes is tried on shards",
+    "adapter.h: if (id >= 0) return -1;": "the CPU asks for look-ahead rows alone",
+    "attention.h: if (problem.block_table && (outer < 0": _REFUSED,
+    "attention.h: MergeWeights weights = weights_of(": "one part beside a sink: the GPU's attention alone",
+    "cache.h: request.rows = static_cast<int32_t>(": _REFUSED,
+    "cache.h: return node < request.nodes ? node : -1;": _REFUSED,
+    "cache.h: if (node < 0 || (step.in_place": _REFUSED,
+    "cache.h: if (to < 0) return {-1, -1};": _REFUSED,
+    "convolution.h: node = parent < node ? parent : -1;": _REFUSED,
+    "distribution.h: if (guess - around > below": "the ends of the floats are never so near to the guess",
+    "distribution.h: if (guess + around < reaches": "the ends of the floats are never so near to the guess",
+    "layer.h: explicit operator bool()": "no norm has a weight without numbers",
+    "next.h: context.last[n] = place >= text.begin": _REFUSED,
+    "next.h: if (next.id < 0) break;": "for sums that rounding leaves short of top-p",
+    "next_tree.h: judged.parents[row + length] == row + length - 1)": "rows that next_tree_ wrote have their slots in a chain",
+    "next_tree.h: judged.slots[row] = id < 0": "no row that next_tree_ wrote has a slot above the most that it takes",
+    "next_tree.h: return reach_a > reach_b": "the CPU looks at earlier parents first; a GPU does not",
+    "recurrent.h: return slot >= 0 && slot < slots": _REFUSED,
+    "state.h: if (accepted.first < 0 || last <= accepted.first": _REFUSED,
+    "state.h: accepted.length = static_cast<int32_t>(": _REFUSED,
+    "state.h: return node >= 0 && node < accepted.nodes": _REFUSED,
+    "tree.h: return parent >= 0 && parent < node": _REFUSED,
+    "tree.h: const int64_t first = begin < 0": _REFUSED,
+    "tree.h: const int64_t last = end < first": _REFUSED,
+    "tree.h: const int64_t prefix = length < 0": _REFUSED,
+    "cache.h: const bool fits = request.first >= 0": _REFUSED,
+    "cache.h: if (request.nodes <= 0 || !fits": _REFUSED,
+}
+"""Header and the beginning of a line -> why no test takes some of its branches."""
 COMPILER = '#!/bin/sh\nexec g++ "$@" --coverage -fprofile-update=atomic -O0\n'  # last: the tests ask for -O1
 
 
@@ -154,6 +210,11 @@ def without_exceptions(branches: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [branch for which, branch in enumerate(branches) if not {which, which + 1} & calls]
 
 
+def why(name: str, text: str) -> str:
+    """Why no test takes some branches of a line."""
+    return next((reason for key, reason in REASONS.items() if f"{name}: {text}".startswith(key)), "not examined")
+
+
 def files_of(counts: Branches, sources: Path = ROOT / "csrc/core") -> list[dict[str, Any]]:
     """Header -> branches, branches taken, and each line with some that are not: its text, how many, and why."""
     rows = []
@@ -167,7 +228,14 @@ def files_of(counts: Branches, sources: Path = ROOT / "csrc/core") -> list[dict[
                 "branches": len(of_file),
                 "taken": sum(count > 0 for count in of_file.values()),
                 "missed": [
-                    {"line": line, "branches": missed[line], "text": lines[line - 1].strip()} for line in sorted(missed)
+                    {
+                        "line": line,
+                        "branches": missed[line],
+                        "text": text,
+                        "why": why(name, text),
+                    }
+                    for line in sorted(missed)
+                    for text in [lines[line - 1].partition("  // ")[0].strip()]
                 ],
             }
         )

@@ -15,16 +15,9 @@ _FACTORS = "equivalent: factors of a product in another order"
 REASONS: dict[str, str] = {
     "csrc/core/accept.h:396:20 '<' -> '<='": "equivalent: node 0 is nobody's child",
     "csrc/core/elementary-inl.h:81:15 'sum, f' -> 'f, sum'": _FACTORS,
-    "csrc/core/shard.h:327:71 '==' -> '!='": "the tests chosen for this file did not reach it; those of "
-    "shards' kernels notice it, and are among them since",
     "csrc/cpu/adapter_kernels-inl.h:19:76 'a, b' -> 'b, a'": _FACTORS,
-    "csrc/cpu/next.cpp:160:113 '1' -> '2'": "a gap then: no test offered an id below -1; one does since, and notices the fault",
-    "csrc/cpu/rows.cpp:256:44 '<' -> '<='": "a gap then: no nucleus of many tokens ended where its mass was reached exactly; "
-    "a test has one since, and notices the fault",
     "csrc/cpu/rows.cpp:351:60 '3' -> '4'": "equivalent: groups that are looked at before a threshold, which only saves work",
     "csrc/cpu/rows_kernels-inl.h:213:22 'weight, exponent' -> 'exponent, weight'": _FACTORS,
-    "csrc/cpu/rows_kernels-inl.h:314:90 '1' -> '2'": "the tests chosen for this file did not reach it; those of shards "
-    "notice it, and are among them since",
     "csrc/cpu/simd-inl.h:411:7 'count >= Floats::width' -> '!(count >= Floats::width)'": "the tests chosen for this file do "
     "not call it; op tests were not tried",
     "pass_ext/decoding/planning/calibration.py:110:53 '0' -> '1'": "a gap then: no text of the tests had the token 0; a test "

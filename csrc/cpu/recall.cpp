@@ -32,6 +32,7 @@ void check_values(const RecallProblem& problem) {
 
 void recall_on_cpu(const RecallProblem& problem, const Tensor&) {
   check_values(problem);
+  if (problem.count == 0) return;
   const int64_t each = std::min(problem.room, kRecallWindow) + problem.count;
   for_ranges(problem.rows, std::max<int64_t>(1, kComparisonsPerTask / std::max<int64_t>(1, each)),
              [&](int64_t begin, int64_t end) {

@@ -39,7 +39,7 @@ def quantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """
     most = _most_of(dtype)
     numbers = rows.float()
-    scale = numbers.abs().amax(-1, keepdim=True) / most
+    scale = (numbers.abs().amax(-1) / most).clone(memory_format=torch.contiguous_format)[..., None]
     codes = (numbers / scale).nan_to_num_(0.0)  # 0 over 0
     codes.clamp_(-most, most)  # a scale below the normal numbers is rounded, so a code may be beyond the most
     out = torch.zeros(*rows.shape[:-1], CODE_HEADER + rows.shape[-1], dtype=torch.uint8, device=rows.device)
@@ -51,7 +51,7 @@ def quantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
 def dequantize_rows(rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The numbers ``[..., D]`` of rows ``[..., 16 + D]`` as ``quantize_rows`` makes them, in dtype."""
     _most_of(rows.dtype)
-    scale = rows[..., :4].contiguous().view(torch.float32)
+    scale = rows[..., :4].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (rows[..., CODE_HEADER:].float() * scale).to(dtype)
 
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 import pass_ext
-from pass_ext import _library, reference
+from pass_ext import _library, dequantize_rows, quantize_rows, reference
+from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES = (*FLOATS, torch.float64, torch.int32, torch.int64, torch.int16, torch.uint8, torch.bool, torch.complex64)
@@ -229,11 +230,16 @@ def attention_tree(draw: Draw):
     pages = -(-slots // page) if page else 0
     heads = kv_heads * draw.pick((1, 2, 5))
     shape = (len(sizes) * pages + 1, page, kv_heads) if page else (len(sizes), slots, kv_heads)
-    widths = dim, value_dim
-    fresh = [draw.floats(nodes, kv_heads, width, dtype=dtype) if has_new else None for width in widths]
+    codes = draw.pick((None, None, None, *MOST_OF_CODES))
+
+    def rows(*shape):
+        numbers = draw.floats(*shape, dtype=dtype)
+        return numbers if codes is None else quantize_rows(numbers, codes)
+
+    fresh = [rows(nodes, kv_heads, width) if has_new else None for width in (dim, value_dim)]
     arguments = draw.damaged(dict(
         q=draw.floats(nodes, heads, dim, dtype=dtype),
-        k_cache=draw.floats(*shape, dim, dtype=dtype), v_cache=draw.floats(*shape, value_dim, dtype=dtype),
+        k_cache=rows(*shape, dim), v_cache=rows(*shape, value_dim),
         prefix_lens=draw.spoilt(prefixes), cu_nodes=draw.bounds(sizes),
         visible=draw.integers(-(2**63), 2**63 - 1, nodes, -(-max_nodes // 64), dtype=torch.int64), max_nodes=max_nodes,
         k_new=fresh[0], v_new=fresh[1],
@@ -245,10 +251,11 @@ def attention_tree(draw: Draw):
     ))  # fmt: skip
     out, lse = yield arguments
     q = arguments["q"]
-    expected = *q.shape[:2], arguments["v_cache"].shape[3]
+    expected = *q.shape[:2], arguments["v_cache"].shape[3] - (0 if codes is None else CODE_HEADER)
     demand(out.shape == expected and out.dtype == q.dtype, f"out is {out.dtype}{list(out.shape)}")
     demand(lse.shape == q.shape[:2] and lse.dtype == torch.float32, f"lse is {lse.dtype}{list(lse.shape)}")
     floats = [arguments[name] for name in ("q", "k_cache", "v_cache", "k_new", "v_new", "sinks")]
+    floats = [dequantize_rows(x) if x is not None and x.dtype in MOST_OF_CODES else x for x in floats]
     if all(is_tame(given) for given in floats if given is not None) and abs(arguments["scale"] or 0.1) < 10:
         demand(bool(out.isfinite().all()), "out holds NaN or infinity, though no input does")
         exact = reference.attention_tree(**arguments)

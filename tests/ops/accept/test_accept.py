@@ -173,6 +173,19 @@ def test_a_tree_of_1024_nodes(backend, rule):
     assert_same_decisions(accept(backend, step), reference.accept_tree(**step))
 
 
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "traversal"])
+def test_a_tree_of_more_than_1024_nodes_is_none(backend, rule):
+    """Its drafts are ignored, and the request beside it is not touched."""
+    parents = [-1, *[0] * 1024, -1, 0]
+    logits = one_hot(5, *[3] * 1027)
+    step = forest(logits, [0, *[3] * 1024, 0, 3], parents, rule=rule)
+    step["cu_nodes"] = torch.tensor([0, 1025, 1027]).int()
+    step["seeds"] = torch.tensor([1, 2])
+    result = accept(backend, step)
+    assert result.num_accepted.tolist() == [0, 1] and result.status.tolist() == [4, 0]
+    assert result.emitted[:, 0].tolist() == [3, 3] and result.path[0].max().item() == 0
+
+
 @pytest.mark.parametrize("rule", [pytest.param("coupled", marks=pytest.mark.quick_on("cpu")), "block"])
 def test_a_chain_of_1024_nodes(backend, rule):
     target = one_hot(5, *[i % 5 for i in range(1, 1025)])

@@ -137,6 +137,34 @@ def test_rows_are_the_nearest_codes(codes):
         assert torch.equal(pass_ext.quantize_rows(narrow, codes).view(torch.uint8), same.view(torch.uint8))
 
 
+def test_rows_of_any_strides():
+    torch.manual_seed(0)
+    dense = torch.randn(4, 3, 5, 7)
+    for rows in (
+        dense.transpose(1, 3),
+        dense[:1, :1],
+        dense[:, :1].expand(4, 6, 5, 7),
+        dense[..., ::2],
+        dense[0, 0, 0],
+    ):
+        stored = pass_ext.quantize_rows(rows, torch.int8)
+        assert torch.equal(stored, pass_ext.quantize_rows(rows.contiguous().clone(), torch.int8))
+        shown = stored.new_zeros(2, *stored.shape)[1].copy_(stored)
+        assert torch.equal(pass_ext.dequantize_rows(shown), pass_ext.dequantize_rows(stored))
+        steps = rows.abs().amax(-1, keepdim=True) / 127
+        assert ((pass_ext.dequantize_rows(stored) - rows).abs() <= 0.51 * steps).all()
+    assert pass_ext.quantize_rows(dense[:0], torch.int8).shape == (0, 3, 5, 23)
+
+
+def test_the_op_has_a_shape_for_compilers(backend):
+    case = quantized(solved([5, 9], [3, 4], dim=32, value_dim=16, new=True)[0], torch.int8)
+    names = ("q", "k_cache", "v_cache", "prefix_lens", "cu_nodes", "visible", "max_nodes", "k_new", "v_new")
+    arguments = [case[name] for name in names]
+    checks = ("test_schema", "test_faketensor")
+    options = None, None, None, 0.0, -1, None, -1
+    torch.library.opcheck(torch.ops.pass_ext.attention_tree.default, (*arguments, *options), test_utils=checks)
+
+
 @pytest.mark.parametrize("codes", CODES, ids=str)
 def test_rows_that_are_no_numbers_or_hardly_any(codes):
     rows = torch.ones(4, 16)

@@ -149,7 +149,7 @@ def test_a_tree_deeper_than_its_slots_ends_with_them(backend, kind):
 
 
 FLAT, STEPS, THREE = [0.0] * 8, [0.4, 0.3, 0.2, 0.1], [0.0, -1.0, 0.0, -1e-6, 0.0]
-TWO = [0.0, -float("inf"), 0.0, -float("inf")]
+TWO = [0.0, -float("inf"), 0.0, *[-float("inf")] * 3]
 SUPPORTS = [
     (FLAT, dict(top_p=0.5), 4),  # reached exactly
     (FLAT, dict(top_k=4, top_p=0.5), 2),  # of the mass that top-k has left
@@ -165,8 +165,8 @@ SUPPORTS = [
     (STEPS, dict(top_k=3, top_p=0.9, min_p=0.7), 2),
     (STEPS, dict(top_k=2, min_p=0.7, top_p=0.5), 1),
     (TWO, {}, 2),
-    (TWO, dict(top_k=3), 2),  # more than there are
-    (TWO, dict(top_k=3, top_p=0.5, min_p=0.5), 1),
+    (TWO, dict(top_k=5), 2),  # more than there are
+    (TWO, dict(top_k=5, top_p=0.5, min_p=0.5), 1),
     (TWO[1:2] * 3, dict(top_k=2, top_p=0.9), 0),
 ]
 
@@ -190,6 +190,7 @@ def test_filters_of_a_race_decide_together(backend, scores, filters, kept):
         arguments["seeds"].fill_(seed)
         tokens = check(arguments)["rows"][1, 0, 1:10]
         assert tokens[:kept].sort().values.tolist() == likeliest.sort().values.tolist() and (tokens[kept:] == -1).all()
+    check(arguments | dict(seeds=None))  # the seed 0
 
 
 def test_strided_tables_and_tokens_that_they_lack(backend):

@@ -316,3 +316,50 @@ def test_a_race_over_p_answers_where_nothing_was_left_to_draw_from(backend, rule
             logits, *tree, 1, answers[None], round=this, next=following, state=state, **step
         )
     assert result.emitted.cpu().tolist() == [[3, -1]] and result.status.cpu().tolist() == [0]
+
+
+MALFORMED = [  # cu_nodes, parents, draft_rows
+    ([0, 5], [-1, 0, 1], None),
+    ([1, 3], [-1, 0, 1], None),
+    ([0, 3], [-1, 2, 0], None),
+    ([0, 3], [-1, -3, 0], None),
+    ([0, 3], [0, 0, 1], None),
+    ([0, 3], [-1, 0, 1], [0, 7, -1]),
+    ([0, 3], [-1, 0, 1], [-1, -1, -1]),
+]
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "traversal"])
+def test_malformed_trees_get_what_they_get_of_all_columns(backend, rule):
+    logits = torch.full((3, 70), -30.0)
+    logits[:, 3] = 30.0
+    logits, temperature, tokens = moved([logits, torch.ones(1), torch.tensor([0, 3, 3])], backend.device)
+    for bounds, parents, draft_rows in MALFORMED:
+        tree = moved([torch.tensor(parents).int(), torch.tensor(bounds).int()], backend.device)
+        step = dict(rule=rule, temperature=temperature)
+        if rule != "coupled":
+            rows = None if draft_rows is None else torch.tensor(draft_rows).int().to(backend.device)
+            step |= dict(draft_logits=logits, draft_rows=rows)
+        whole = pass_ext.accept_tree(logits, tokens, *tree, 2, **step, seeds=0, positions=0)
+        state, result = None, None
+        for this, following in pairwise(
+            ["peaks", *(["races"] if rule == "coupled" else ["masses", "races"]), "finish"]
+        ):
+            local = {name: value for name, value in step.items() if name != "temperature"}
+            answers = pass_ext.distributed.shard_local(
+                logits, tokens, *tree, **local, vocab_start=0, slices=1, round=this, state=state
+            )
+            state, result = pass_ext.distributed.shard_combine(
+                logits,
+                tokens,
+                *tree,
+                2,
+                answers[None],
+                **step,
+                vocab_size=70,
+                round=this,
+                next=following,
+                state=state,
+            )
+        assert [part.tolist() for part in result] == [part.tolist() for part in whole], (bounds, parents, draft_rows)
+        assert (whole.status.item() == 4) == (draft_rows != [-1, -1, -1] and (rule != "coupled" or draft_rows is None))
