@@ -30,10 +30,8 @@ def chunk_bytes(table: Tensor, rows: int, loss: str) -> int:
     """Memory of a chunk of a loss of so many rows, "cross-entropy" or a divergence: logits, of teachers too, and copies in
     float32."""
     size = table.element_size()
-    if loss == "cross-entropy":
-        each = size + (4 if size == 4 else 8)  # a CPU converts them first
-    else:
-        each = 2 * size + 12
+    converted = 4 if size == 4 else 8  # a CPU has a copy on the way
+    each = size + converted if loss == "cross-entropy" else 2 * size + 12
     return min(rows, chunk_rows(table)) * len(table) * each
 
 
