@@ -90,8 +90,12 @@ class Worker {
  public:
   Worker(size_t key_dim, size_t value_dim, bool has_codes) {
     thread_local Buffer buffer;
-    const size_t sizes[] = {key_dim * kTaskRows,        key_dim * kTileKeys, value_dim * kTileKeys,
-                            kTileKeys * kMostBlockRows, kMostBlockRows,      value_dim * 2,
+    const size_t sizes[] = {key_dim * kTaskRows,
+                            key_dim * kTileKeys,
+                            value_dim * kTileKeys,
+                            kTileKeys * kMostBlockRows,
+                            kMostBlockRows,
+                            value_dim * 2,
                             has_codes ? kTileKeys * (key_dim + value_dim) : 0};
     size_t total = 0;
     for (size_t size : sizes) total += size;
