@@ -183,8 +183,8 @@ def _fit(estimates: Estimates, measured: dict[str, Any], paths: dict[tuple[str, 
         "Least squares of relative errors over the steps of draft and accept, with the paths of the kernels that the GPU ran "
         f"([measured-paths.json](measured-paths.json)): {constants.launch:.1f} µs a launch + "
         f"{constants.thousand_instructions:.2f} µs for 1,000 instructions of the emulator + {constants.round:.2f} µs a round "
-        "of loads from L2 or memory (fewest rounds). Attention: its launches and rounds at the same constants, and its bytes at "
-        "the read speed measured. Layers are products by all warps of a GPU, which these numbers do not describe. All "
+        "of loads from L2 or memory (fewest rounds). Attention: its launches and rounds at the same constants, and its bytes "
+        "at the read speed measured. Layers are products by all warps of a GPU, which these numbers do not describe. All "
         f"{len(errors)} steps come out within {100 * max(map(abs, errors)):.0f} %. *Now*: the kernels of this "
         "page, which no GPU has run.\n",
         *_table(["step", "measured, µs", "fitted", "off by", "now, by the fit"], rows),

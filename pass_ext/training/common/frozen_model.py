@@ -15,7 +15,6 @@ from torch import Tensor
 from pass_ext.checkpoint import load_checkpoint
 from pass_ext.decoding.generation import generate
 from pass_ext.decoding.models.parts import cache_name
-from pass_ext.decoding.session.session import Session
 from pass_ext.training.common.documents import Document
 
 _DIGESTED = 64  # elements of a parameter, evenly spread
@@ -102,11 +101,9 @@ def sample(
     device = model.get_input_embeddings().weight.device
     ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
-    session = Session(model)
     texts = generate(
         model,
         ids,
-        session=session,
         max_new_tokens=new_tokens,
         attention_mask=mask,
         temperature=temperature,
@@ -114,7 +111,5 @@ def sample(
         eos_token_id=sorted(stop),
         generation_config=GenerationConfig(),  # the model's own law, whatever penalties its folder asks for
     )
-    # A step on a GPU holds the session and is held by it: the next texts should not wait for the garbage collector's memory.
-    session.fixed_steps.clear()
     rows = zip(texts.sequences.tolist(), texts.lengths, strict=True)
     return [row[longest : longest + length] for row, length in rows]
