@@ -20,8 +20,6 @@ REASONS: dict[str, str] = {
     "csrc/cpu/rows_kernels-inl.h:213:22 'weight, exponent' -> 'exponent, weight'": _FACTORS,
     "csrc/cpu/simd-inl.h:411:7 'count >= Floats::width' -> '!(count >= Floats::width)'": "the tests chosen for this file do "
     "not call it; op tests were not tried",
-    "pass_ext/decoding/planning/calibration.py:110:53 '0' -> '1'": "a gap then: no text of the tests had the token 0; a test "
-    "has it since, and notices the fault",
     "pass_ext/decoding/planning/plan.py:226:39 'min' -> 'max'": "equivalent: a set of one size, checked before",
 }
 """Fault -> why no test notices it."""
