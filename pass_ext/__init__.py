@@ -19,7 +19,6 @@ from pass_ext.ops.common.rules import RULES
 from pass_ext.ops.draft import draft_sample
 from pass_ext.ops.lookahead import lookahead_embed
 from pass_ext.ops.next import next_rows_, next_tree_
-from pass_ext.ops.quantized import dequantize_rows, quantize_rows
 from pass_ext.ops.tree import tree_mask, tree_prepare
 from pass_ext.tree import Tree, pack_trees
 
@@ -65,7 +64,6 @@ __all__ = [
     "attention_tree",
     "cache_commit_",
     "custom_generate",
-    "dequantize_rows",
     "draft_sample",
     "generate",
     "load_checkpoint",
@@ -73,7 +71,6 @@ __all__ = [
     "next_rows_",
     "next_tree_",
     "pack_trees",
-    "quantize_rows",
     "set_debug",
     "status",
     "tree_mask",

@@ -1,5 +1,5 @@
-"""A decoder layer for few rows: products, norm, rotary embedding and gate, whole layers around their attention, and layers that
-keep a state instead of keys.
+"""A decoder layer for few rows: products, norm, rotary embedding and gate, whole layers around their attention, layers that
+keep a state instead of keys, and rows of keys and values in 8 bits.
 
 A row has the same bits whatever the other rows of a call are. docs/ops/layer.md, docs/ops/step.md, docs/ops/adapter.md and
 docs/ops/recurrent.md have the contracts.
@@ -16,6 +16,7 @@ from pass_ext.ops.layer import (
     layer_stack,
 )
 from pass_ext.ops.linear import linear_rows
+from pass_ext.ops.quantized import dequantize_rows, quantize_rows
 from pass_ext.ops.recurrent import RecurrentUpdate, recurrent_tree
 from pass_ext.ops.state import state_commit_
 from pass_ext.ops.step import step_gate, step_rms_norm, step_rotary
@@ -27,11 +28,13 @@ __all__ = [
     "adapter_rows",
     "adapter_rows_",
     "convolution_tree",
+    "dequantize_rows",
     "layer_after_attention",
     "layer_before_attention",
     "layer_pack",
     "layer_stack",
     "linear_rows",
+    "quantize_rows",
     "recurrent_tree",
     "state_commit_",
     "step_gate",

@@ -31,10 +31,10 @@ def quantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
     Example:
 
-        >>> rows = pass_ext.quantize_rows(torch.tensor([[1.0, -0.5, 0.25, 0.0]]), torch.int8)
+        >>> rows = pass_ext.layers.quantize_rows(torch.tensor([[1.0, -0.5, 0.25, 0.0]]), torch.int8)
         >>> rows[:, 16:]
         tensor([[127, -64,  32,   0]], dtype=torch.int8)
-        >>> pass_ext.dequantize_rows(rows)
+        >>> pass_ext.layers.dequantize_rows(rows)
         tensor([[ 1.0000, -0.5039,  0.2520,  0.0000]])
     """
     most = _most_of(dtype)

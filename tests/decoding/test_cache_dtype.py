@@ -16,12 +16,11 @@ from pass_ext import (
     Session,
     Speculative,
     Tree,
-    dequantize_rows,
     generate,
-    quantize_rows,
 )
 from pass_ext.decoding.session import session as sessions
 from pass_ext.integrations.transformers.processors import NotedRows
+from pass_ext.layers import dequantize_rows, quantize_rows
 from pass_ext.ops.quantized import MOST_OF_CODES
 from pass_ext.testing import assert_same_bits
 

@@ -113,6 +113,7 @@ _CPP = _files_of_families() | {
     "core/recurrent.h": (["recurrent", "state", "convolution"], _STATES),
     "core/recurrent-inl.h": (["recurrent", "state"], _STATES),
     "core/state.h": (["state"], _STATES),
+    "core/quantized.h": (["attention"], ["tests/ops/attention/test_attention_quantized.py"]),
     "cpu/slice-inl.h": (["recurrent", "state", "convolution"], _STATES),
     "cpu/state.cpp": (["state"], _STATES),
     "cpu/state_kernels-inl.h": (["state"], _STATES),
@@ -139,6 +140,7 @@ _PYTHON: dict[str, list[str]] = {
     "models/early_exit": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
     **{f"models/{name}": _OWN_FORWARD for name in ("own_forward", "parts", "way")},
     **{f"models/{name}": ["tests/decoding/models/test_hybrid_models.py"] for name in ("states", "step_states")},
+    "models/latents": ["tests/decoding/models/test_latents.py"],
     "models/rebound": ["tests/decoding/models/test_known_parts.py"],
     "session/step_attention": ["tests/decoding/test_session.py", "tests/decoding/models/test_own_forward.py"],
     "models/module_ops": [

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 import pass_ext
-from pass_ext import _library, dequantize_rows, quantize_rows, reference
+from pass_ext import _library, reference
+from pass_ext.layers import dequantize_rows, quantize_rows
 from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -175,12 +175,17 @@ def test_rows_that_begin_between_two_wide_loads_take_one_more_for_each_piece(dty
 
 
 @pytest.mark.parametrize(
-    ("rule", "requests", "launches"),
-    [("coupled", 1, 1), ("coupled", 3, 1), ("coupled", 4, 2), ("rejection", 1, 1), ("rejection", 2, 2), ("kseq", 1, 2)],
-)
-def test_a_step_of_few_rows_is_one_launch(rule, requests, launches):
-    """5 or 10 rows a request, 32 blocks a row; four of these blocks fit on each of 132 multiprocessors."""
-    numbers = dict(is_chain=1, chain_nodes=5, requests=requests, nodes=requests * 5, vocabulary=VOCABULARY, max_depth=4)
+    ("rule", "requests", "nodes", "launches"),
+    [
+        ("coupled", 1, 5, 1), ("coupled", 2, 4, 1), ("coupled", 2, 5, 2), ("rejection", 1, 4, 1), ("rejection", 1, 5, 2),
+        ("kseq", 1, 4, 2),
+    ],
+)  # fmt: skip
+def test_a_step_of_few_rows_is_one_launch(rule, requests, nodes, launches):
+    """A row a node, or two by a rule that reads drafts, 32 blocks a row; two of these blocks fit on each of 132
+    multiprocessors."""
+    numbers = dict(is_chain=1, chain_nodes=nodes, requests=requests, nodes=requests * nodes, vocabulary=VOCABULARY)
+    numbers["max_depth"] = nodes - 1
     numbers |= dict(rule=list(pass_ext.RULES).index(rule), has_draft=1, multiprocessors=132)
     with emulator.session({}) as machine:
         assert machine.accept_launches(numbers) == launches

@@ -15,7 +15,7 @@ CODES = tuple(MOST_OF_CODES)
 def quantized(case, codes):
     """A case whose keys and values are codes. Memory that must not be read stays poison: rows that are all NaN."""
     rows = {name: case[name] for name in ("k_cache", "v_cache", "k_new", "v_new") if case[name] is not None}
-    return case | {name: strided(pass_ext.quantize_rows(x, codes), x) for name, x in rows.items()}
+    return case | {name: strided(pass_ext.layers.quantize_rows(x, codes), x) for name, x in rows.items()}
 
 
 def strided(rows, like):
@@ -56,7 +56,9 @@ def test_the_error_is_at_most_twice_pytorchs(backend, codes):
     for mask in MASKS[:4]:
         case = quantized(solved([300], [9], dtype=torch.float32, mask=mask, heads=(2, 2), new=True)[0], codes)
         exact = attention_terms(**case).out
-        numbers = {name: pass_ext.dequantize_rows(case[name]) for name in ("k_cache", "v_cache", "k_new", "v_new")}
+        numbers = {
+            name: pass_ext.layers.dequantize_rows(case[name]) for name in ("k_cache", "v_cache", "k_new", "v_new")
+        }
         with threads(1):
             plain = attention_terms(**case | numbers, precision=torch.float32).out
         ours, theirs = ((x.double() - exact).abs() for x in (run(backend, case)[0], plain))
@@ -82,7 +84,7 @@ def test_every_code(backend, codes):
     rows = torch.zeros(1, 1, 1, CODE_HEADER + 256, dtype=torch.uint8)
     rows[..., :4] = torch.tensor([0.37]).view(torch.uint8)
     rows[..., CODE_HEADER:] = every.view(torch.uint8)
-    values, keys = rows.view(codes), pass_ext.quantize_rows(torch.zeros(1, 1, 1, 16), codes)
+    values, keys = rows.view(codes), pass_ext.layers.quantize_rows(torch.zeros(1, 1, 1, 16), codes)
     one = torch.tensor([0, 1], dtype=torch.int32)
     step = torch.tensor([1], dtype=torch.int32), one, torch.zeros(1, 1, dtype=torch.int64), 1
     fresh = dict(k_new=keys[0], v_new=values[0])
@@ -108,8 +110,8 @@ def test_a_step_has_the_bits_of_one_row(backend):
 
 def test_committing_moves_rows_with_their_scales(backend):
     for codes in CODES:
-        new = pass_ext.quantize_rows(torch.randn(3, 2, 32), codes)
-        cache = pass_ext.quantize_rows(torch.zeros(1, 8, 2, 32), codes)
+        new = pass_ext.layers.quantize_rows(torch.randn(3, 2, 32), codes)
+        cache = pass_ext.layers.quantize_rows(torch.zeros(1, 8, 2, 32), codes)
         bounds, path = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([[0, 2]], dtype=torch.int32)
         counts = torch.tensor([1], dtype=torch.int32)
         pass_ext.cache_commit_([cache], torch.tensor([4], dtype=torch.int32), bounds, path, counts, new=[new])
@@ -121,10 +123,10 @@ def test_rows_are_the_nearest_codes(codes):
     torch.manual_seed(0)
     rows = torch.randn(5, 3, 48) * torch.tensor([1e-30, 1e-3, 1.0, 100.0, 1e30])[:, None, None]
     rows[2, 1] = 0.0
-    stored = pass_ext.quantize_rows(rows, codes)
+    stored = pass_ext.layers.quantize_rows(rows, codes)
     assert stored.dtype == codes and stored.shape == (5, 3, 64) and stored.is_contiguous()
     assert (stored[..., 4:16].view(torch.uint8) == 0).all()
-    numbers = pass_ext.dequantize_rows(stored)
+    numbers = pass_ext.layers.dequantize_rows(stored)
     every = torch.arange(256, dtype=torch.uint8).view(codes).float()
     every = every[every.isfinite() & (every.abs() <= MOST_OF_CODES[codes])]
     scales = rows.abs().amax(-1, keepdim=True) / MOST_OF_CODES[codes]
@@ -133,8 +135,8 @@ def test_rows_are_the_nearest_codes(codes):
     assert torch.equal(numbers[2, 1], torch.zeros(48))
     for dtype in (torch.bfloat16, torch.float16):
         narrow = rows[1:3].to(dtype)
-        same = pass_ext.quantize_rows(narrow.float(), codes)
-        assert torch.equal(pass_ext.quantize_rows(narrow, codes).view(torch.uint8), same.view(torch.uint8))
+        same = pass_ext.layers.quantize_rows(narrow.float(), codes)
+        assert torch.equal(pass_ext.layers.quantize_rows(narrow, codes).view(torch.uint8), same.view(torch.uint8))
 
 
 def test_rows_of_any_strides():
@@ -147,13 +149,13 @@ def test_rows_of_any_strides():
         dense[..., ::2],
         dense[0, 0, 0],
     ):
-        stored = pass_ext.quantize_rows(rows, torch.int8)
-        assert torch.equal(stored, pass_ext.quantize_rows(rows.contiguous().clone(), torch.int8))
+        stored = pass_ext.layers.quantize_rows(rows, torch.int8)
+        assert torch.equal(stored, pass_ext.layers.quantize_rows(rows.contiguous().clone(), torch.int8))
         shown = stored.new_zeros(2, *stored.shape)[1].copy_(stored)
-        assert torch.equal(pass_ext.dequantize_rows(shown), pass_ext.dequantize_rows(stored))
+        assert torch.equal(pass_ext.layers.dequantize_rows(shown), pass_ext.layers.dequantize_rows(stored))
         steps = rows.abs().amax(-1, keepdim=True) / 127
-        assert ((pass_ext.dequantize_rows(stored) - rows).abs() <= 0.51 * steps).all()
-    assert pass_ext.quantize_rows(dense[:0], torch.int8).shape == (0, 3, 5, 23)
+        assert ((pass_ext.layers.dequantize_rows(stored) - rows).abs() <= 0.51 * steps).all()
+    assert pass_ext.layers.quantize_rows(dense[:0], torch.int8).shape == (0, 3, 5, 23)
 
 
 def test_the_op_has_a_shape_for_compilers(backend):
@@ -169,7 +171,7 @@ def test_the_op_has_a_shape_for_compilers(backend):
 def test_rows_that_are_no_numbers_or_hardly_any(codes):
     rows = torch.ones(4, 16)
     rows[0, 3], rows[1, 3], rows[2] = torch.nan, -torch.inf, 1e-45
-    numbers = pass_ext.dequantize_rows(pass_ext.quantize_rows(rows, codes))
+    numbers = pass_ext.layers.dequantize_rows(pass_ext.layers.quantize_rows(rows, codes))
     assert numbers[:2].isnan().all() and numbers[2].isfinite().all() and (numbers[3] == 1).all()
 
 
@@ -189,4 +191,4 @@ def test_bad_rows_are_refused_in_words(backend, change, message):
     with pytest.raises(RuntimeError, match=message):
         pass_ext.attention_tree(**case | change(case))
     with pytest.raises(TypeError, match=r"quantised rows must be torch.int8, .* got torch.int16"):
-        pass_ext.quantize_rows(torch.ones(2, 16), torch.int16)
+        pass_ext.layers.quantize_rows(torch.ones(2, 16), torch.int16)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops.contenders.inputs.distributions import require
-from pass_ext import dequantize_rows, quantize_rows
+from pass_ext.layers import dequantize_rows, quantize_rows
 from pass_ext.ops.quantized import CODE_HEADER
 
 PAGE = 64  # slots of a page; every cache is rounded up to whole pages
