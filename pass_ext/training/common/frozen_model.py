@@ -108,7 +108,7 @@ def opening_ids(tokenizer: Any) -> list[int]:
 
 
 def opened_ids(tokenizer: Any, text: str, most: int) -> list[int]:
-    """At most ``most`` tokens of a text or of a piece of one, after ``opening_ids``, without which some models write nonsense."""
+    """At most ``most`` tokens of a text or of a piece of one, after ``opening_ids``: some models write nonsense without."""
     opening = opening_ids(tokenizer)
     ids = list(tokenizer(text, add_special_tokens=False).input_ids)
     return ids[:most] if ids[: len(opening)] == opening else [*opening, *ids][:most]
