@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from pass_ext.checkpoint import load_checkpoint
 
 RESULT = ROOT / "benchmarks/results/second-model.json"
 PICTURE = ROOT / "docs/guide/training-curve.svg"
-TOKENS, PROMPTS, ROWS = 48, 6, 8
+TOKENS, PROMPTS, ROWS = 32, 6, 8
 """Prompts are of each kind."""
 KEPT = ("command", "date", "machine", "versions", "parameters", "data", "steps", "seconds", "evaluation")
 WIDTH = 25  # steps of the running mean
@@ -36,7 +37,7 @@ def measure(model_file: str, run: Path) -> dict[str, Any]:
     trained = pass_ext.LookaheadEmbedding.load(run / "lookahead.safetensors", table=embed.weight)
     torch.manual_seed(0)
     fresh = pass_ext.LookaheadEmbedding.from_table(trained.num_lookahead, embed.weight, rank=trained.rank)
-    with torch.no_grad():  # as the run began: at what the first layer reads
+    with torch.no_grad():  # at what the first layer reads
         fresh.weight.mul_(getattr(embed, "embed_scale", 1.0))
     methods = {
         "prompt lookup": pass_ext.NGram(),
@@ -60,6 +61,9 @@ def measure(model_file: str, run: Path) -> dict[str, Any]:
     record = json.loads((run / "lookahead.json").read_text())
     return {
         **{name: record[name] for name in KEPT},
+        "command": shlex.join(
+            Path(word).name if word.startswith("/") else word for word in shlex.split(record["command"])
+        ),
         "losses": record["losses"],
         "tokens_per_call": found,
         "prompts": len(prompts),

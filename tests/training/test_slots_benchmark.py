@@ -12,7 +12,8 @@ from support.paths import ROOT
 from support.small_models import small_model
 
 from benchmarks.decoding.prompts import Prompt
-from benchmarks.pages import batches, by_machine, training_runs
+from benchmarks.harness import picture
+from benchmarks.pages import batches, by_machine, second_model, training_runs
 from benchmarks.pages.by_machine import RESULTS
 from benchmarks.pages.lookahead import slot_aims, slot_texts, slots
 from benchmarks.pages.lookahead.slots import Text, judged
@@ -94,6 +95,16 @@ def test_the_table_of_training_runs_shows_its_records():
     record = ROOT / "benchmarks/results/pretrained/smollm2-135m-instruct.json"
     name = "the shipped file with adapters"
     assert training_runs.kept(name, json.loads(record.read_text())) in json.loads(training_runs.RESULT.read_text())
+
+
+def test_the_picture_of_a_second_model_shows_its_result():
+    result = json.loads(second_model.RESULT.read_text())
+    assert picture.tells(second_model.PICTURE, second_model.story(result))
+    assert picture.is_redrawn(second_model.PICTURE, lambda path: second_model.draw(path, result))
+    page = (ROOT / "docs/guide/training.md").read_text()
+    for by_temperature in result["tokens_per_call"].values():
+        for numbers in by_temperature.values():
+            assert " | ".join(f"{number:.2f}" for number in numbers.values()) in page
 
 
 def test_batches_by_hand():

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from pass_ext.checkpoint import load_checkpoint
 from pass_ext.decoding.generation import generate
 from pass_ext.decoding.models.module_ops import is_plain
-from pass_ext.decoding.models.parts import cache_name, decoder_of
+from pass_ext.decoding.models.parts import cache_name, decoder_layers, decoder_of
+from pass_ext.decoding.models.states import keeps_states
 from pass_ext.training.common.documents import Document
+from pass_ext.training.common.ranks import Ranks
 
 _DIGESTED = 64  # elements of a parameter, evenly spread
 
@@ -56,6 +58,20 @@ def is_one_piece(model: Any) -> bool:
     return len({weight.device for weight in weights}) == 1 and all(
         is_plain(weight) and weight.is_floating_point() for weight in weights
     )
+
+
+def shard_layers(model: Any, ranks: Ranks) -> None:
+    """Divides each decoder layer's parameters among the ranks, who gather a layer when they call it (FSDP2)."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if ranks.count == 1:
+        raise SystemExit("--fsdp divides the model among the ranks of torchrun, and there is one: leave it out")
+    if keeps_states(model.config.get_text_config(decoder=True)) or not is_one_piece(model):
+        raise SystemExit("--fsdp takes models whose layers attend, in full precision and in one piece: leave it out")
+    mesh = init_device_mesh(model.get_input_embeddings().weight.device.type, (ranks.count,))
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
 
 
 def bytes_of(weight: Tensor) -> int:

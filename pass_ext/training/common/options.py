@@ -206,7 +206,7 @@ def check_text_arguments(options: argparse.Namespace) -> None:
     if divided := sorted(_DIVIDING & options.model_args.keys()):
         raise SystemExit(
             f"--model-args: {divided[0]} divides the model among the ranks, but here each rank reads texts of its own: leave "
-            "it out, and quantise or offload a model that does not fit"
+            "it out, and quantise, offload, or give train --fsdp for a model that does not fit"
         )
     if "device_map" in options.model_args and find_spec("accelerate") is None:
         raise SystemExit("--model-args: device_map needs accelerate: pip install accelerate")

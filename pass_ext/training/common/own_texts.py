@@ -184,9 +184,10 @@ def collect(
     lines = ranks.first(lambda: _written_lines(path, header, replaces))
     for number, line in enumerate(lines):
         yield _read_samples(path, number + 2, line, batches[number].names)
-    for start in range(len(lines), len(batches), ranks.count):
-        numbers = range(len(batches))[start : start + ranks.count]
-        for samples in ranks.gather(sampled(numbers[ranks.rank]) if ranks.rank < len(numbers) else []):
+    for start in range(len(lines), len(batches), ranks.readers):
+        numbers = range(len(batches))[start : start + ranks.readers]
+        mine = sampled(numbers[ranks.reader]) if ranks.reader < len(numbers) else []
+        for samples in [mine] if ranks.readers == 1 else ranks.gather(mine):
             if samples and ranks.is_first:
                 _append(path, json.dumps([asdict(written_sample) for written_sample in samples]) + "\n")
             if samples:

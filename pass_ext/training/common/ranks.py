@@ -33,7 +33,15 @@ class Ranks:
 
     def __init__(self, rank: int = 0, count: int = 1) -> None:
         self.rank, self.count = rank, count
+        self.reader, self.readers = rank, count
+        """This process's number among those that read different texts."""
         self._done: dict[str, int] = {}
+
+    def alike(self) -> Ranks:
+        """The same ranks, who all read all texts: a model whose layers are divided is called by all of them together."""
+        same = Ranks(self.rank, self.count)
+        same.reader, same.readers, same._done = 0, 1, self._done
+        return same
 
     @property
     def is_first(self) -> bool:
@@ -42,7 +50,7 @@ class Ranks:
 
     def share_of(self, items: Sequence[_Value]) -> Sequence[_Value]:
         """This rank's part of a list: every item is in one part."""
-        return items[self.rank :: self.count]
+        return items[self.reader :: self.readers]
 
     def total_(self, tensors: Sequence[Tensor]) -> None:
         """Makes each tensor, float32, the sum over the ranks; one exchange for all."""
@@ -78,6 +86,8 @@ class Ranks:
 
     def joined(self, parts: Sequence[_Value]) -> list[_Value]:
         """All ranks' parts of a list that ``share_of`` divided, in its order."""
+        if self.readers == 1:
+            return list(parts)
         shares = self.gather(list(parts))
         return [share[at] for at in range(max(map(len, shares))) for share in shares if at < len(share)]
 

@@ -78,6 +78,11 @@ class Run:
         return folder
 
     @property
+    def readers(self) -> Ranks:
+        """The ranks that write texts and evaluate, each a share; with --fsdp all do the same."""
+        return self.ranks.alike() if getattr(self.options, "fsdp", False) else self.ranks
+
+    @property
     def base_model(self) -> str:
         """The model's name, as the trained file keeps it."""
         return Path(self.options.model).name.removesuffix(".gguf")
@@ -136,7 +141,7 @@ class Run:
         options, (training, held_out) = self.options, self.planned()
         settings = {
             **{"name": Path(options.model).name, "new_tokens": options.sample_tokens},
-            **{"seed": options.seed, "ranks": self.ranks},
+            **{"seed": options.seed, "ranks": self.ranks if options.texts_from else self.readers},
         }
         samples: dict[tuple[int, ...], Sample] = {}
         server = None

@@ -83,6 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint-every", type=int, least=1, default=50, help="steps")
     shared.add_run_arguments(parser, name="lookahead")
     add(
+        "--fsdp",
+        action="store_true",
+        help="divide the layers of the frozen model among the ranks of torchrun, for one that fits no GPU",
+    )
+    add(
         "--step-dtype",
         choices=("float32", "bfloat16"),
         help="of the frozen model in training steps, after its samples; default: --dtype. A CPU may write samples faster in "

@@ -50,7 +50,8 @@ def _reader(module: nn.Linear) -> Callable[[], Tensor] | None:
             )
         return partial(dequantize_4bit, module.weight.data, state)
     dequantize = getattr(module.weight, "dequantize", None)
-    return dequantize if hasattr(module.weight, "__tensor_flatten__") else None
+    is_shard = hasattr(module.weight, "full_tensor")  # FSDP gathers it again by itself
+    return dequantize if hasattr(module.weight, "__tensor_flatten__") and not is_shard else None
 
 
 def _loaded(hook: Any) -> Tensor:

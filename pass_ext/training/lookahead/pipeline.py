@@ -15,7 +15,7 @@ from pass_ext.modules.files import fingerprint_of, pretrained_path
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.training.common.documents import is_held_out
-from pass_ext.training.common.frozen_model import check_head, is_one_piece
+from pass_ext.training.common.frozen_model import check_head, is_one_piece, shard_layers
 from pass_ext.training.common.options import settings_from
 from pass_ext.training.common.own_texts import Sample
 from pass_ext.training.common.record import card_of, facts_of, held_out, save_before_evaluation, save_result, table
@@ -40,6 +40,8 @@ def train(run: Run) -> Path | None:
     options = run.options
     if run.ranks.count > (most := options.batch * options.anchors):
         raise SystemExit(f"{run.ranks.count} ranks cannot share a step of --batch × --anchors = {most} groups")
+    if options.fsdp:
+        shard_layers(run.model, run.ranks)
     texts = _unwritten(run) if options.dry_run else run.texts()
     options.step_dtype = options.step_dtype or options.dtype
     if options.step_dtype != options.dtype and not is_one_piece(run.model):
@@ -91,9 +93,9 @@ def train(run: Run) -> Path | None:
     )
     save_before_evaluation(run, embedding, facts)
     embedding.to(model.get_input_embeddings().weight.dtype)
-    mine = run.ranks.share_of(texts.held_out)
+    mine = run.readers.share_of(texts.held_out)
     held_out = watched(run.console, "evaluating, held-out texts", mine, len(mine))
-    evaluation = evaluate(model, embedding, held_out, options.evaluation_anchors, run.ranks)
+    evaluation = evaluate(model, embedding, held_out, options.evaluation_anchors, run.readers)
     if evaluation["places"]:
         embedding.hit_rates, embedding.greedy_hit_rates = evaluation["hit_rates"], evaluation.get("greedy_hit_rates")
     facts |= {"evaluation": evaluation}
@@ -110,12 +112,12 @@ def _unwritten(run: Run) -> Texts:
 
 def _early_stopping(run: Run, model: Any, embedding: LookaheadEmbedding, texts: Texts) -> HeldOut:
     """By the tokens that a call of eight rows is expected to give on held-out texts."""
-    options, mine = run.options, run.ranks.share_of(texts.held_out)
+    options, mine = run.options, run.readers.share_of(texts.held_out)
     if not texts.held_out:
         raise SystemExit("--patience needs held-out texts: give --held-out a number, or more text")
 
     def score() -> float:
-        found = evaluate(model, embedding, mine, options.evaluation_anchors, run.ranks)
+        found = evaluate(model, embedding, mine, options.evaluation_anchors, run.readers)
         return 1 + float(found["accepted"]["tree 8"]) if found["places"] else 0.0
 
     return HeldOut(score, options.evaluate_every, options.patience)

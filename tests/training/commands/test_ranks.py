@@ -108,6 +108,7 @@ def ranks(request, folder):
     lines = [("", line_of(name, folder, f"{name} of {count}")) for name in COMMANDS]
     lines += [("", line_of("train", folder, "begun alone")), ("SIGTERM", line_of("train", folder, f"told {count}"))]
     lines.append(("raises", line_of("train", folder, f"failed {count}", "--rank-timeout", "2")))
+    lines.append(("", line_of("train", folder, f"divided {count}", "--fsdp")))
     return count, run_ranks(count, lines, folder)
 
 
@@ -153,6 +154,18 @@ def test_a_rank_that_fails_ends_the_others_with_its_reason(ranks, folder):
     assert len(state_of(folder, f"failed {count}")["losses"]) == 7, "the steps before are kept"
     main(line_of("train", folder, f"failed {count}"))
     assert_near(state_of(folder, f"failed {count}"), state_of(folder, "whole train"))
+
+
+def test_a_model_whose_layers_are_divided_gives_the_same_result(ranks, folder):
+    count, ends = ranks
+    assert [rank[6] for rank in ends] == [0] * count
+    assert_near(state_of(folder, f"divided {count}"), state_of(folder, "whole train"))
+    facts, wanted = (result_of("train", folder, out).training_record for out in (f"divided {count}", "whole train"))
+    assert facts["data"] == wanted["data"]
+    assert facts["evaluation"]["places"] == wanted["evaluation"]["places"] > 0
+    assert sum(rank["groups"] for rank in facts["by_rank"]) == 50 * 12, "each rank takes its share of the steps"
+    with pytest.raises(SystemExit, match="--fsdp divides the model among the ranks of torchrun, and there is one"):
+        main(line_of("train", folder, "alone", "--fsdp"))
 
 
 @pytest.mark.parametrize(("texts", "anchors"), [(1, 8), (3, 4), (4, 5), (2, 7)])
