@@ -86,9 +86,7 @@ def measure_steps() -> list[dict[str, Any]]:
         session, ids = sessions[case], whole[:, :length]
         session.past = pasts[length, dtype]
         begun = time.perf_counter()
-        result = pass_ext.generate(
-            model, ids, methods[method], max_new_tokens=tokens, eos_token_id=[], session=session
-        )
+        result = pass_ext.generate(model, ids, methods[method], max_new_tokens=tokens, eos_token_id=[], session=session)
         return time.perf_counter() - begun, result.stats.model_calls
 
     times: dict[Any, list[float]] = {case: [] for case in cases}

@@ -143,7 +143,9 @@ def layer_stack(
 ) -> tuple[Tensor, Tensor]:
     """x = after(attention_tree(before(x + deep[l])), x + deep[l]) for every layer; head normed(x[wanted]).
 
-    k and v are as the caches are, in 8 bits too. layers: ``LayerWeights`` of each. adapters: what ``adapter_rows_`` adds after each product, by its linear layer's name.
+    Keys and values are as the caches are, in 8 bits too.
+
+    layers: ``LayerWeights`` of each. adapters: what ``adapter_rows_`` adds after each product, by its linear layer's name.
     """
 
     pairs = list(caches.unflatten(0, (-1, 2))) if isinstance(caches, Tensor) else caches

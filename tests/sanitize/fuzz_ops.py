@@ -821,7 +821,8 @@ def layer_stack(draw: Draw):
     codes = draw.pick((None, None, *MOST_OF_CODES))
     caches = caches if codes is None else quantize_rows(caches, codes)
     arguments = draw.damaged(dict(
-        x=draw.floats(rows, width, dtype=dtype), layers=weights, rotates=numbers, caches=caches, prefix_lens=draw.spoilt(prefixes),
+        x=draw.floats(rows, width, dtype=dtype), layers=weights, rotates=numbers, caches=caches,
+        prefix_lens=draw.spoilt(prefixes),
         cu_nodes=draw.bounds(sizes),
         visible=draw.integers(-(2**63), 2**63 - 1, rows, -(-max_nodes // 64), dtype=torch.int64), max_nodes=max_nodes,
         head_dim=64, depths=draw.integers(0, 1, rows), cos=cos, sin=sin,

@@ -98,7 +98,9 @@ def _compared(
             raise Unlike(f"the layer ops refuse its parts: {error}") from error
         mine = again.new_rows()
         assert ours is not None and len(mine) == len(new)
-        wrong = next((i for i, x in enumerate(new) if not torch.equal(_bytes_if_8_bits(x), _bytes_if_8_bits(mine[i]))), None)
+        wrong = next(
+            (i for i, x in enumerate(new) if not torch.equal(_bytes_if_8_bits(x), _bytes_if_8_bits(mine[i]))), None
+        )
         if wrong is None:
             break
         layer, is_values = divmod(wrong, 2)
