@@ -68,8 +68,8 @@ def attention_tree(
         k_cache, v_cache: ``[B, S, Hkv, D]`` and ``[B, S, Hkv, Dv]`` with any strides, numbers of a row contiguous (a
             ``[B, Hkv, S, D]`` cache comes through ``.transpose(1, 2)``), or pages ``[P, page, Hkv, D]`` beside a
             ``block_table``. Hq is any multiple of Hkv, Dv a multiple of 16 up to 512. Values may be the first numbers of the
-            keys, ``k_cache[..., :Dv]``. On the CPU keys and values may be in 8 bits, ``[..., 16 + D]`` as ``quantize_rows``
-            makes them, k_new and v_new then too; values are ``k_cache[..., :16 + Dv]`` if they are the keys' first numbers.
+            keys, ``k_cache[..., :Dv]``. Keys and values may be in 8 bits, ``[..., 16 + D]`` as ``quantize_rows`` makes them,
+            k_new and v_new then too; values are ``k_cache[..., :16 + Dv]`` if they are the keys' first numbers.
         prefix_lens: ``[B]`` int32, committed tokens of each request: its slots ``[0, prefix_len)``.
         cu_nodes: ``[B + 1]`` int32; request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request. Rows
             after the last bound belong to no request.

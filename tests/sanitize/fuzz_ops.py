@@ -817,9 +817,12 @@ def layer_stack(draw: Draw):
     rotations = draw.pick((None, None, 0, 1, 3))  # None: one, without a dimension for it
     cos, sin = (draw.floats(*([] if rotations is None else [rotations]), table, 64, dtype=dtype) for _ in range(2))
     numbers = tuple(draw.pick((0, 1, 2)) for _ in range(layers)) if draw.chance(0.3) else None
+    caches = draw.floats(2 * layers, len(sizes), room, kv_heads, 64, dtype=dtype)
+    codes = draw.pick((None, None, *MOST_OF_CODES))
+    caches = caches if codes is None else quantize_rows(caches, codes)
     arguments = draw.damaged(dict(
-        x=draw.floats(rows, width, dtype=dtype), layers=weights, rotates=numbers,
-        caches=draw.floats(2 * layers, len(sizes), room, kv_heads, 64, dtype=dtype), prefix_lens=draw.spoilt(prefixes),
+        x=draw.floats(rows, width, dtype=dtype), layers=weights, rotates=numbers, caches=caches,
+        prefix_lens=draw.spoilt(prefixes),
         cu_nodes=draw.bounds(sizes),
         visible=draw.integers(-(2**63), 2**63 - 1, rows, -(-max_nodes // 64), dtype=torch.int64), max_nodes=max_nodes,
         head_dim=64, depths=draw.integers(0, 1, rows), cos=cos, sin=sin,
@@ -832,7 +835,8 @@ def layer_stack(draw: Draw):
         wanted=draw.integers(0, rows - 1, 3, dtype=torch.int64) if rows and draw.chance(0.3) else None,
     ))  # fmt: skip
     out, new = yield arguments
-    demand(new.shape == (2 * layers, rows, kv_heads, 64), f"new is {list(new.shape)}")
+    expected = 2 * layers, rows, kv_heads, 64 if codes is None else CODE_HEADER + 64
+    demand(new.shape == expected and new.dtype == (codes or dtype), f"new is {new.dtype}{list(new.shape)}")
     demand(out.dtype == dtype, f"out is {out.dtype}")
 
 

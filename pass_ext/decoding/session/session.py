@@ -58,8 +58,8 @@ class Session:
             methods other than ``Plain`` and ``PaSS``, and sampled rules other than "coupled". None: where it is possible and
             pays. False: the host makes the rows of each step.
         cache_dtype: torch.int8, torch.float8_e4m3fn or torch.float8_e5m2: keys and values are stored in 8 bits with a scale for
-            each token and head (``quantize_rows``), on the CPU. All rows attend to the stored numbers, so every method writes
-            ``Plain``'s text over the same cache. None: in the model's dtype.
+            each token and head (``quantize_rows``). All rows attend to the stored numbers, so every method writes ``Plain``'s
+            text over the same cache. None: in the model's dtype.
     """
 
     def __init__(
@@ -90,11 +90,6 @@ class Session:
         self.past, self.cuda_graphs, self.run_ahead = past, cuda_graphs, run_ahead
         self.model: Adapted = packed_model(model)
         self.cache_dtype = cache_dtype
-        if cache_dtype is not None and not self.model.table.is_cpu:
-            raise ValueError(
-                f"Session: cache_dtype is for models on the CPU, got one on {self.model.table.device}: attention has no CUDA "
-                "kernel for keys and values in 8 bits yet"
-            )
         self.caches: list[tuple[Tensor, Tensor]] = []
         self._stack: Tensor | None = None  # all caches, if all layers' are alike
         self.states: list[Tensor] = []

@@ -148,15 +148,18 @@ class StepAttention(StepAttend):
 
     def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
         session, trees = self._session, self._trees
-        if self.layers or head_dim % WIDTH_STEP or head_dim > MOST_VALUE_DIM or session.cache_dtype is not None:
+        if self.layers or head_dim % WIDTH_STEP or head_dim > MOST_VALUE_DIM:
             return None
+        dtype = session.cache_dtype
+        shape = heads, head_dim + (0 if dtype is None else CODE_HEADER)
+        dtype = rows.dtype if dtype is None else dtype
         if self.is_first:
-            keys = rows.new_empty(0, heads, head_dim)
+            keys = rows.new_empty(0, *shape, dtype=dtype)
             for _ in range(layers):
                 session.add_layer(keys, keys, (head_dim, head_dim))
         elif len(session.head_dims) != layers or any(dims != (head_dim, head_dim) for dims in session.head_dims):
             return None
-        elif session.caches[0][0].shape[2:] != (heads, head_dim) or session.caches[0][0].dtype is not rows.dtype:
+        elif session.caches[0][0].shape[2:] != shape or session.caches[0][0].dtype is not dtype:
             return None  # the layers, one by one, say what does not fit
         caches = session.all_caches()
         listed = [caches] if isinstance(caches, Tensor) else caches
