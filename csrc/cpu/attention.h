@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/attention.h"
+#include "core/attention_lists.h"
 #include "core/quantized.h"
 #include "cpu/attention_tiles.h"
 
@@ -53,8 +54,8 @@ struct AttentionScratch {
 };
 
 // Refuses values out of range. On CUDA this check would need a synchronisation.
-void check_attention_values(const char* op, const AttentionProblem& problem);
+void check_attention_values(const char* op, const AttentionProblem& problem, const KeyLists& lists = {});
 // Fills in problem.out and problem.lse. The values are checked.
-void attend_on_cpu(const AttentionProblem& problem, CodeType codes);
+void attend_on_cpu(const AttentionProblem& problem, CodeType codes, const KeyLists& lists = {});
 
 }  // namespace pass_ext

@@ -1,8 +1,9 @@
 // torch.ops.pass_ext.attention_tree and attention_merge on CUDA: checks, grid, workspace, launch, registration. The
-// kernels: cuda/attention.cuh, compiled by the other attention_*.cu, attention_combine.cuh, attention_plain.cuh and
-// attention_merge.cuh.
+// kernels: cuda/attention.cuh, compiled by the other attention_*.cu, attention_combine.cuh, attention_plain.cuh,
+// attention_lists.cuh and attention_merge.cuh.
 #include <torch/csrc/stable/library.h>
 
+#include "cuda/attention_lists.cuh"
 #include "cuda/attention_merge.cuh"
 #include "cuda/attention_plain.cuh"
 #include "cuda/attention_plan.cuh"
@@ -52,13 +53,15 @@ int resident_blocks(const CudaScope& scope, const AttentionProblem& problem) {
   });
 }
 
-void attention_on_cuda(const AttentionProblem& problem, CodeType codes, const Tensor& q) {
+void attention_on_cuda(const AttentionProblem& problem, CodeType codes, const KeyLists& lists, const Tensor& q) {
   if (codes != CodeType::none)
     refuse("attention_tree", "k_cache must be of q's dtype on CUDA, got codes, which have no kernel there yet");
-  check_alignment(problem);
+  if (!lists.keys) check_alignment(problem);
   if (problem.rows == 0 || problem.heads == 0) return;
   const CudaScope scope(q);
-  if (gpu::is_plain(problem)) {
+  if (lists.keys) {
+    gpu::launch_listed_attention(problem, lists, scope.stream());
+  } else if (gpu::is_plain(problem)) {
     gpu::launch_plain_attention(problem, scope.stream());
   } else {
     const int64_t resident = int64_t{scope.multiprocessors()} * resident_blocks(scope, problem);
