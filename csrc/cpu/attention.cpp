@@ -196,11 +196,12 @@ void check_attention_values(const char* op, const AttentionProblem& problem, con
       const int32_t* const list = lists.keys + row * lists.stride;
       for (int32_t i = 0; i < lists.size; ++i) {
         const bool has_ended = i > 0 && list[i - 1] == -1;
-        if (list[i] == -1 || (list[i] >= 0 && list[i] < prefix + nodes && !has_ended && (i == 0 || list[i] > list[i - 1])))
+        if (list[i] == -1 ||
+            (list[i] >= 0 && list[i] < prefix + nodes && !has_ended && (i == 0 || list[i] > list[i - 1])))
           continue;
         refuse(op, "key_lists must name keys in [0, ", prefix + nodes, ") (prefix and nodes of request ", b,
-               ") in ascending order and then be -1, got ", list[i], i > 0 ? " after " + std::to_string(list[i - 1]) : "",
-               " at row ", row, ", ", i);
+               ") in ascending order and then be -1, got ", list[i],
+               i > 0 ? " after " + std::to_string(list[i - 1]) : "", " at row ", row, ", ", i);
       }
     }
   }

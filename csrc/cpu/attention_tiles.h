@@ -119,8 +119,8 @@ class AttentionTiles {
   int32_t prefix_, begin_, first_node_tile_;
   bool is_listed_ = false;
   std::vector<int32_t> listed_;  // keys by place
-  std::vector<int32_t> ends_;   // the nodes up to each tile's end, from the tile of column prefix on
-  std::vector<int32_t> nodes_;  // nodes by place; empty if they lie in their own order
+  std::vector<int32_t> ends_;    // the nodes up to each tile's end, from the tile of column prefix on
+  std::vector<int32_t> nodes_;   // nodes by place; empty if they lie in their own order
 };
 
 }  // namespace pass_ext
