@@ -246,7 +246,7 @@ def test_caches_in_8_bits_are_refused(deepseek):
 @pytest.mark.parametrize("family", ["qwen4_exp_text"])
 def test_indexers_that_give_no_list_are_refused(family):
     with pytest.raises(
-        ValueError, match=rf"{family} attends to the keys that \w+Indexer chooses for each row in code of"
+        ValueError, match=rf"{family} attends to the keys that \w+Indexer chooses for each row, by scores"
     ):
         generate(tiny_model(family), prompts(1, 5)[0], max_new_tokens=2)
 
