@@ -158,8 +158,8 @@ def unserved(model: nn.Module) -> str | None:
         name = type(indexer).__name__
         if not _is_right(indexer):
             return (
-                f"attends to the keys that {name} chooses for each row, by scores of another form than DeepSeek-V3.2's or without "
-                "giving attention a list of them, so pass_ext cannot decode this model"
+                f"attends to the keys that {name} chooses for each row, by scores of another form than DeepSeek-V3.2's, or "
+                "without giving attention a list of them, so pass_ext cannot decode this model"
             )
         if part.layer_idx not in latents:
             return (
