@@ -95,10 +95,8 @@ struct TileRows {
     for (int32_t i = 0; i < count;) {
       const int32_t place = first + i, from = task.tiles->key_at(place);
       const bool is_fresh = problem.k_new.data && from >= request.prefix;
-      int64_t run = end - place;
-      if (from >= request.prefix && task.tiles->is_reordered()) run = 1;
-      if (from < request.prefix && (problem.k_new.data || task.tiles->is_reordered()))
-        run = minimum_of(run, request.prefix - from);
+      int64_t run = task.tiles->run_at(place, end - place);
+      if (from < request.prefix && problem.k_new.data) run = minimum_of(run, request.prefix - from);
       if (problem.block_table && !is_fresh) run = minimum_of(run, problem.page_size - from % problem.page_size);
       const int32_t next = static_cast<int32_t>(i + run);
       is_even = is_even && run == count;
@@ -147,6 +145,36 @@ inline void decode(CodeType type, const uint8_t* row, float* to, int32_t dim) {
   }
   const Floats factor = spread(is_e5m2 ? 1.0f : 256.0f);
   for (int32_t d = 0; d < dim; d += Floats::width) store(to + d, load(halves + d) * factor * scale);
+}
+
+// A row of numbers as codes of one type: header and codes, as quantize_rows makes them.
+template <CodeType type, typename T>
+void encode_row(const T* row, uint8_t* to, int32_t dim) {
+  constexpr uint32_t kInfinityBits = 0x7f800000u;
+  const float most = most_of_codes(type);
+  uint32_t highest = 0;  // of sizes as bits, in whose order a NaN is above all
+  for (int32_t d = 0; d < dim; ++d) {
+    const uint32_t size = bits_of(to_float(row[d])) & 0x7fffffffu;
+    highest = size > highest ? size : highest;
+  }
+  const float scale = highest > kInfinityBits ? float_of(0x7fc00000u) : float_of(highest) / most;
+  memset(to, 0, kCodeHeader);
+  memcpy(to, &scale, sizeof scale);
+  uint8_t* const codes = to + kCodeHeader;
+  for (int32_t d = 0; d < dim; ++d) codes[d] = code_of(type, to_float(row[d]) / scale, most);
+}
+
+// Rows [rows, dim] of numbers as rows of codes, [rows, header and dim].
+template <typename T>
+void encode_rows(CodeType type, const T* from, uint8_t* to, int64_t rows, int32_t dim) {
+  for (int64_t row = 0; row < rows; ++row, from += dim, to += kCodeHeader + dim) {
+    if (type == CodeType::int8)
+      encode_row<CodeType::int8>(from, to, dim);
+    else if (type == CodeType::float8_e4m3)
+      encode_row<CodeType::float8_e4m3>(from, to, dim);
+    else
+      encode_row<CodeType::float8_e5m2>(from, to, dim);
+  }
 }
 
 // Rows of codes as numbers.
@@ -371,7 +399,7 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
         return tiles[turn];
     }();
     const int32_t keys = tile.count;
-    const bool all_seen = all_see<true>(problem, task.request, first, keys);
+    const bool all_seen = task.tiles->all_see(problem, task.request, first, keys);
     const Keys<Form> key_rows = keys_of<Form>(tile, scratch, key_dim);
     const bool left_out = fill_values<Form>(tile, scratch, value_dim, all_seen);
     Ahead ahead;
