@@ -102,10 +102,8 @@ struct TileRows {
     for (int32_t i = 0; i < count;) {
       const int32_t place = first + i, from = task.tiles->key_at(place);
       const bool is_fresh = problem.k_new.data && from >= request.prefix;
-      int64_t run = end - place;
-      if (from >= request.prefix && task.tiles->is_reordered()) run = 1;
-      if (from < request.prefix && (problem.k_new.data || task.tiles->is_reordered()))
-        run = minimum_of(run, request.prefix - from);
+      int64_t run = task.tiles->run_at(place, end - place);
+      if (from < request.prefix && problem.k_new.data) run = minimum_of(run, request.prefix - from);
       if (problem.block_table && !is_fresh) run = minimum_of(run, problem.page_size - from % problem.page_size);
       const int32_t next = static_cast<int32_t>(i + run);
       is_even = is_even && run == count;
@@ -462,7 +460,7 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
         return tiles[turn];
     }();
     const int32_t keys = tile.count;
-    const bool all_seen = all_see<true>(problem, task.request, first, keys);
+    const bool all_seen = task.tiles->all_see(problem, task.request, first, keys);
     const Keys<Form> key_rows = keys_of<Form>(tile, scratch, key_dim);
     const bool left_out = fill_values<Form>(tile, scratch, value_dim, all_seen);
     Ahead ahead;

@@ -347,8 +347,9 @@ class Crew {
     if (job.error) std::rethrow_exception(job.error);
   }
 
-  // A waiting thread's part.
-  void serve() {
+  // A waiting thread's part. Its place is the same in all jobs and calls, so that the weights that it reads lie near
+  // it.
+  void serve(int place) {
     in_piece = true;
     while (!over_.load(std::memory_order_acquire)) {
       const auto came = [&] {
@@ -360,10 +361,7 @@ class Crew {
       }
       slot_.inside.fetch_add(1);
       Job* const job = slot_.job.load();
-      if (job != nullptr) {
-        const int place = job->places.fetch_sub(1);
-        if (place > 0) job->work(place);
-      }
+      if (job != nullptr) job->work(place);
       slot_.inside.fetch_sub(1);
     }
     in_piece = false;
@@ -409,7 +407,7 @@ void stand_by(void (*run)(void* function), void* function) {
   Avoidance::Clock::time_point ended{};
   Avoidance::Clock::duration lost{};
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    if (begin != 0) return members.serve();
+    if (begin != 0) return members.serve(static_cast<int>(begin));
     crew = end < threads ? &members : nullptr;  // else no other thread came
     try {
       run(function);

@@ -1,10 +1,11 @@
 // torch.ops.pass_ext.attention_tree and attention_merge on CUDA: checks, grid, workspace, launch, registration. The
 // kernels: cuda/attention.cuh and attention_codes.cuh, compiled by the other attention_*.cu, attention_combine.cuh,
-// attention_plain.cuh, attention_codes_plain.cuh and attention_merge.cuh.
+// attention_plain.cuh, attention_codes_plain.cuh, attention_lists.cuh and attention_merge.cuh.
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/attention_codes_plain.cuh"
 #include "cuda/attention_codes_plan.cuh"
+#include "cuda/attention_lists.cuh"
 #include "cuda/attention_merge.cuh"
 #include "cuda/attention_plain.cuh"
 #include "cuda/attention_plan.cuh"
@@ -70,11 +71,16 @@ int resident_blocks(const CudaScope& scope, const AttentionProblem& problem, Cod
   });
 }
 
-void attention_on_cuda(const AttentionProblem& problem, CodeType codes, const Tensor& q) {
-  check_alignment(problem, codes);
+void attention_on_cuda(const AttentionProblem& problem, CodeType codes, const KeyLists& lists, const Tensor& q) {
+  if (lists.keys && codes != CodeType::none)
+    refuse("attention_tree",
+           "k_cache must be of q's dtype with key_lists on CUDA, got codes, which have no kernel there yet");
+  if (!lists.keys) check_alignment(problem, codes);
   if (problem.rows == 0 || problem.heads == 0) return;
   const CudaScope scope(q);
-  if (is_plain(problem, codes)) {
+  if (lists.keys) {
+    gpu::launch_listed_attention(problem, lists, scope.stream());
+  } else if (is_plain(problem, codes)) {
     if (codes == CodeType::none)
       gpu::launch_plain_attention(problem, scope.stream());
     else

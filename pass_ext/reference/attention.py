@@ -69,6 +69,7 @@ def attention_terms(
     window: int = -1,
     sinks: Tensor | None = None,
     chunk: int = -1,
+    key_lists: Tensor | None = None,
     precision: torch.dtype = torch.float64,
 ) -> AttentionTerms:
     """``attention_tree`` with the terms that bound its error. In fp32 the result is that of the formula in plain PyTorch."""
@@ -82,6 +83,10 @@ def attention_terms(
         prefix = int(prefix_lens[b])
         nodes = slice(first, last)
         mask = attention_mask(prefix, visible[nodes], None if depths is None else depths[nodes], window, chunk)
+        for i, named in enumerate(() if key_lists is None else key_lists[nodes].tolist()):
+            listed = torch.zeros_like(mask[i])
+            listed[[key for key in named if key >= 0]] = True
+            mask[i] &= listed
         table = None if block_table is None else block_table[b]
         seen = mask.any(dim=0).nonzero().flatten()
         keys = _numbers(_rows_of(k_cache, k_new, b, table, prefix, first, seen), precision)

@@ -92,6 +92,7 @@ LIMITS = (
     Limit("attention_codes_kernel*", ALL, "registers", 255, "two blocks of 128 threads; shared memory holds no third"),
     Limit("plain_codes_kernel*", ALL, "registers", 80, "wide rows: six blocks of 128 threads"),
     Limit("plain_attention_kernel<*16>", ALL, "registers", 72, "wide rows: seven blocks of 128 threads"),
+    Limit("listed_attention_kernel<*16>", ALL, "registers", 72, "the same"),
     Limit("attention_combine_kernel*", ALL, "registers", 128, "four blocks of 128 threads, 144 KB of loads in flight"),
     Limit("commit_kernel*", ALL, "registers", 96, "five blocks of 128 threads: 80 KB of loads in flight"),
     Limit("adapter_kernel*", ALL, "registers", 80, "three blocks of 256 threads; the loads of 16 ranks in flight"),

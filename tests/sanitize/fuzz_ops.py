@@ -219,6 +219,17 @@ def tree_mask(draw: Draw):
     check_same([result], [reference.tree_mask(**arguments, dtype=result.dtype)])
 
 
+def key_lists(draw: Draw, prefixes, sizes):
+    """Lists of keys that the rows of these requests have, or, sometimes, not."""
+    most = draw.pick((1, 3, 70))
+    rows = []
+    for prefix, nodes in zip(prefixes, sizes, strict=True):
+        for _ in range(nodes):
+            listed = sorted({draw.pick(range(prefix + nodes)) for _ in range(draw.pick((0, 1, most)))})
+            rows.append(listed[:most] + [-1] * (most - len(listed)))
+    return draw.spoilt([key for row in rows for key in row]).view(len(rows), most)
+
+
 @case
 def attention_tree(draw: Draw):
     sizes, dtype = draw.sizes(), draw.pick(FLOATS)
@@ -249,6 +260,7 @@ def attention_tree(draw: Draw):
         scale=draw.pick((None, 0.1)), softcap=draw.pick((0.0, 0.0, 30.0)), window=draw.pick((-1, -1, 1, 7, 100)),
         sinks=draw.floats(heads, dtype=torch.float32) if draw.chance(0.3) else None,
         chunk=draw.pick((-1, -1, 1, 7, 100)),
+        key_lists=key_lists(draw, prefixes, sizes) if draw.chance(0.3) else None,
     ))  # fmt: skip
     out, lse = yield arguments
     q = arguments["q"]

@@ -22,7 +22,7 @@ from pass_ext.decoding.models.step_states import StatePlace, StepStates, Update
 from pass_ext.decoding.session.recording import Called, RecordedCalls
 from pass_ext.decoding.session.step_attention import StepAttention, is_front, padded
 from pass_ext.modules.lookahead import LookaheadEmbedding
-from pass_ext.ops.attention import padded_widths
+from pass_ext.ops.attention import MOST_KEY_DIM, padded_widths
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES, quantize_rows
 from pass_ext.ops.state import state_commit_
@@ -337,9 +337,12 @@ class Session:
                         f"{list(x.shape)}"
                     )
             header = CODE_HEADER if pair[0].dtype in MOST_OF_CODES else 0
-            dims = pair[0].shape[-1] - header, pair[1].shape[-1] - header
+            # Keys that are wider have an indexer's behind them, and are padded already.
+            dims = min(pair[0].shape[-1] - header, MOST_KEY_DIM), pair[1].shape[-1] - header
             widths = padded_widths(*dims, self.device)
-            rows = [padded(x[:, :length], header + width) for x, width in zip(pair, widths, strict=True)]
+            rows = [
+                padded(x[:, :length], max(header + width, x.shape[-1])) for x, width in zip(pair, widths, strict=True)
+            ]
             if self.cache_dtype is not None and not header:
                 rows = [quantize_rows(x, self.cache_dtype) for x in rows]
             if first:

@@ -23,7 +23,7 @@ def strides_of(name: str, rows: Tensor | None) -> dict[str, int]:
 
 def attention_tree(
     q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale, softcap,
-    window, sinks=None, chunk=-1, blocks=None, seed=None, record=None, multiprocessors=None,
+    window, sinks=None, chunk=-1, key_lists=None, blocks=None, seed=None, record=None, multiprocessors=None,
 ):  # fmt: skip
     """``blocks``: those that fit on the GPU at once; ``multiprocessors``: of them, by default one for each block.
 
@@ -36,7 +36,7 @@ def attention_tree(
     caches = dict(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new)
     inputs = given(
         q=q, prefix_lens=prefix_lens, cu_nodes=cu_nodes, visible=visible, block_table=block_table, **caches,
-        depths=depths if max(window, chunk) >= 0 else None, sinks=sinks,
+        depths=depths if max(window, chunk) >= 0 else None, sinks=sinks, key_lists=key_lists,
     )  # fmt: skip
     codes = CODE_TYPES.get(k_cache.dtype, 0)
     value_dim = v_cache.shape[-1] - (CODE_HEADER if codes else 0)
@@ -52,6 +52,8 @@ def attention_tree(
         table_stride=0 if block_table is None else block_table.stride(0), window=window, chunk=chunk,
         type=FLOAT_TYPES[q.dtype], codes=codes,
         visible_stride=visible.stride(0),
+        list_stride=0 if key_lists is None else key_lists.stride(0),
+        list_size=0 if key_lists is None else key_lists.shape[1],
         most_blocks=blocks, multiprocessors=blocks if multiprocessors is None else multiprocessors,
         scale=float(head_dim**-0.5 if scale is None else scale), softcap=float(softcap),
     )  # fmt: skip
