@@ -44,7 +44,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
     **dict.fromkeys(("q_lora_rank", "qk_head_dim"), 24),
     **dict.fromkeys(("index_head_dim",), 16),
-    **dict.fromkeys(("index_n_heads",), 4),
+    **dict.fromkeys(("index_n_heads",), 16),  # so that hardly any score is 0: of equal ones PyTorch takes any
     **dict.fromkeys(("index_topk",), 4),
     # experts
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),

@@ -1,4 +1,4 @@
-"""What keys and values in 8 bits change in the texts of SmolLM2-135M: counts, no clock.
+"""What keys and values in 8 bits change in the texts of SmolLM2-135M, and in the time of a step.
 
 `python -m benchmarks.decoding.cache_dtype` writes 64 greedy tokens after each of eight held-out prompts, by Plain, NGram and
 PaSS, over caches of each dtype, and keeps in benchmarks/results/cache-dtype.json:
@@ -7,9 +7,17 @@ PaSS, over caches of each dtype, and keeps in benchmarks/results/cache-dtype.jso
     like bf16  tokens of Plain's text before the first that differs from that over the model's own cache, of 512
     NGram      and PaSS: tokens per call, prompts' calls included
     bytes      of a token's keys and values in all layers
+
+`python -m benchmarks.decoding.cache_dtype steps` measures, the dtypes in turn, and keeps in the same file as "steps" the
+milliseconds of a call by Plain and by PaSS after a text of so many tokens: the median over rounds of the time of 32 more
+tokens, without that of the first call.
 """
 
+import itertools
 import json
+import sys
+import time
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,6 +31,7 @@ from pass_ext.checkpoint import demo_model, load_checkpoint
 RESULT = ROOT / "benchmarks" / "results" / "cache-dtype.json"
 DOMAINS, PROMPTS, TOKENS = ("prose", "chat"), 4, 64
 DTYPES = (None, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+LENGTHS, STEPS, ROUNDS = (128, 1024), 32, 5
 
 
 def measure() -> list[dict[str, Any]]:
@@ -38,7 +47,7 @@ def measure() -> list[dict[str, Any]]:
     own: list[list[int]] = []
     for dtype in DTYPES:
         texts: dict[str, list[list[int]]] = {}
-        row: dict[str, Any] = {"cache": "bfloat16" if dtype is None else str(dtype).removeprefix("torch.")}
+        row: dict[str, Any] = {"cache": _name(dtype)}
         for name, method in methods.items():
             texts[name], calls = [], 0
             for ids in prompts:
@@ -57,6 +66,47 @@ def measure() -> list[dict[str, Any]]:
     return rows
 
 
+def measure_steps() -> list[dict[str, Any]]:
+    """A row for each dtype of the cache and length of the text before."""
+    model, tokenizer = load_checkpoint(demo_model(), torch.bfloat16)
+    prose = itertools.chain.from_iterable(each.ids for each in read_prompts("prose", tokenizer, 64))
+    whole = torch.tensor([list(itertools.islice(itertools.cycle(tuple(prose)), max(LENGTHS)))])
+    methods = {"Plain": pass_ext.Plain(), "PaSS": pass_ext.PaSS("smollm2-135m-instruct", rows=8)}
+    cases = list(itertools.product(LENGTHS, DTYPES, methods))
+    sessions, pasts = {}, {}
+    for length, dtype in itertools.product(LENGTHS, DTYPES):
+        read = pass_ext.Session(model, cache_dtype=dtype)
+        pass_ext.generate(model, whole[:, :length], max_new_tokens=1, eos_token_id=[], session=read)
+        pasts[length, dtype] = [tuple(x[:, : length - 1].clone() for x in layer) for layer in read.caches], length - 1
+    for case in cases:
+        sessions[case] = pass_ext.Session(model, room=case[0] + STEPS + 64, cache_dtype=case[1])
+
+    def seconds(case: tuple[int, Any, str], tokens: int) -> tuple[float, int]:
+        length, dtype, method = case
+        session, ids = sessions[case], whole[:, :length]
+        session.past = pasts[length, dtype]
+        begun = time.perf_counter()
+        result = pass_ext.generate(model, ids, methods[method], max_new_tokens=tokens, eos_token_id=[], session=session)
+        return time.perf_counter() - begun, result.stats.model_calls
+
+    times: dict[Any, list[float]] = {case: [] for case in cases}
+    for round_number in range(ROUNDS + 1):
+        for case in cases:
+            (first, calls), (all_calls, more) = seconds(case, 1), seconds(case, 1 + STEPS)
+            if round_number:  # the first round warms up
+                times[case].append(1e3 * (all_calls - first) / (more - calls))
+    rows = []
+    for length, dtype in itertools.product(LENGTHS, DTYPES):
+        row: dict[str, Any] = {"cache": _name(dtype), "tokens before": length}
+        rows.append(row | {f"{name}, ms": round(median(times[length, dtype, name]), 2) for name in methods})
+        print(json.dumps(rows[-1]))
+    return rows
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return "bfloat16" if dtype is None else str(dtype).removeprefix("torch.")
+
+
 def _common(text: list[int], other: list[int]) -> int:
     """The tokens before the first that differs."""
     return next((i for i, pair in enumerate(zip(text, other, strict=True)) if pair[0] != pair[1]), len(text))
@@ -70,7 +120,12 @@ def main() -> None:
         "machine": machine.describe_cpu(),
         "versions": machine.describe_versions(),
     }
-    RESULT.write_text(json.dumps({**begun, "rows": measure()}, indent=1) + "\n")
+    kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    if sys.argv[1:] == ["steps"]:
+        result = kept | {"steps": {**begun, "rows": measure_steps()}}
+    else:
+        result = kept | begun | {"rows": measure()}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

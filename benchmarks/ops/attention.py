@@ -54,14 +54,16 @@ from benchmarks.ops.contenders.inputs.distributions import require
 HEADS = [(32, 8, 128), (28, 4, 128), (9, 3, 64)]  # query heads, key heads, their size
 # A layer with a sliding window; FlashAttention 2, which does not split the keys of several queries, publishes 45 to 49 µs.
 WINDOWED = Spec(*HEADS[0], 1, 8192, 8, window=2048)
-# Forms of newer models: sinks (gpt-oss), two widths, and one latent (DeepSeek-V3 expanded, and absorbed, 16 of its 128 heads).
-_FORMS = [
+# Forms of newer models: sinks (gpt-oss), two widths, and one latent (DeepSeek-V3 expanded, and absorbed, 16 of its 128 heads),
+# of which rows see 2,048 keys (DeepSeek-V3.2); and a cache in 8 bits.
+FORMS = [
     Spec(64, 8, 64, 1, 8192, 8, has_sinks=True),
     Spec(16, 16, 192, 1, 8192, 8, width_of_values=128),
     Spec(16, 1, 576, 1, 8192, 8, width_of_values=512, is_latent=True),
     Spec(16, 1, 576, 1, 8192, 1, width_of_values=512, is_latent=True),
+    Spec(16, 1, 576, 1, 32768, 4, width_of_values=512, is_latent=True, listed=2048),
+    Spec(*HEADS[0], 1, 8192, 8, codes=torch.int8),
 ]
-FORMS = {"cpu": [*_FORMS, Spec(*HEADS[0], 1, 8192, 8, codes=torch.int8)], "cuda": _FORMS}
 BATCHES = {"cpu": (1, 8), "cuda": (1, 8, 64)}
 PREFIXES = {"cpu": (1024, 8192, 32768), "cuda": (1024, 8192, 32768, 131072)}
 NOT_PLANNED = {
@@ -109,7 +111,7 @@ def specs_for(options: argparse.Namespace) -> tuple[list[Spec], list[str]]:
         for prefix in PREFIXES[device]
         for nodes in (NODES if heads == HEADS[0] else NODES_OF_OTHERS)[device]
     ]
-    grid += [WINDOWED, *FORMS[device]]
+    grid += [WINDOWED, *FORMS]
     specs = [spec for spec in grid if why_left_out(spec, dtype, device) is None]
     first = FIRST[device]
     specs.sort(key=lambda spec: (first.index(spec) if spec in first else len(first), spec.nodes != USUAL_NODES[device]))
@@ -143,6 +145,7 @@ def heads_of(spec: Spec) -> str:
         f", window {spec.window}": spec.window >= 0,
         ", latent": spec.is_latent,
         ", sinks": spec.has_sinks,
+        f", lists of {spec.listed}": spec.listed > 0,
         f", {str(spec.codes).removeprefix('torch.')}": spec.codes is not None,
     }
     return f"{spec.heads}/{spec.kv_heads} × {width}{''.join(name for name, has in special.items() if has)}"
@@ -238,6 +241,8 @@ def why_not_tried(
         return "no window that goes by depth"
     if spec.has_sinks and not contender.has_sinks:
         return "no sinks"
+    if spec.listed and not contender.has_lists:
+        return "no lists of keys"
     if contender.compiles and compile_seconds_left[contender.name] <= 0:
         return f"the time to compile it, {COMPILE_SECONDS[device]} s, is spent, or the run is a quick one"
     return None
@@ -286,7 +291,7 @@ def why_not_timed(
 
 def judge(rows: list[Row], dtype: str) -> list[Aim]:
     """The aims of attention."""
-    forms = {heads_of(spec) for spec in FORMS["cpu"]}  # without aims
+    forms = {heads_of(spec) for spec in FORMS}  # without aims
     lines = [line for line in lines_of({"rows": rows}) if line[0]["labels"]["heads"] not in forms]
     if any(row["how"] == "graph" for row in rows):
         return judge_gpu(rows, [line for line in lines if (line[0]["how"], line[0]["cache"]) == ("graph", "cold")])

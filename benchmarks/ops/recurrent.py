@@ -4,7 +4,8 @@ PyTorch node by node, transformers' own functions of one token with a state per 
 
 A case is one layer of one request: a binary tree of so many rows, a chain of as many. A commit is that of the path to the
 tree's last node in COMMITTED layers, because a step commits all its layers in one call. Cold: the caches are swept, as the
-layers between two uses of a state sweep them.
+layers between two uses of a state sweep them. A cold call's own code and data are swept too: what that costs is the time of
+a layer of one small head, whose state is nothing to read.
 A tree's limit: its bytes, of which the state is most; or, if it takes longer, its arithmetic. A node takes three (delta: four)
 vector operations for as many elements of the state as a vector has, at the speed of a large float32 product.
 """
@@ -31,6 +32,8 @@ LAYERS = {  # heads, key heads, dk, dv, K, form; Qwen3.5-4B's layers are Qwen3-N
     "Kimi Linear": (32, 32, 128, 128, 4, "delta, channels"),
     "Mamba-2": (128, 8, 128, 64, 4, "additive"),
 }
+ONE_HEAD = "one small head"
+SHAPES = LAYERS | {ONE_HEAD: (1, 1, 16, 16, 4, "delta")}
 ROWS = (1, 4, 8, 16, 64)
 CHAINS = (256, 1024)  # prompts: against the chunk alone
 PLAIN = "PyTorch"
@@ -195,14 +198,15 @@ def check_errors(case: Case) -> None:
 def make_plan(options: argparse.Namespace) -> Plan:
     """Every layer with every number of rows, and long chains; four rows of the first layer with --quick."""
     sizes = [(layer, rows) for layer in LAYERS for rows in (*ROWS, *CHAINS)]
-    if options.quick:
-        sizes = sizes[1:2]
-    labels = [f"{op}, {layer}, {rows} rows" for layer, rows in sizes for op in ops_of(rows)]
+    sizes = [*(sizes[1:2] if options.quick else sizes), (ONE_HEAD, 1)]
+    labels = [f"{op}, {layer}, {rows} rows" for layer, rows in sizes for op in ops_of(layer, rows)]
     return Plan(labels, make_cases(options, sizes), counts_flops=True)
 
 
-def ops_of(rows: int) -> dict[str, tuple[Contender, ...]]:
+def ops_of(layer: str, rows: int) -> dict[str, tuple[Contender, ...]]:
     """The jobs of so many rows, and who does them."""
+    if layer == ONE_HEAD:
+        return {"tree": CONTENDERS["tree"]}
     if rows in ROWS:
         return CONTENDERS
     return {"chain": tuple(contender for contender in CONTENDERS["chain"] if contender.name != PLAIN)}
@@ -220,7 +224,7 @@ def make_cases(options: argparse.Namespace, sizes: list[tuple[str, int]]) -> Ite
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     for layer, rows in sizes:
-        heads, key_heads, dk, dv, taps, form = LAYERS[layer]
+        heads, key_heads, dk, dv, taps, form = SHAPES[layer]
         parents = [(i - 1) // 2 if i else -1 for i in range(rows)]
         q, k = (functional.normalize(random(rows, key_heads, dk), dim=-1).to(dtype) for _ in range(2))
         v, channels = random(rows, heads, dv).to(dtype), 2 * key_heads * dk + heads * dv
@@ -255,7 +259,7 @@ def make_cases(options: argparse.Namespace, sizes: list[tuple[str, int]]) -> Ite
             "commit": 8 * COMMITTED * state.numel(),
         }
         flops = dict.fromkeys(("tree", "chain"), (6 if form == "additive" else 8) * rows * state.numel())
-        for op, contenders in ops_of(rows).items():
+        for op, contenders in ops_of(layer, rows).items():
             labels: dict[str, str | int] = {"op": op, "layer": layer, "rows": rows}
             yield Case(
                 labels, contenders, [inputs[op]], fewest_bytes=fewest[op], check=check_errors,
@@ -283,6 +287,12 @@ def judge(rows: list[Row]) -> list[Aim]:
     commits = [line for line in cold if line[0]["labels"]["op"] == "commit"]
     trees = [line for line in lines if line[0]["labels"]["op"] == "tree" and line[0]["labels"]["rows"] == 16]
     steps = [line for line in lines if line[0]["labels"]["op"] != "chain"]
+    ours = [row for row in rows_of_ours(rows) if row["labels"]["op"] == "tree" and row["cache"] == "cold"]
+    call = min((row["median_us"] for row in ours if row["labels"]["layer"] == ONE_HEAD), default=0.0)
+    cold_trees = [row for row in ours if row["labels"]["layer"] != ONE_HEAD]
+    without_call = [
+        row | {"of_limit": row["of_limit"] * row["median_us"] / max(row["median_us"] - call, 1.0)} for row in cold_trees
+    ]
     costs = {
         f"{line[0]['labels']['layer']}, {line[0]['labels']['rows']} rows": 1 / row["times_ours"]
         for line in commits
@@ -292,13 +302,8 @@ def judge(rows: list[Row]) -> list[Aim]:
     return [
         at_least("a tree of 16 rows: 3 × faster than node by node", 3, times_of(trees, PLAIN, name)),
         at_least("a tree of 16 rows: 3 × faster than transformers' function", 3, times_of(trees, TOKENS, name)),
-        share_of(
-            "trees, cold: at least 50 % of the limit",
-            "of_limit",
-            0.5,
-            [row for row in rows_of_ours(rows) if row["labels"]["op"] == "tree" and row["cache"] == "cold"],
-            name,
-        ),
+        share_of("trees, cold: at least 50 % of the limit", "of_limit", 0.5, cold_trees, name),
+        share_of(f"the same without {call:.0f} us, a call on one small head", "of_limit", 0.5, without_call, name),
         Aim(
             "commits, cold: at most 1.2 × reading and writing the state",
             all(value <= 1.2 for value in costs.values()),

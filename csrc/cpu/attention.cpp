@@ -34,7 +34,8 @@ struct Unit {
 
   explicit Unit(const AttentionTask& task)
       : task(task),
-        chunk_tiles(pass_ext::chunk_tiles(task.problem->kv_heads, task.request.nodes, task.end_tile)),
+        chunk_tiles(pass_ext::chunk_tiles(task.problem->kv_heads, task.tiles->is_listed() ? 1 : task.request.nodes,
+                                          task.end_tile)),
         chunks((task.end_tile + chunk_tiles - 1) / chunk_tiles - task.first_tile / chunk_tiles),
         unfinished(chunks) {}
 
@@ -113,23 +114,42 @@ class Worker {
 };
 
 struct Units {
-  std::vector<std::unique_ptr<AttentionTiles>> tiles;  // of each request that has nodes
+  std::vector<std::unique_ptr<AttentionTiles>> tiles;  // of each request that has nodes, or of each row with a list
   std::vector<std::unique_ptr<Unit>> all;
 };
 
-Units units_of(const AttentionProblem& problem, CodeType codes) {
+// Rows that belong to no request or see nothing: out 0, lse -inf.
+void clear_rows(const AttentionProblem& problem, int64_t begin, int64_t end) {
+  const int64_t row_bytes = int64_t{problem.heads} * problem.value_dim * (problem.type == FloatType::float32 ? 4 : 2);
+  std::memset(static_cast<char*>(problem.out) + begin * row_bytes, 0, (end - begin) * row_bytes);
+  std::fill(problem.lse + begin * problem.heads, problem.lse + end * problem.heads, -kInfinity);
+}
+
+Units units_of(const AttentionProblem& problem, CodeType codes, const KeyLists& lists) {
   Units units;
+  const auto add = [&](const AttentionRequest& request, const AttentionTiles* tiles, int32_t begin, int32_t end) {
+    for (int32_t head = 0; head < problem.kv_heads; ++head)
+      for (int32_t first = begin; first < end; first += kTaskRows)
+        units.all.push_back(std::make_unique<Unit>(AttentionTask{&problem, codes, request, tiles, head, first,
+                                                                 std::min(kTaskRows, end - first), tiles->first_tile(),
+                                                                 tiles->end_tile()}));
+  };
   for (int64_t b = 0; b < problem.requests; ++b) {
     const AttentionRequest request = request_of<true>(problem, b);
     if (request.nodes == 0) continue;
-    units.tiles.push_back(std::make_unique<AttentionTiles>(problem, request));
-    const AttentionTiles* tiles = units.tiles.back().get();
-    const int32_t rows = request.nodes * problem.group;
-    for (int32_t head = 0; head < problem.kv_heads; ++head)
-      for (int32_t first = 0; first < rows; first += kTaskRows)
-        units.all.push_back(std::make_unique<Unit>(AttentionTask{&problem, codes, request, tiles, head, first,
-                                                                 std::min(kTaskRows, rows - first), tiles->first_tile(),
-                                                                 tiles->end_tile()}));
+    if (!lists.keys) {
+      units.tiles.push_back(std::make_unique<AttentionTiles>(problem, request));
+      add(request, units.tiles.back().get(), 0, request.nodes * problem.group);
+    }
+    for (int32_t node = 0; lists.keys && node < request.nodes; ++node) {
+      auto tiles = std::make_unique<AttentionTiles>(problem, request, lists, node);
+      if (tiles->end_tile() == 0) {  // the row sees nothing
+        clear_rows(problem, request.first + node, request.first + node + 1);
+        continue;
+      }
+      add(request, tiles.get(), node * problem.group, (node + 1) * problem.group);
+      units.tiles.push_back(std::move(tiles));
+    }
   }
   return units;
 }
@@ -148,16 +168,9 @@ void Worker::run(Unit& unit, int32_t chunk, Pool& pool) {
   pool.give_back(unit.memory);
 }
 
-// Rows that belong to no request: out 0, lse -inf.
-void clear_rows(const AttentionProblem& problem, int64_t begin, int64_t end) {
-  const int64_t row_bytes = int64_t{problem.heads} * problem.value_dim * (problem.type == FloatType::float32 ? 4 : 2);
-  std::memset(static_cast<char*>(problem.out) + begin * row_bytes, 0, (end - begin) * row_bytes);
-  std::fill(problem.lse + begin * problem.heads, problem.lse + end * problem.heads, -kInfinity);
-}
-
 }  // namespace
 
-void check_attention_values(const char* op, const AttentionProblem& problem) {
+void check_attention_values(const char* op, const AttentionProblem& problem, const KeyLists& lists) {
   check_bounds(op, problem.cu_nodes, problem.requests, problem.rows, problem.max_nodes);
   for (int64_t b = 0; b < problem.requests; ++b) {
     const int64_t first = problem.cu_nodes[b], nodes = problem.cu_nodes[b + 1] - first;
@@ -179,21 +192,34 @@ void check_attention_values(const char* op, const AttentionProblem& problem) {
         if (problem.depths[i] < 0 || problem.depths[i] >= nodes)
           refuse(op, "depths must be in [0, ", nodes, ") (the nodes of request ", b, "), got ", problem.depths[i],
                  " at ", i);
+    for (int64_t row = first; lists.keys && row < first + nodes; ++row) {
+      const int32_t* const list = lists.keys + row * lists.stride;
+      for (int32_t i = 0; i < lists.size; ++i) {
+        const bool has_ended = i > 0 && list[i - 1] == -1;
+        if (list[i] == -1 ||
+            (list[i] >= 0 && list[i] < prefix + nodes && !has_ended && (i == 0 || list[i] > list[i - 1])))
+          continue;
+        refuse(op, "key_lists must name keys in [0, ", prefix + nodes, ") (prefix and nodes of request ", b,
+               ") in ascending order and then be -1, got ", list[i],
+               i > 0 ? " after " + std::to_string(list[i - 1]) : "", " at row ", row, ", ", i);
+      }
+    }
   }
 }
 
-void attend_on_cpu(const AttentionProblem& problem, CodeType codes) {
+void attend_on_cpu(const AttentionProblem& problem, CodeType codes, const KeyLists& lists) {
   if (problem.rows == 0 || problem.heads == 0) return;  // the outputs are null
   clear_rows(problem, 0, problem.requests ? problem.cu_nodes[0] : problem.rows);
   if (problem.requests) clear_rows(problem, problem.cu_nodes[problem.requests], problem.rows);
 
-  const Units units = units_of(problem, codes);
+  const Units units = units_of(problem, codes, lists);
   std::vector<std::pair<Unit*, int32_t>> tasks;
   double work = 0.0;
   for (const auto& unit : units.all) {
     for (int32_t chunk = 0; chunk < unit->chunks; ++chunk) tasks.emplace_back(unit.get(), chunk);
-    const AttentionRequest& request = unit->task.request;
-    work += double(unit->task.rows) * (request.keys() - request.begin) * (problem.head_dim + problem.value_dim);
+    const AttentionTask& task = unit->task;
+    const int32_t keys = task.tiles->first_place(task.end_tile) - task.tiles->first_place(task.first_tile);
+    work += double(task.rows) * keys * (problem.head_dim + problem.value_dim);
   }
   static Pool pool;
   std::atomic<size_t> next{0};
@@ -207,11 +233,23 @@ void attend_on_cpu(const AttentionProblem& problem, CodeType codes) {
   for_each_piece(std::max<int64_t>(1, threads), run);
 }
 
+void encode_on_cpu(CodeType codes, FloatType type, const void* from, void* to, int64_t rows, int32_t dim) {
+  const auto run = [&](auto number) {
+    const auto* numbers = static_cast<const decltype(number)*>(from);
+    PASS_EXT_AT_ISA(encode_rows(codes, numbers, static_cast<uint8_t*>(to), rows, dim));
+  };
+  switch (type) {
+    case FloatType::bfloat16: return run(bfloat16{});
+    case FloatType::float16: return run(float16{});
+    case FloatType::float32: return run(0.0f);
+  }
+}
+
 namespace {
 
-void check_and_attend(const AttentionProblem& problem, CodeType codes, const Tensor&) {
-  check_attention_values("attention_tree", problem);
-  attend_on_cpu(problem, codes);
+void check_and_attend(const AttentionProblem& problem, CodeType codes, const KeyLists& lists, const Tensor&) {
+  check_attention_values("attention_tree", problem, lists);
+  attend_on_cpu(problem, codes, lists);
 }
 
 void merge(const MergeProblem& problem, const Tensor&) {

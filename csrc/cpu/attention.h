@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/attention.h"
+#include "core/attention_lists.h"
 #include "core/quantized.h"
 #include "cpu/attention_tiles.h"
 
@@ -53,8 +54,10 @@ struct AttentionScratch {
 };
 
 // Refuses values out of range. On CUDA this check would need a synchronisation.
-void check_attention_values(const char* op, const AttentionProblem& problem);
+void check_attention_values(const char* op, const AttentionProblem& problem, const KeyLists& lists = {});
 // Fills in problem.out and problem.lse. The values are checked.
-void attend_on_cpu(const AttentionProblem& problem, CodeType codes);
+void attend_on_cpu(const AttentionProblem& problem, CodeType codes, const KeyLists& lists = {});
+// Rows [rows, dim] of keys or values in `type` as rows of codes, one after the other.
+void encode_on_cpu(CodeType codes, FloatType type, const void* from, void* to, int64_t rows, int32_t dim);
 
 }  // namespace pass_ext

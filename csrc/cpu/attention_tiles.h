@@ -6,6 +6,8 @@
 // which changes no sum, and a row sees its path in the order of the text. So whatever else lies in a tile, a row adds
 // the same numbers in the same groups. (A tile that would hold more than kTileKeys keys is cut; its rows may then
 // differ in rounding.)
+// A row with a list has tiles of its own: a listed key's column is its place in the list. So its bits are those of its
+// list, and a list of all that a row sees changes none.
 #pragma once
 
 #include <algorithm>
@@ -13,6 +15,7 @@
 #include <vector>
 
 #include "core/attention.h"
+#include "core/attention_lists.h"
 
 namespace pass_ext {
 
@@ -46,22 +49,53 @@ class AttentionTiles {
     std::stable_sort(nodes_.begin(), nodes_.end(), [&](int32_t a, int32_t b) { return tile_of[a] < tile_of[b]; });
   }
 
+  // Of one row with a list.
+  AttentionTiles(const AttentionProblem& problem, const AttentionRequest& request, const KeyLists& lists, int32_t node)
+      : prefix_(request.prefix), begin_(0), first_node_tile_(0), is_listed_(true) {
+    for (int32_t i = 0; i < lists.size; ++i) {
+      const int32_t key = listed_key(problem, request, lists, node, i);
+      if (key >= 0) listed_.push_back(key);
+    }
+  }
+
+  bool is_listed() const { return is_listed_; }
   int32_t first_tile() const { return begin_ / kTileColumns; }
-  int32_t end_tile() const { return first_node_tile_ + static_cast<int32_t>(ends_.size()); }
+  int32_t end_tile() const {
+    return is_listed_ ? (listed() + kTileColumns - 1) / kTileColumns
+                      : first_node_tile_ + static_cast<int32_t>(ends_.size());
+  }
   // The first place of a tile, or the number of keys.
   int32_t first_place(int32_t tile) const {
+    if (is_listed_) return std::min(tile * kTileColumns, listed());
     if (tile <= first_node_tile_) return std::max(begin_, tile * kTileColumns);
     return prefix_ + ends_[tile - 1 - first_node_tile_];
   }
-  bool is_reordered() const { return !nodes_.empty(); }
+  // The places from `place` on, at most `most`, whose keys follow each other, in the prefix or behind it.
+  int32_t run_at(int32_t place, int32_t most) const {
+    const int32_t first = key_at(place), in_prefix = prefix_ - first;
+    if (is_listed_) {
+      int32_t run = 1;
+      while (run < most && run != in_prefix && key_at(place + run) == first + run) ++run;
+      return run;
+    }
+    if (nodes_.empty()) return most;
+    return in_prefix > 0 ? std::min(most, in_prefix) : 1;
+  }
   // The key at a place.
   int32_t key_at(int32_t place) const {
+    if (is_listed_) return listed_[place];
     return nodes_.empty() || place < prefix_ ? place : prefix_ + nodes_[place - prefix_];
+  }
+
+  // True if every node of the task sees all keys at places [first, first + count).
+  bool all_see(const AttentionProblem& problem, const AttentionRequest& request, int32_t first, int32_t count) const {
+    return is_listed_ || pass_ext::all_see<true>(problem, request, first, count);
   }
 
   // The keys at places [first, first + 64) that a node sees: bit i for place first + i.
   uint64_t visible(const AttentionProblem& problem, const AttentionRequest& request, int32_t node,
                    int32_t first) const {
+    if (is_listed_) return ~uint64_t{0};
     const uint64_t seen = visible_keys<true>(problem, request, node, first);
     if (nodes_.empty() || first + 64 <= prefix_) return seen;
     uint64_t word = seen & ones_below(int64_t{prefix_} - first);
@@ -80,9 +114,13 @@ class AttentionTiles {
     return std::max(seen - 1, 0);
   }
 
+  int32_t listed() const { return static_cast<int32_t>(listed_.size()); }
+
   int32_t prefix_, begin_, first_node_tile_;
-  std::vector<int32_t> ends_;   // the nodes up to each tile's end, from the tile of column prefix on
-  std::vector<int32_t> nodes_;  // nodes by place; empty if they lie in their own order
+  bool is_listed_ = false;
+  std::vector<int32_t> listed_;  // keys by place
+  std::vector<int32_t> ends_;    // the nodes up to each tile's end, from the tile of column prefix on
+  std::vector<int32_t> nodes_;   // nodes by place; empty if they lie in their own order
 };
 
 }  // namespace pass_ext

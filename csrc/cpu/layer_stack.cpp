@@ -2,6 +2,7 @@
 // layer_before_attention, attention_tree, layer_after_attention, step_rms_norm and linear_rows called one by one.
 //   x <- x + deep[l][slot of the row]                        for rows of slots
 //   x <- layer_after_attention(attention_tree(q, k, v), x)   q, k, v = layer_before_attention(x)
+//        with quantize_rows of k and v                       if the caches are in 8 bits
 //        with adapter_rows_ behind each product              for rows of slots
 //   out = head normed(x[wanted])                             behind the last layer
 #include <torch/csrc/stable/library.h>
@@ -216,7 +217,10 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
   const Tensor x = contiguous_of(op, "x", input);
   const int64_t out_rows = wanted ? wanted->size(0) : rows;
   const Tensor out = empty_of_shape(op, x, {out_rows, head ? head->size(0) : width});
-  const Tensor fresh_rows = empty_of_shape(op, x, {2 * count, rows, kv_heads, head_dim});
+  const CodeType codes = codes_of(caches.tensor(0));
+  const int64_t row_width = head_dim + (codes == CodeType::none ? 0 : kCodeHeader);  // of a key or value in the caches
+  const Tensor fresh_rows = empty_of_shape(op, x, {2 * count, rows, kv_heads, row_width},
+                                           codes == CodeType::none ? x.scalar_type() : caches.tensor(0).scalar_type());
   const Tensor q = empty_of_shape(op, x, {rows, heads, head_dim});
   check_queries(op, q);
 
@@ -240,9 +244,9 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
   const AttentionResult attended =
       prepare_attention(op,
                         {q, first_keys, first_values, prefix_lens, cu_nodes, visible, max_nodes, none, none, none,
-                         depths, attention_scale, softcap, has_window ? 1 : -1, none, -1, CodeType::none},
+                         depths, attention_scale, softcap, has_window ? 1 : -1, none, -1, codes},
                         problem);
-  const KeyRows fresh_layout{nullptr, 0, kv_heads * head_dim, head_dim};
+  const KeyRows fresh_layout{nullptr, 0, kv_heads * row_width, row_width};
   problem.k_new = problem.v_new = fresh_layout;
   problem.k_new.data = problem.v_new.data = problem.q;  // any rows, for check_attention_values
   if (rows == 0 || width == 0) return {out, fresh_rows};
@@ -279,18 +283,25 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
       stream = buffers[1];
     }
     const int64_t new_numbers = rows * kv_heads * head_dim;
+    const int64_t new_bytes = rows * kv_heads * row_width * (codes == CodeType::none ? int64_t{sizeof(T)} : 1);
+    thread_local Buffer uncoded;  // a layer's keys and values in front of their codes
+    T* const numbers = codes == CodeType::none
+                           ? nullptr
+                           : reinterpret_cast<T*>(uncoded.at_least((2 * new_numbers * sizeof(T) + 3) / sizeof(float)));
     const auto run_layer = [&](int64_t l) {
-      T* const k = output_of<T>(fresh_rows) + 2 * l * new_numbers;
+      char* const fresh = output_of<char>(fresh_rows) + 2 * l * new_bytes;
+      T* const k = numbers ? numbers : reinterpret_cast<T*>(fresh);
       T* const v = k + new_numbers;
       if (deep) deep_rows.add(l, const_cast<T*>(stream), width);
       before_attention(stack[l].before, added[l], options, rotations[rotates[l]], stream, rows, queries, k, v);
       problem.k_cache = cache_rows[2 * l];
       problem.v_cache = cache_rows[2 * l + 1];
-      problem.k_new.data = k;
-      problem.v_new.data = v;
+      if (numbers) encode_on_cpu(codes, problem.type, k, fresh, 2 * rows * kv_heads, problem.head_dim);
+      problem.k_new.data = fresh;
+      problem.v_new.data = fresh + new_bytes;
       problem.window = static_cast<int32_t>(windows[l]);
       problem.depths = windows[l] == -1 ? nullptr : depth_rows;
-      attend_on_cpu(problem, CodeType::none);
+      attend_on_cpu(problem, codes);
       T* const to = buffers[l % 2];
       const LayerAdapters<T>& next = l + 1 < count ? added[l + 1] : no_adapters;
       after_attention(stack[l].after, added[l], next, options, static_cast<const T*>(problem.out), stream, rows, to);

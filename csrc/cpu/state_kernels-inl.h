@@ -1,7 +1,8 @@
 // Committing a path to recurrent states on the CPU, at one instruction set (see each_isa.h). Each element is read once,
 // updated by every node of the path in order, and written once. The problem: core/state.h.
 
-constexpr int kLines = 2, kVectors = 4;  // of a state, which are updated together
+constexpr int kVectors = 8;   // of a state, which are updated together
+constexpr int kAhead = 1024;  // numbers between an update and the line that it fetches: while nodes are computed
 
 template <typename T>
 inline Floats load_strided(const T* from, int64_t distance, int64_t count) {
@@ -59,6 +60,7 @@ inline void replay_vectors(const RecurrentState& state, const HeadPath path, int
   for (int l = 0; l < lines; ++l)
     for (int j = 0; j < vectors; ++j) {
       float* const from = at + l * line_distance + j * width;
+      __builtin_prefetch(from + kAhead, 0, 2);
       value[l][j] = is_whole ? load(from) : load_strided(from, distance, left);
       if (decay != Decay::element) continue;
       const int64_t i = along + j * width;
@@ -94,19 +96,21 @@ inline void replay_vectors(const RecurrentState& state, const HeadPath path, int
     }
 }
 
-template <Decay decay, bool by_rows>
+// In memory's order, if the lines lie side by side: a long one after the other, or two short ones together.
+template <Decay decay, bool by_rows, int together>
 inline void replay_as(const RecurrentState& state, int64_t slot, int64_t head, const HeadPath path) {
-  constexpr int64_t block = kVectors * Floats::width;
+  constexpr int vectors = kVectors / together;
+  constexpr int64_t block = vectors * Floats::width;
   const StateLayout& layout = state.layout;
   const int64_t lines = by_rows ? state.dv : state.dk, length = by_rows ? state.dk : state.dv;
   const int64_t line_distance = by_rows ? layout.column : layout.row, distance = by_rows ? layout.row : layout.column;
   const int64_t blocks = distance == 1 ? length / block * block : 0;
-  for (int64_t line = 0; line < lines; line += kLines) {
+  for (int64_t line = 0; line < lines; line += together) {
     float* const at = state.data + layout.offset(slot, head) + line * line_distance;
-    const bool has_all_lines = line + kLines <= lines;
+    const bool has_all_lines = line + together <= lines;
     for (int64_t i = has_all_lines ? 0 : blocks; i < blocks; i += block)
-      replay_vectors<decay, by_rows, true, kLines, kVectors>(state, path, head, at + i, line, i, block);
-    for (int64_t l = line; l < line + kLines && l < lines; ++l)
+      replay_vectors<decay, by_rows, true, together, vectors>(state, path, head, at + i, line, i, block);
+    for (int64_t l = line; l < line + together && l < lines; ++l)
       for (int64_t i = has_all_lines ? blocks : 0; i < length; i += Floats::width)
         replay_vectors<decay, by_rows, false, 1, 1>(state, path, head, at + (l - line) * line_distance + i * distance,
                                                     l, i, length - i);
@@ -116,13 +120,20 @@ inline void replay_as(const RecurrentState& state, int64_t slot, int64_t head, c
 inline void replay_path(const RecurrentState& state, int64_t slot, int64_t head, const int64_t* rows, int64_t count,
                         const float* prepared) {
   const HeadPath path{rows, count, prepared};
-  const auto replay = [&](auto order) {
+  const auto replay_lines = [&](auto order, auto lines) {
     constexpr bool by_rows = decltype(order)::value;
+    constexpr int together = decltype(lines)::value;
     switch (state.decay.kind) {
-      case Decay::head: return replay_as<Decay::head, by_rows>(state, slot, head, path);
-      case Decay::channel: return replay_as<Decay::channel, by_rows>(state, slot, head, path);
-      case Decay::element: return replay_as<Decay::element, by_rows>(state, slot, head, path);
+      case Decay::head: return replay_as<Decay::head, by_rows, together>(state, slot, head, path);
+      case Decay::channel: return replay_as<Decay::channel, by_rows, together>(state, slot, head, path);
+      case Decay::element: return replay_as<Decay::element, by_rows, together>(state, slot, head, path);
     }
+  };
+  const auto replay = [&](auto order) {
+    if ((decltype(order)::value ? state.dk : state.dv) % (kVectors * Floats::width) == 0)
+      replay_lines(order, std::integral_constant<int, 1>{});
+    else
+      replay_lines(order, std::integral_constant<int, 2>{});
   };
   if (state.layout.row == 1 && state.layout.column != 1)
     replay(std::true_type{});

@@ -10,6 +10,9 @@
 // A forked child has none of its parent's threads. OpenMP would wait for them without end, so all jobs of a child go to
 // a pool of its own.
 //
+// A container may have less processor time than processors. Threads that wait would use it up, and then all of them
+// stand still until the next period: so there are no more threads than the quota fills.
+//
 // In the pool a job lies in one of a few slots while it is open; free threads look there, first spinning, then asleep.
 // A thread counts itself in before it looks at a slot's job, and the job's owner, having closed the slot, waits until
 // the count is 0: so no thread touches a job that has ended.
@@ -34,6 +37,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+
+#include "cpu/quota.h"
 
 namespace pass_ext {
 namespace {
@@ -347,8 +352,9 @@ class Crew {
     if (job.error) std::rethrow_exception(job.error);
   }
 
-  // A waiting thread's part.
-  void serve() {
+  // A waiting thread's part. Its place is the same in all jobs and calls, so that the weights that it reads lie near
+  // it.
+  void serve(int place) {
     in_piece = true;
     while (!over_.load(std::memory_order_acquire)) {
       const auto came = [&] {
@@ -360,10 +366,7 @@ class Crew {
       }
       slot_.inside.fetch_add(1);
       Job* const job = slot_.job.load();
-      if (job != nullptr) {
-        const int place = job->places.fetch_sub(1);
-        if (place > 0) job->work(place);
-      }
+      if (job != nullptr) job->work(place);
       slot_.inside.fetch_sub(1);
     }
     in_piece = false;
@@ -383,7 +386,10 @@ thread_local Crew* crew = nullptr;
 
 }  // namespace
 
-int64_t thread_count() { return torch::stable::get_num_threads(); }
+int64_t thread_count() {
+  static const int64_t most = processors_of_quota("");
+  return std::min<int64_t>(torch::stable::get_num_threads(), most);
+}
 
 void run_pieces(const Pieces& pieces) {
   if (crew != nullptr && !in_piece && pieces.count > 1) return crew->run(pieces);
@@ -409,7 +415,7 @@ void stand_by(void (*run)(void* function), void* function) {
   Avoidance::Clock::time_point ended{};
   Avoidance::Clock::duration lost{};
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    if (begin != 0) return members.serve();
+    if (begin != 0) return members.serve(static_cast<int>(begin));
     crew = end < threads ? &members : nullptr;  // else no other thread came
     try {
       run(function);
@@ -434,3 +440,5 @@ int64_t range_of(int64_t count, int64_t least) {
 }  // namespace pass_ext
 
 int pass_ext_always_pool(int always) { return pass_ext::avoidance.always.exchange(always != 0) ? 1 : 0; }
+
+int pass_ext_thread_count() { return static_cast<int>(pass_ext::thread_count()); }

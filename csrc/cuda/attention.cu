@@ -1,8 +1,11 @@
 // torch.ops.pass_ext.attention_tree and attention_merge on CUDA: checks, grid, workspace, launch, registration. The
-// kernels: cuda/attention.cuh, compiled by the other attention_*.cu, attention_combine.cuh, attention_plain.cuh and
-// attention_merge.cuh.
+// kernels: cuda/attention.cuh and attention_codes.cuh, compiled by the other attention_*.cu, attention_combine.cuh,
+// attention_plain.cuh, attention_codes_plain.cuh, attention_lists.cuh and attention_merge.cuh.
 #include <torch/csrc/stable/library.h>
 
+#include "cuda/attention_codes_plain.cuh"
+#include "cuda/attention_codes_plan.cuh"
+#include "cuda/attention_lists.cuh"
 #include "cuda/attention_merge.cuh"
 #include "cuda/attention_plain.cuh"
 #include "cuda/attention_plan.cuh"
@@ -12,11 +15,11 @@
 namespace pass_ext {
 namespace {
 
-// Refuses 16-bit K and V whose rows do not lie at multiples of 16 bytes: kernels copy 16 bytes at a time. A dimension
-// of size 1 may have any stride.
-void check_aligned_rows(const char* argument, const KeyRows& rows, int64_t outers, int64_t slots, int64_t heads) {
+// Refuses K and V in 16 or 8 bits whose rows do not lie at multiples of 16 bytes, so many `elements`: kernels copy 16
+// bytes at a time. A dimension of size 1 may have any stride.
+void check_aligned_rows(const char* argument, const KeyRows& rows, int64_t outers, int64_t slots, int64_t heads,
+                        int64_t elements) {
   constexpr const char* op = "attention_tree";
-  constexpr int64_t kElements = 8;
   if (reinterpret_cast<uintptr_t>(rows.data) % 16 != 0)
     refuse(op, argument, " must start at a multiple of 16 bytes on CUDA, got an address ",
            reinterpret_cast<uintptr_t>(rows.data) % 16, " beyond one (call .clone() once, outside the decoding loop)");
@@ -25,25 +28,35 @@ void check_aligned_rows(const char* argument, const KeyRows& rows, int64_t outer
     int64_t size, stride;
   } dims[] = {{"first", outers, rows.outer}, {"slot", slots, rows.slot}, {"head", heads, rows.head}};
   for (const auto& dim : dims)
-    if (dim.size > 1 && dim.stride % kElements != 0)
-      refuse(op, argument, " must have strides that are multiples of ", kElements, " elements (16 bytes) on CUDA, got ",
+    if (dim.size > 1 && dim.stride % elements != 0)
+      refuse(op, argument, " must have strides that are multiples of ", elements, " elements (16 bytes) on CUDA, got ",
              dim.stride, " in the ", dim.name, " dimension (call .contiguous() once, outside the decoding loop)");
 }
 
-void check_alignment(const AttentionProblem& problem) {
-  if (gpu::is_plain(problem)) return;
+void check_alignment(const AttentionProblem& problem, CodeType codes) {
+  const int64_t elements = codes == CodeType::none ? 8 : 16;
   if (reinterpret_cast<uintptr_t>(problem.q) % 16 != 0)
     refuse("attention_tree", "q must start at a multiple of 16 bytes on CUDA, got an address ",
            reinterpret_cast<uintptr_t>(problem.q) % 16, " beyond one (call .clone())");
-  check_aligned_rows("k_cache", problem.k_cache, problem.pages, problem.page_size, problem.kv_heads);
-  check_aligned_rows("v_cache", problem.v_cache, problem.pages, problem.page_size, problem.kv_heads);
+  check_aligned_rows("k_cache", problem.k_cache, problem.pages, problem.page_size, problem.kv_heads, elements);
+  check_aligned_rows("v_cache", problem.v_cache, problem.pages, problem.page_size, problem.kv_heads, elements);
   if (!problem.k_new.data) return;
-  check_aligned_rows("k_new", problem.k_new, 1, problem.rows, problem.kv_heads);
-  check_aligned_rows("v_new", problem.v_new, 1, problem.rows, problem.kv_heads);
+  check_aligned_rows("k_new", problem.k_new, 1, problem.rows, problem.kv_heads, elements);
+  check_aligned_rows("v_new", problem.v_new, 1, problem.rows, problem.kv_heads, elements);
 }
 
 // The blocks of the problem's kernel that run at once on one multiprocessor; asked once per kernel and device.
-int resident_blocks(const CudaScope& scope, const AttentionProblem& problem) {
+int resident_blocks(const CudaScope& scope, const AttentionProblem& problem, CodeType codes) {
+  if (codes != CodeType::none) {
+    int count = 0;
+    gpu::with_codes_shape(problem, [&](auto shape) {
+      using Shape = decltype(shape);
+      static ResidentBlocks resident;
+      count =
+          resident.count(scope.device(), gpu::codes_kernel_of<Shape>(), gpu::kAttentionThreads, Shape::kSharedBytes);
+    });
+    return count;
+  }
   return gpu::with_attention_shape(problem, [&](auto shape) {
     using Shape = decltype(shape);
     static ResidentBlocks resident;
@@ -52,20 +65,27 @@ int resident_blocks(const CudaScope& scope, const AttentionProblem& problem) {
   });
 }
 
-void attention_on_cuda(const AttentionProblem& problem, CodeType codes, const Tensor& q) {
-  if (codes != CodeType::none)
-    refuse("attention_tree", "k_cache must be of q's dtype on CUDA, got codes, which have no kernel there yet");
-  check_alignment(problem);
+void attention_on_cuda(const AttentionProblem& problem, CodeType codes, const KeyLists& lists, const Tensor& q) {
+  const bool has_codes = codes != CodeType::none;
+  const bool is_plain = lists.keys || (has_codes ? gpu::is_plain_of_codes(problem) : gpu::is_plain(problem));
+  if (!is_plain) check_alignment(problem, codes);
   if (problem.rows == 0 || problem.heads == 0) return;
   const CudaScope scope(q);
-  if (gpu::is_plain(problem)) {
+  if (is_plain && has_codes) {
+    gpu::launch_plain_codes_attention(problem, codes, lists, scope.stream());
+  } else if (lists.keys) {
+    gpu::launch_listed_attention(problem, lists, scope.stream());
+  } else if (is_plain) {
     gpu::launch_plain_attention(problem, scope.stream());
   } else {
-    const int64_t resident = int64_t{scope.multiprocessors()} * resident_blocks(scope, problem);
+    const int64_t resident = int64_t{scope.multiprocessors()} * resident_blocks(scope, problem, codes);
     const gpu::AttentionPlan plan =
         gpu::plan_attention(problem, between(resident, 1, gpu::kMostBlocks), scope.multiprocessors());
     const Tensor workspace = empty_of_shape("attention_tree", q, {plan.workspace}, ScalarType::Float);
-    gpu::launch_attention(problem, plan, output_of<float>(workspace), scope.stream());
+    if (has_codes)
+      gpu::launch_codes_attention(problem, codes, plan, output_of<float>(workspace), scope.stream());
+    else
+      gpu::launch_attention(problem, plan, output_of<float>(workspace), scope.stream());
   }
   gpu::launch_sinks(problem, scope.stream());
   check_launch("attention_tree");

@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "core/attention.h"
+#include "core/attention_lists.h"
 #include "core/quantized.h"
 #include "host/packed.h"
 
@@ -109,6 +110,19 @@ inline const float* checked_sinks(const char* op, const OptionalTensor& sinks, i
   return data_of<float>(op, "sinks", *sinks);
 }
 
+// The list of each of `rows` rows; rows may be strided.
+inline KeyLists checked_lists(const char* op, const OptionalTensor& lists, const Tensor& q) {
+  if (!lists) return {};
+  check_dtype(op, "key_lists", *lists, {ScalarType::Int});
+  check_dim(op, "key_lists", *lists, 2, "[N, keys of a row]");
+  check_size(op, "key_lists", *lists, 0, q.size(0), "the packed nodes of q");
+  check_below(op, "key_lists", *lists, 1, kInt32Limit, "keys");
+  if (lists->size(1) < 1) refuse(op, "key_lists must have room for at least 1 key, got ", describe(*lists));
+  check_same_device(op, "key_lists", *lists, "q", q);
+  check_contiguous_rows(op, "key_lists", *lists);
+  return {data_of<int32_t>(op, "key_lists", *lists), lists->stride(0), static_cast<int32_t>(lists->size(1))};
+}
+
 inline void check_window(const char* op, int64_t window) {
   if (window < -1 || window == 0 || window > INT32_MAX)
     refuse(op, "window must be positive, or -1 for none, got ", window);
@@ -203,7 +217,7 @@ inline AttentionResult prepare_attention(const char* op, const AttentionArgument
 
 // The op with its torch signature; `run` fills in the outputs on its device.
 
-using RunAttention = void (*)(const AttentionProblem& problem, CodeType codes, const Tensor& q);
+using RunAttention = void (*)(const AttentionProblem& problem, CodeType codes, const KeyLists& lists, const Tensor& q);
 
 template <RunAttention run>
 AttentionResult attention_tree(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& prefix_lens,
@@ -211,18 +225,19 @@ AttentionResult attention_tree(const Tensor& q, const Tensor& k_cache, const Ten
                                const OptionalTensor& k_new, const OptionalTensor& v_new,
                                const OptionalTensor& block_table, const OptionalTensor& depths,
                                std::optional<double> scale, double softcap, int64_t window, const OptionalTensor& sinks,
-                               int64_t chunk) {
+                               int64_t chunk, const OptionalTensor& key_lists) {
   constexpr const char* op = "attention_tree";
   AttentionProblem problem{};
   check_queries(op, q);  // before they are copied
   const Tensor flat_q = contiguous_of(op, "q", q);
   const CodeType codes = codes_of(k_cache);
+  const KeyLists lists = checked_lists(op, key_lists, q);
   const AttentionResult result =
       prepare_attention(op,
                         {flat_q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table,
                          depths, scale, softcap, window, sinks, chunk, codes},
                         problem);
-  run(problem, codes, flat_q);
+  run(problem, codes, lists, flat_q);
   return result;
 }
 

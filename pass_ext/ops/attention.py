@@ -58,6 +58,7 @@ def attention_tree(
     window: int = -1,
     sinks: Tensor | None = None,
     chunk: int = -1,
+    key_lists: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of N packed nodes, ``q [N, Hq, D]``, over the KV cache of B requests: row i sees its request's prefix and the
     nodes in ``visible[i]``. Keys have D numbers, values Dv.
@@ -68,8 +69,8 @@ def attention_tree(
         k_cache, v_cache: ``[B, S, Hkv, D]`` and ``[B, S, Hkv, Dv]`` with any strides, numbers of a row contiguous (a
             ``[B, Hkv, S, D]`` cache comes through ``.transpose(1, 2)``), or pages ``[P, page, Hkv, D]`` beside a
             ``block_table``. Hq is any multiple of Hkv, Dv a multiple of 16 up to 512. Values may be the first numbers of the
-            keys, ``k_cache[..., :Dv]``. On the CPU keys and values may be in 8 bits, ``[..., 16 + D]`` as ``quantize_rows``
-            makes them, k_new and v_new then too; values are ``k_cache[..., :16 + Dv]`` if they are the keys' first numbers.
+            keys, ``k_cache[..., :Dv]``. Keys and values may be in 8 bits, ``[..., 16 + D]`` as ``quantize_rows`` makes them,
+            k_new and v_new then too; values are ``k_cache[..., :16 + Dv]`` if they are the keys' first numbers.
         prefix_lens: ``[B]`` int32, committed tokens of each request: its slots ``[0, prefix_len)``.
         cu_nodes: ``[B + 1]`` int32; request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``. Equal bounds: a padded request. Rows
             after the last bound belong to no request.
@@ -89,6 +90,9 @@ def attention_tree(
             ``out * e^lse / (e^lse + e^sink)``, lse stays as it is. -inf is none.
         chunk: a node at position ``prefix_len + depth`` sees only keys of its own chunk: positions from
             ``position // chunk * chunk`` on. -1 is off. With a window too, both must hold.
+        key_lists: ``[N, L]`` int32: row i sees, of the keys that all of the above leave to it, only those in ``key_lists[i]``,
+            and no other is read. Key p is position p of the prefix, key ``prefix_len + j`` is node j; ascending, then -1. Rows
+            may be strided. None: all keys.
 
     Returns:
         ``(out [N, Hq, Dv] in q's dtype, lse [N, Hq] float32)``; lse is the natural log of the sum of exponentials, without a
@@ -97,9 +101,10 @@ def attention_tree(
     Keys that no row sees never reach a result: unused slots, page padding and hidden nodes may hold NaN. Sums have a fixed
     order: the same call gives the same bits.
 
-    The CPU refuses lengths, bounds, depths and pages that are out of range. On CUDA values are not checked, to avoid a
-    synchronisation: they are clamped, and a page outside the pool reads as zeros; ``pass_ext.set_debug(True)`` checks them
-    there too. Lengths, bounds, pages and depths may have any integer dtype; numbers outside int32 are out of range. No
+    The CPU refuses lengths, bounds, depths, pages and listed keys that are out of range. On CUDA values are not checked, to
+    avoid a synchronisation: they are clamped, a page outside the pool reads as zeros, and an entry of a list that names no
+    key, or none above the entry before it, is left out; ``pass_ext.set_debug(True)`` checks them there too. Lengths, bounds,
+    pages, depths and lists may have any integer dtype; numbers outside int32 are out of range. No
     gradients, reverse or forward: the op raises if an input requires one.
 
     Example:
@@ -117,6 +122,7 @@ def attention_tree(
     cu_nodes = integers("attention_tree", "cu_nodes", cu_nodes)
     block_table = integers("attention_tree", "block_table", block_table)
     depths = integers("attention_tree", "depths", depths)
+    key_lists = integers("attention_tree", "key_lists", key_lists)
     if _library.debug_enabled() and q.is_cuda and not torch.compiler.is_compiling():
         check_fits(
             k_cache,
@@ -128,11 +134,12 @@ def attention_tree(
             depths,
             window,
             chunk,
+            key_lists,
             nodes_in_cache=k_new is None,
         )
     out, lse = call(
         _op, q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale,
-        softcap, window, _in_float32(sinks), chunk,
+        softcap, window, _in_float32(sinks), chunk, key_lists,
     )  # fmt: skip
     return out, lse
 
@@ -152,10 +159,11 @@ def check_fits(
     depths: Tensor | None,
     window: int,
     chunk: int,
+    key_lists: Tensor | None,
     *,
     nodes_in_cache: bool,
 ) -> None:
-    """Raises IndexError for bounds, lengths, pages or depths that the CPU op refuses. Synchronises with the device."""
+    """Raises IndexError for bounds, lengths, pages, depths or lists that the CPU op refuses. Synchronises with the device."""
     op = "attention_tree"
     check_bounds(op, cu_nodes, rows, max_nodes)
     prefixes = prefix_lens.tolist()
@@ -180,6 +188,16 @@ def check_fits(
             if min(request_depths) < 0 or max(request_depths) >= nodes:
                 raise IndexError(
                     f"pass_ext::{op}: depths must be in [0, {nodes}) (the nodes of request {b}), got {request_depths}"
+                )
+        if key_lists is not None:
+            lists, keys = key_lists[first:last].long(), prefixes[b] + nodes
+            before = torch.nn.functional.pad(lists[:, :-1], (1, 0), value=-2)
+            follows = (lists > before) & (before != -1) & (lists >= 0) & (lists < keys)
+            if not bool((follows | (lists == -1)).all()):
+                row = first + int((~(follows | (lists == -1))).any(1).nonzero()[0])
+                raise IndexError(
+                    f"pass_ext::{op}: key_lists must name keys in [0, {keys}) (prefix and nodes of request {b}) in ascending "
+                    f"order and then be -1, got {key_lists[row].tolist()} at row {row}"
                 )
 
 

@@ -323,7 +323,8 @@ def layer_stack(
         x: ``[N, d]`` bfloat16, float16 or float32.
         layers: the weights, all with the same optional parts; or those of ``layer_pack``.
         caches: keys and values ``[B, S, Hk, D]`` of each layer, for ``attention_tree``; they are only read. Or one tensor of
-            all, ``[2 * layers, B, S, Hk, D]``, a layer's keys in front of its values.
+            all, ``[2 * layers, B, S, Hk, D]``, a layer's keys in front of its values. In x's dtype, or in 8 bits,
+            ``[..., 16 + D]`` as ``quantize_rows`` makes them.
         prefix_lens, cu_nodes, visible, max_nodes, depths: the step's trees, as in ``attention_tree``.
         head_dim: D.
         cos, sin: ``[N, D']`` as in ``step_rotary``, or ``[K, N, D']`` of K rotary embeddings; None: no rotary embedding.
@@ -344,7 +345,7 @@ def layer_stack(
 
     Returns:
         ``(out [N or W, V or d], new [2 * layers, N, Hk, D])``: the new rows' keys and values of each layer, as
-        ``cache_commit_`` takes them.
+        ``cache_commit_`` takes them: in the caches' dtype, in 8 bits ``[..., 16 + D]`` with the bits of ``quantize_rows``.
 
     A row has the same bits whatever the other requests are. For the CPU only. No gradients, reverse or forward: the op raises
     if an input requires one.
@@ -435,4 +436,4 @@ def _stack_shape(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows = x.shape[0] if wanted is None else wanted.shape[0]
     width = x.shape[1] if head is None else head.shape[0]
-    return x.new_empty((rows, width)), x.new_empty((2 * len(windows), x.shape[0], *caches[0].shape[-2:]))
+    return x.new_empty((rows, width)), caches[0].new_empty((2 * len(windows), x.shape[0], *caches[0].shape[-2:]))

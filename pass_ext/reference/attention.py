@@ -11,6 +11,7 @@ from torch import Tensor
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _HEADER = 16
+_MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 class AttentionTerms(NamedTuple):
@@ -68,6 +69,7 @@ def attention_terms(
     window: int = -1,
     sinks: Tensor | None = None,
     chunk: int = -1,
+    key_lists: Tensor | None = None,
     precision: torch.dtype = torch.float64,
 ) -> AttentionTerms:
     """``attention_tree`` with the terms that bound its error. In fp32 the result is that of the formula in plain PyTorch."""
@@ -81,6 +83,10 @@ def attention_terms(
         prefix = int(prefix_lens[b])
         nodes = slice(first, last)
         mask = attention_mask(prefix, visible[nodes], None if depths is None else depths[nodes], window, chunk)
+        for i, named in enumerate(() if key_lists is None else key_lists[nodes].tolist()):
+            listed = torch.zeros_like(mask[i])
+            listed[[key for key in named if key >= 0]] = True
+            mask[i] &= listed
         table = None if block_table is None else block_table[b]
         seen = mask.any(dim=0).nonzero().flatten()
         keys = _numbers(_rows_of(k_cache, k_new, b, table, prefix, first, seen), precision)
@@ -103,6 +109,18 @@ def _rows_of(
         page = cache.shape[1]
         rows = cache[table[in_cache // page].long(), in_cache % page]
     return rows if new is None else torch.cat([rows, new[first + keys[keys >= prefix] - prefix]])
+
+
+def quantized(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows ``[..., D]`` in dtype: as they are in a float dtype; else ``[..., 16 + D]`` in 8 bits, a header of 16 bytes that
+    begins with the row's scale in float32, and codes."""
+    if dtype in _FLOATS:
+        return rows
+    scale = (rows.float().abs().amax(-1, keepdim=True) / _MOST[dtype]).contiguous()
+    codes = (rows.float() / scale).nan_to_num(0.0).clamp(-_MOST[dtype], _MOST[dtype])
+    codes = (codes.round() if dtype is torch.int8 else codes).to(dtype)
+    zeros = codes.new_zeros((*rows.shape[:-1], _HEADER - 4), dtype=torch.uint8)
+    return torch.cat((scale.view(torch.uint8), zeros, codes.view(torch.uint8)), -1).view(dtype)
 
 
 def _numbers(rows: Tensor, precision: torch.dtype) -> Tensor:

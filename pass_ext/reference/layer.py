@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.reference.adapter import adapter_rows_
-from pass_ext.reference.attention import attention_tree
+from pass_ext.reference.attention import attention_tree, quantized
 from pass_ext.reference.linear import linear_rows
 from pass_ext.reference.step import step_gate, step_rms_norm, step_rotary
 
@@ -143,6 +143,8 @@ def layer_stack(
 ) -> tuple[Tensor, Tensor]:
     """x = after(attention_tree(before(x + deep[l])), x + deep[l]) for every layer; head normed(x[wanted]).
 
+    Keys and values are as the caches are, in 8 bits too.
+
     layers: ``LayerWeights`` of each. adapters: what ``adapter_rows_`` adds after each product, by its linear layer's name.
     """
 
@@ -164,6 +166,7 @@ def layer_stack(
             k_bias=weights.k_bias, v_bias=weights.v_bias, input_norm=weights.input_norm, q_norm=weights.q_norm,
             k_norm=weights.k_norm, cos=cos, sin=sin, **added, **norm,
         )  # fmt: skip
+        k, v = quantized(k, k_cache.dtype), quantized(v, v_cache.dtype)
         new += k, v
         attended, _ = attention_tree(
             q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new=k, v_new=v, depths=depths,

@@ -74,6 +74,9 @@ LIMITS = (
     Limit("walk_kernel<32, true, head>", "sm_100", "stack", 16, "a few spilled registers beside 32 rows"),
     Limit("walk_kernel<64, true, element>", "sm_100", "stack", 16, "the same beside 64 rows and their rates"),
     Limit("replay_kernel<false, 4, channel>", "sm_80", "stack", 8, "one spilled register"),
+    Limit("attention_codes_kernel*256, 4>>>", "sm_90", "stack", 8, "one spilled register beside 128 sums of a thread"),
+    Limit("attention_codes_kernel*256, 4>>>", "sm_100", "stack", 16, "three of them"),
+    Limit("plain_codes_kernel*", "sm_100", "stack", 8, "two spilled registers beside 16 columns of a lane"),
     Limit("*", ALL, "stack", 0, "local memory is device memory: one access costs as much as a miss"),
 
     # Registers: 65,536 of a multiprocessor over the threads that should be resident at once.
@@ -85,7 +88,11 @@ LIMITS = (
     Limit("scan_rows_kernel*", ALL, "registers", 80, "six blocks of 128 threads, each with 16 KB of bfloat16 in flight"),
     Limit("attention_kernel*16, 64, ?>>", ALL, "registers", 168, "three blocks of 128 threads"),
     Limit("attention_kernel*", ALL, "registers", 255, "two blocks of 128 threads; shared memory holds no third"),
+    Limit("attention_codes_kernel*16, 64, ?>>>", ALL, "registers", 168, "three blocks of 128 threads"),
+    Limit("attention_codes_kernel*", ALL, "registers", 255, "two blocks of 128 threads; shared memory holds no third"),
+    Limit("plain_codes_kernel*", ALL, "registers", 80, "wide rows: six blocks of 128 threads"),
     Limit("plain_attention_kernel<*16>", ALL, "registers", 72, "wide rows: seven blocks of 128 threads"),
+    Limit("listed_attention_kernel<*16>", ALL, "registers", 72, "the same"),
     Limit("attention_combine_kernel*", ALL, "registers", 128, "four blocks of 128 threads, 144 KB of loads in flight"),
     Limit("commit_kernel*", ALL, "registers", 96, "five blocks of 128 threads: 80 KB of loads in flight"),
     Limit("adapter_kernel*", ALL, "registers", 80, "three blocks of 256 threads; the loads of 16 ranks in flight"),

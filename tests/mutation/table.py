@@ -22,6 +22,7 @@ _ATTENTION = [
     "tests/ops/attention/test_attention.py",
     "tests/ops/attention/test_attention_masks.py",
     "tests/ops/attention/test_attention_one_row.py",
+    "tests/ops/attention/test_attention_lists.py",
 ]
 _GENERATE = [
     "tests/decoding/drafting/test_pass_drafter.py",
@@ -80,7 +81,7 @@ _CPP = _files_of_families() | {
     "core/half.h": ([], _CORE),
     "core/philox.h": ([], _CORE),
     "core/scalar.h": ([], _CORE),
-    "cpu/simd-inl.h": ([], _CORE),
+    "cpu/simd-inl.h": (["linear"], [*_CORE, "tests/ops/test_linear.py", "-k", "not thread"]),
     "core/logprobs.h": (["accept"], _LOGPROBS),
     "cpu/logprobs.h": (["accept"], _LOGPROBS),
     "cpu/support.h": (["accept"], _SUPPORT),
@@ -90,6 +91,7 @@ _CPP = _files_of_families() | {
     "cpu/rows_kernels-inl.h": (["rows"], [*_ROWS, *_SHARD]),
     "cpu/workers.h": (["accept", "draft", "linear"], ["tests/core/test_workers.py"]),
     "cpu/workers.cpp": (["workers"], ["tests/core/test_workers.py"]),
+    "cpu/quota.h": ([], ["tests/core/test_quota.py"]),
     "cpu/attention.h": (["attention"], _ATTENTION),
     "cpu/attention.cpp": (["attention"], _ATTENTION),
     "cpu/attention_kernels-inl.h": (["attention"], _ATTENTION),
@@ -113,6 +115,7 @@ _CPP = _files_of_families() | {
     "core/recurrent.h": (["recurrent", "state", "convolution"], _STATES),
     "core/recurrent-inl.h": (["recurrent", "state"], _STATES),
     "core/state.h": (["state"], _STATES),
+    "core/attention_lists.h": (["attention"], ["tests/ops/attention/test_attention_lists.py"]),
     "core/quantized.h": (["attention"], ["tests/ops/attention/test_attention_quantized.py"]),
     "cpu/slice-inl.h": (["recurrent", "state", "convolution"], _STATES),
     "cpu/state.cpp": (["state"], _STATES),
@@ -185,6 +188,7 @@ _PYTHON: dict[str, list[str]] = {
     "requests/grammar": _GRAMMAR,
     "requests/guides": _GRAMMAR,
     "requests/prompts": _GENERATE,
+    "models/indexed": ["tests/decoding/models/test_indexed.py"],
     "models/row_attention": [
         "tests/decoding/models/test_row_attention.py",
         "tests/decoding/models/test_decoded_models.py",

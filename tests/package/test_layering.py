@@ -26,6 +26,7 @@ CPP_INCLUDES = {
             "cuda/accept_rows.cuh",
             "cuda/shard_rows.cuh",
             "cuda/attention_",
+            "cuda/attention.cuh",  # attention to codes differs in its tiles alone
             "cuda/linear",  # a layer is made of its products
             "cuda/step.cuh",
             "cuda/recall_counts.cuh",

@@ -11,8 +11,8 @@ from sanitize import HERE, ROOT, SANITIZERS, build, run
 
 # Beside test_<family>.py. opcheck and the tests of torch.compile are left out: they call the same kernels.
 MORE_TESTS = (
-    "adapted_layer", "attention_masks", "attention_merge", "attention_one_row", "attention_refusals", "lookahead_embedding",
-    "next_rows", "next_tree", "seed_stability",
+    "adapted_layer", "attention_masks", "attention_merge", "attention_one_row", "attention_quantized", "attention_refusals",
+    "logprobs", "lookahead_embedding", "next_rows", "next_tree", "pages", "seed_stability", "support",
 )  # fmt: skip
 
 
@@ -22,20 +22,33 @@ def op_tests() -> list[Path]:
     return sorted(path for name in (*families, *MORE_TESTS) for path in (ROOT / "tests").rglob(f"test_{name}.py"))
 
 
-def check(sanitizer: str, calls: int, selected: list[str]) -> bool:
-    """Builds, then runs both; prints the first that fails."""
-    build(sanitizer)
-    threads, device = (4, "best-cpu") if sanitizer == "thread" else (1, "cpu")
+def threads_of(sanitizer: str) -> int:
+    return 4 if sanitizer == "thread" else 1
+
+
+def pytest_of(sanitizer: str, files: list[Path], selected: str = "not compile") -> list[object]:
+    """The arguments of Python that run these test files."""
+    device = "best-cpu" if sanitizer == "thread" else "cpu"
     pytest = ["-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-p", "no:cacheprovider", "-q"]
     pytest += ["-o", "timeout=3600", "--capture", "sys"]  # a report is written by C, and would be lost
+    return [*pytest, *files, "--device", device, "-m", "not slow", "-k", selected]
+
+
+def random_calls(calls: int) -> list[object]:
+    return [HERE / "fuzz_ops.py", "--calls", calls, "--seconds", 300]
+
+
+def check(sanitizer: str, calls: int, selected: str) -> bool:
+    """Builds, then runs both; prints the first that fails."""
+    build(sanitizer)
     commands = {
         "is it in use?": ["-W", "ignore", "-c", f"import pass_ext; assert pass_ext.status().sanitize == {sanitizer!r}"],
-        "the op tests": [*pytest, *op_tests(), "--device", device, "-m", "not slow", *selected],
-        "random calls": [HERE / "fuzz_ops.py", "--calls", calls, "--seconds", 300],
+        "the op tests": pytest_of(sanitizer, op_tests(), selected),
+        "random calls": random_calls(calls),
     }
     for name, command in commands.items():
         print(f"== {sanitizer}: {name}", flush=True)
-        if status := run(sanitizer, *command, threads=threads):
+        if status := run(sanitizer, *command, threads=threads_of(sanitizer)):
             print(f"== {sanitizer}: {name} failed (exit status {status})", flush=True)
             return False
     return True
@@ -45,10 +58,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m sanitize", description=__doc__)
     parser.add_argument("sanitizers", nargs="*", default=SANITIZERS, help=" and ".join(SANITIZERS))
     parser.add_argument("--calls", type=int, default=2200, help="random calls")
-    parser.add_argument("-k", dest="selected", help="only these of the op tests, as in pytest")
+    parser.add_argument("-k", dest="selected", default="not compile", help="only these of the op tests, as in pytest")
     chosen = parser.parse_args()
-    selected = ["-k", chosen.selected or "not compile"]
-    return 0 if all(check(sanitizer, chosen.calls, selected) for sanitizer in chosen.sanitizers) else 1
+    return 0 if all(check(sanitizer, chosen.calls, chosen.selected) for sanitizer in chosen.sanitizers) else 1
 
 
 if __name__ == "__main__":

@@ -219,6 +219,17 @@ def tree_mask(draw: Draw):
     check_same([result], [reference.tree_mask(**arguments, dtype=result.dtype)])
 
 
+def key_lists(draw: Draw, prefixes, sizes):
+    """Lists of keys that the rows of these requests have, or, sometimes, not."""
+    most = draw.pick((1, 3, 70))
+    rows = []
+    for prefix, nodes in zip(prefixes, sizes, strict=True):
+        for _ in range(nodes):
+            listed = sorted({draw.pick(range(prefix + nodes)) for _ in range(draw.pick((0, 1, most)))})
+            rows.append(listed[:most] + [-1] * (most - len(listed)))
+    return draw.spoilt([key for row in rows for key in row]).view(len(rows), most)
+
+
 @case
 def attention_tree(draw: Draw):
     sizes, dtype = draw.sizes(), draw.pick(FLOATS)
@@ -249,6 +260,7 @@ def attention_tree(draw: Draw):
         scale=draw.pick((None, 0.1)), softcap=draw.pick((0.0, 0.0, 30.0)), window=draw.pick((-1, -1, 1, 7, 100)),
         sinks=draw.floats(heads, dtype=torch.float32) if draw.chance(0.3) else None,
         chunk=draw.pick((-1, -1, 1, 7, 100)),
+        key_lists=key_lists(draw, prefixes, sizes) if draw.chance(0.3) else None,
     ))  # fmt: skip
     out, lse = yield arguments
     q = arguments["q"]
@@ -817,9 +829,12 @@ def layer_stack(draw: Draw):
     rotations = draw.pick((None, None, 0, 1, 3))  # None: one, without a dimension for it
     cos, sin = (draw.floats(*([] if rotations is None else [rotations]), table, 64, dtype=dtype) for _ in range(2))
     numbers = tuple(draw.pick((0, 1, 2)) for _ in range(layers)) if draw.chance(0.3) else None
+    caches = draw.floats(2 * layers, len(sizes), room, kv_heads, 64, dtype=dtype)
+    codes = draw.pick((None, None, *MOST_OF_CODES))
+    caches = caches if codes is None else quantize_rows(caches, codes)
     arguments = draw.damaged(dict(
-        x=draw.floats(rows, width, dtype=dtype), layers=weights, rotates=numbers,
-        caches=draw.floats(2 * layers, len(sizes), room, kv_heads, 64, dtype=dtype), prefix_lens=draw.spoilt(prefixes),
+        x=draw.floats(rows, width, dtype=dtype), layers=weights, rotates=numbers, caches=caches,
+        prefix_lens=draw.spoilt(prefixes),
         cu_nodes=draw.bounds(sizes),
         visible=draw.integers(-(2**63), 2**63 - 1, rows, -(-max_nodes // 64), dtype=torch.int64), max_nodes=max_nodes,
         head_dim=64, depths=draw.integers(0, 1, rows), cos=cos, sin=sin,
@@ -832,7 +847,8 @@ def layer_stack(draw: Draw):
         wanted=draw.integers(0, rows - 1, 3, dtype=torch.int64) if rows and draw.chance(0.3) else None,
     ))  # fmt: skip
     out, new = yield arguments
-    demand(new.shape == (2 * layers, rows, kv_heads, 64), f"new is {list(new.shape)}")
+    expected = 2 * layers, rows, kv_heads, 64 if codes is None else CODE_HEADER + 64
+    demand(new.shape == expected and new.dtype == (codes or dtype), f"new is {new.dtype}{list(new.shape)}")
     demand(out.dtype == dtype, f"out is {out.dtype}")
 
 

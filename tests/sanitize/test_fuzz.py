@@ -70,7 +70,7 @@ def test_make_sanitize_runs_files_that_are_there(monkeypatch):
     named = []
     monkeypatch.setattr(command, "build", lambda sanitizer: None)
     monkeypatch.setattr(command, "run", lambda sanitizer, *words, **options: named.extend(words))
-    assert command.check("thread", 1, [])
+    assert command.check("thread", 1, "not compile")
     files = [word for word in named if isinstance(word, Path)]
     assert PROGRAM in files and all(file.exists() for file in files)
     names = {file.name for file in files}

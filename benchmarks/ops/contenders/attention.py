@@ -36,6 +36,7 @@ class AttentionContender(Contender):
     has_window: bool = False
     """True if it can hide keys outside a window that goes by depth."""
     has_sinks: bool = False
+    has_lists: bool = False
 
 
 def ours(step: Step) -> tuple[Tensor, Tensor]:
@@ -53,6 +54,7 @@ def ours(step: Step) -> tuple[Tensor, Tensor]:
         depths=trees.depths,
         window=step.spec.window,
         sinks=step.sinks,
+        key_lists=trees.lists,
     )
 
 
@@ -152,8 +154,8 @@ def flex(name: str, mode: str | None, devices: tuple[str, ...]) -> AttentionCont
 
 GPU = ("cuda",)
 DENSE = [
-    AttentionContender(SDPA, sdpa, has_window=True),
-    AttentionContender(FOLDED, sdpa_folded, has_window=True),
+    AttentionContender(SDPA, sdpa, has_window=True, has_lists=True),
+    AttentionContender(FOLDED, sdpa_folded, has_window=True, has_lists=True),
     AttentionContender("SDPA cuDNN", on_backend(sdpa, SDPBackend.CUDNN_ATTENTION), devices=GPU, has_window=True),
     AttentionContender(
         "SDPA cuDNN, folded", on_backend(sdpa_folded, SDPBackend.CUDNN_ATTENTION), devices=GPU, has_window=True
@@ -170,7 +172,7 @@ DENSE = [
     AttentionContender("SDPA math", on_backend(sdpa, SDPBackend.MATH), devices=GPU, has_window=True),
 ]
 CONTENDERS = [
-    AttentionContender(OURS, ours, has_window=True, has_sinks=True),
+    AttentionContender(OURS, ours, has_window=True, has_sinks=True, has_lists=True),
     *DENSE,
     AttentionContender(MERGED, flash_and_merge, has_sinks=True),
     flex(FLEX, None, ("cpu", "cuda")),

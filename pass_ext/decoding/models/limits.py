@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models import states
+from pass_ext.decoding.models import indexed, states
 from pass_ext.decoding.models.parts import configs_of, unwrapped
 from pass_ext.decoding.models.row_attention import scales_by_row
 from pass_ext.decoding.models.shadow import OurCall, our_call
@@ -34,11 +34,9 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
             f"{name} {lost}: pass_ext gives the model packed rows of its own making, which would leave it out; use "
             "the model's own generate, or an adapter that changes layers only, as LoRA"
         )
-    if "indexed_attention" in kinds:
-        raise ValueError(
-            f"{name} attends to the keys that an indexer chooses for each row (indexed_attention), and attention_tree takes no "
-            "list of keys, so pass_ext cannot decode this model"
-        )
+    reason = indexed.unserved(unwrapped(model))
+    if reason is not None:
+        raise ValueError(f"{name} {reason}")
     strange = sorted(kinds - states.ATTENDING - states.KINDS - _KEEP_NOTHING)
     if strange:
         raise ValueError(
@@ -191,6 +189,9 @@ class _FirstLayer:
 
     def of_latents(self, layer: int, q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Tensor:
         raise _Keys(k)
+
+    def choose(self, rows: indexed.IndexRows) -> indexed.ChosenKeys:
+        return indexed.ChosenKeys(None)
 
     def convolution(self, place: Any, x: Tensor, *options: Any) -> Tensor:
         raise _Keys(x)

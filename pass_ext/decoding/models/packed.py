@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.module_ops import is_plain
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
@@ -75,9 +76,15 @@ class StepAttend(Attend, Protocol):
         """The most rows of one text, look-ahead slots' not counted: so the text has the same bits alone and in a batch, and
         with slots after it. On a GPU all rows."""
 
-    def of_latents(self, layer: int, q: Tensor, k: Tensor, latents: Latents, **options: Any) -> Tensor:
+    def of_latents(
+        self, layer: int, q: Tensor, k: Tensor, latents: Latents, chosen: ChosenKeys | None = None, **options: Any
+    ) -> Tensor:
         """Attention of queries ``[N, heads, D]`` to the keys and values that ``latents`` expands from k ``[N, 1, rank + D of
-        r]``; the cache keeps k."""
+        r]``; the cache keeps k. chosen: the keys of each row; None: all that it sees."""
+
+    def choose(self, rows: IndexRows) -> ChosenKeys:
+        """The keys that an indexer chooses for the rows, in the layer that attends next; the cache keeps the indexer's keys
+        too."""
 
     def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
         """The arguments of ``layer_stack`` from ``caches`` to ``depths``; None if the caches are not of so many layers with

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.models.indexed import ChosenKeys
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.shadow import OurCall, current_call
 
@@ -130,6 +131,12 @@ class RowMask:
         masks = [mask for mask in (*arguments, *(options or {}).values()) if isinstance(mask, cls)]
         raise masks[0]._refusal() if masks else TypeError("an attention_mask of pass_ext.generate is not a tensor")
 
+    def __getitem__(self, place: Any) -> RowMask:
+        """The mask of one head, which is that of all. Nothing else can be taken out of it."""
+        if not isinstance(place, tuple) or [x for x in place if x != slice(None)] != [0] or place[1] != 0:
+            raise self._refusal()
+        return self
+
     def _refusal(self) -> ValueError:
         return ValueError(
             f"pass_ext attention: {self.model} computes with its attention_mask, and in trees there is none to compute with, "
@@ -141,7 +148,7 @@ def _refused(mask: RowMask, *_: Any) -> Any:
     raise mask._refusal()
 
 
-_OPERATORS = "getitem add radd sub rsub mul rmul truediv and rand or ror invert neg eq ne lt le gt ge"
+_OPERATORS = "add radd sub rsub mul rmul truediv and rand or ror invert neg eq ne lt le gt ge"
 for _operator in _OPERATORS.split():
     setattr(RowMask, f"__{_operator}__", _refused)
 
@@ -237,12 +244,17 @@ def _row_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """q, k, v ``[1, heads, N, D]`` -> ``[1, N, heads, D of v]``. s_aux: the sinks."""
+    """q, k, v ``[1, heads, N, D]`` -> ``[1, N, heads, D of v]``. s_aux: the sinks. indices: the keys that an indexer has
+    chosen."""
     call, rows = _call(), query.shape[2]
     kept_keys = dict(enumerate(call.kept)).get(module.layer_idx, -1)  # type: ignore[call-overload]
     reach, reason = _reach(module, attention_mask, rows, sliding_window, kept_keys)
+    latents = vars(module).get("expand_kv")
+    if not (isinstance(latents, Latents) and isinstance(indices, ChosenKeys)):
+        others["indices"] = indices
     reason = reason or unsupported(module, rows, dropout, others)
     if reason is not None:
         raise ValueError(
@@ -253,10 +265,9 @@ def _row_attention(
     if call.numbers is not None:  # one module may be several layers' and knows none of them
         layer = call.numbers.get(layer, call.attend.layers)
     options = dict(scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
-    latents = vars(module).get("expand_kv")
     if not isinstance(latents, Latents):
         return call.attend(layer, q, k, v, **reach._asdict(), **options)[None], None
-    return call.attend.of_latents(layer, q, k, latents, **reach._asdict(), **options)[None], None
+    return call.attend.of_latents(layer, q, k, latents, indices, **reach._asdict(), **options)[None], None
 
 
 def _reach(
@@ -312,6 +323,8 @@ def unsupported(module: nn.Module, rows: int, dropout: float, others: dict[str, 
     if others.get("output_attentions"):
         return "output_attentions is not implemented"
     for argument, value in others.items():
-        if argument not in _INERT and (isinstance(value, Tensor) or (value and argument in {"cache", "block_mask"})):
+        if argument not in _INERT and (
+            isinstance(value, (Tensor, ChosenKeys)) or (value and argument in {"cache", "block_mask"})
+        ):
             return f"{name} hands down {argument!r}, which may change the result and is not implemented"
     return None

@@ -29,7 +29,7 @@ from pass_ext.ops.state import state_commit_
 
 KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """Layers that keep a state, by the names of transformers' configs; the hybrid ones attend too."""
-ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention"})
 _HYBRID = frozenset({"hybrid", "hybrid_sliding"})
 
 Arguments = Mapping[str, Any]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models import limits, states
+from pass_ext.decoding.models.indexed import choose_by_rows
 from pass_ext.decoding.models.latents import attend_by_latents, latent_layers
 from pass_ext.decoding.models.module_ops import are_few, computes_by_ops, is_plain, is_untouched, most_few_rows
 from pass_ext.decoding.models.own_forward import OwnForward, is_hooked
@@ -129,6 +130,7 @@ class TransformersModel(Adapted):
             if self.layers != 0:
                 attend_by_rows(inner)
                 attend_by_latents(inner)
+                choose_by_rows(inner)
             computes_by_ops(inner, are_few_of_our_call)
             if self.keeps_states:
                 states.serve_states(inner)

@@ -22,7 +22,7 @@ from pass_ext.decoding.models.step_states import StatePlace, StepStates, Update
 from pass_ext.decoding.session.recording import Called, RecordedCalls
 from pass_ext.decoding.session.step_attention import StepAttention, is_front, padded
 from pass_ext.modules.lookahead import LookaheadEmbedding
-from pass_ext.ops.attention import padded_widths
+from pass_ext.ops.attention import MOST_KEY_DIM, padded_widths
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES, quantize_rows
 from pass_ext.ops.state import state_commit_
@@ -58,8 +58,8 @@ class Session:
             methods other than ``Plain`` and ``PaSS``, and sampled rules other than "coupled". None: where it is possible and
             pays. False: the host makes the rows of each step.
         cache_dtype: torch.int8, torch.float8_e4m3fn or torch.float8_e5m2: keys and values are stored in 8 bits with a scale for
-            each token and head (``quantize_rows``), on the CPU. All rows attend to the stored numbers, so every method writes
-            ``Plain``'s text over the same cache. None: in the model's dtype.
+            each token and head (``quantize_rows``). All rows attend to the stored numbers, so every method writes ``Plain``'s
+            text over the same cache. None: in the model's dtype.
     """
 
     def __init__(
@@ -90,11 +90,6 @@ class Session:
         self.past, self.cuda_graphs, self.run_ahead = past, cuda_graphs, run_ahead
         self.model: Adapted = packed_model(model)
         self.cache_dtype = cache_dtype
-        if cache_dtype is not None and not self.model.table.is_cpu:
-            raise ValueError(
-                f"Session: cache_dtype is for models on the CPU, got one on {self.model.table.device}: attention has no CUDA "
-                "kernel for keys and values in 8 bits yet"
-            )
         self.caches: list[tuple[Tensor, Tensor]] = []
         self._stack: Tensor | None = None  # all caches, if all layers' are alike
         self.states: list[Tensor] = []
@@ -342,9 +337,12 @@ class Session:
                         f"{list(x.shape)}"
                     )
             header = CODE_HEADER if pair[0].dtype in MOST_OF_CODES else 0
-            dims = pair[0].shape[-1] - header, pair[1].shape[-1] - header
+            # Keys that are wider have an indexer's behind them, and are padded already.
+            dims = min(pair[0].shape[-1] - header, MOST_KEY_DIM), pair[1].shape[-1] - header
             widths = padded_widths(*dims, self.device)
-            rows = [padded(x[:, :length], header + width) for x, width in zip(pair, widths, strict=True)]
+            rows = [
+                padded(x[:, :length], max(header + width, x.shape[-1])) for x, width in zip(pair, widths, strict=True)
+            ]
             if self.cache_dtype is not None and not header:
                 rows = [quantize_rows(x, self.cache_dtype) for x in rows]
             if first:

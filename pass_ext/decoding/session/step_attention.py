@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows, chosen_keys
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.packed import NewRows, StepAttend
 from pass_ext.ops.attention import MOST_VALUE_DIM, WIDTH_STEP, attention_tree, padded_widths
@@ -30,16 +31,18 @@ class StepAttention(StepAttend):
         self._new: list[Tensor] = []
         self._stacked: Tensor | None = None
         self._ids = ids
+        self._index_keys: Tensor | None = None
 
     @property
     def text_rows(self) -> int:
-        trees, ids = self._trees, self._ids
-        if not trees.cu_nodes.is_cpu:
-            return len(trees.parents)
-        if ids is None:
-            return int(trees.cu_nodes.diff().max())
-        tokens = F.pad((ids >= 0).cumsum(0), (1, 0))  # before each row
-        return int(tokens[trees.cu_nodes.long()].diff().max())
+        return int(self._tokens().max()) if self._trees.cu_nodes.is_cpu else len(self._trees.parents)
+
+    def _tokens(self) -> Tensor:
+        """How many rows of each request are tokens."""
+        bounds = self._trees.cu_nodes
+        if self._ids is None:
+            return bounds.diff()
+        return F.pad((self._ids >= 0).cumsum(0), (1, 0))[bounds.long()].diff()  # those before each row
 
     def __call__(
         self,
@@ -54,7 +57,6 @@ class StepAttention(StepAttend):
         sinks: Tensor | None = None,
         chunk: int = -1,
     ) -> Tensor:
-        dims = k.shape[-1], v.shape[-1]
         options: dict[str, Any] = dict(
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
             softcap=softcap,
@@ -62,25 +64,53 @@ class StepAttention(StepAttend):
             sinks=sinks,
             chunk=chunk,
         )
+        return self._of_layer(layer, q, k, v, None, options)
+
+    def _of_layer(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, lists: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        dims = k.shape[-1], v.shape[-1]
         widths = padded_widths(*dims, q.device)
         is_shared = is_front(v, k)
-        q, k = padded(q, widths[0]), padded(k, widths[0])
+        q, k = padded(q, widths[0]), self._row_of_cache(padded(k, widths[0]))
         v = k[..., : widths[1]] if is_shared else padded(v, widths[1])
         k, v = self._stored(k, v, is_shared=is_shared)
         self._keep(layer, k, v, dims, options, is_shared=is_shared)
         keys, values = self._session.caches[layer]
-        out = self._attended(q, keys, values, k, v, **options)
+        width = k.shape[-1] if self._index_keys is None else widths[0]
+        self._index_keys = None
+        out = self._attended(q, keys[..., :width], values, k[..., :width], v, key_lists=lists, **options)
         return out[..., : dims[1]].contiguous()  # models call view() on it
 
-    def of_latents(self, layer: int, q: Tensor, k: Tensor, latents: Latents, **options: Any) -> Tensor:
+    def choose(self, rows: IndexRows) -> ChosenKeys:
+        session, trees = self._session, self._trees
+        if session.cache_dtype is not None:
+            raise ValueError(
+                f"{session.model.name}: Session(cache_dtype=…) is for models without an indexer, whose keys choose what a row "
+                "attends to and stay as they are"
+            )
+        self._index_keys = rows.keys
+        held = None if self.is_first else session.caches[self.layers][0][:, :, 0, -rows.keys.shape[-1] :]
+        return chosen_keys(rows, held, session.prefix_lens, trees.cu_nodes, trees.visible, self._tokens())
+
+    def _row_of_cache(self, k: Tensor) -> Tensor:
+        """Padded keys ``[N, 1, D]`` with those of the layer's indexer behind them, if it has one."""
+        return k if self._index_keys is None else with_index_keys(k, self._index_keys[:, None])
+
+    def of_latents(
+        self, layer: int, q: Tensor, k: Tensor, latents: Latents, chosen: ChosenKeys | None = None, **options: Any
+    ) -> Tensor:
         if options["scale"] is None:
             options["scale"] = q.shape[-1] ** -0.5
+        lists = None if chosen is None else chosen.lists
         requests = self._trees.cu_nodes.diff().nonzero().flatten().tolist()
-        if latents.takes(q) or len(requests) != 1:
-            return latents.expanded(self(layer, latents.absorbed(q), k, k[..., : latents.rank], **options))
+        if lists is not None or latents.takes(q) or len(requests) != 1:
+            queries, values = latents.absorbed(q), k[..., : latents.rank]
+            return latents.expanded(self._of_layer(layer, queries, k, values, lists, options))
         dims = k.shape[-1], latents.rank
         widths = padded_widths(*dims, q.device)
-        kept = padded(k, widths[0])
+        kept = self._row_of_cache(padded(k, widths[0]))
+        self._index_keys = None
         kept, front = self._stored(kept, kept[..., : widths[1]], is_shared=True)
         self._keep(layer, kept, front, dims, options, is_shared=True)
         session, (request,) = self._session, requests
@@ -148,15 +178,18 @@ class StepAttention(StepAttend):
 
     def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
         session, trees = self._session, self._trees
-        if self.layers or head_dim % WIDTH_STEP or head_dim > MOST_VALUE_DIM or session.cache_dtype is not None:
+        if self.layers or head_dim % WIDTH_STEP or head_dim > MOST_VALUE_DIM:
             return None
+        dtype = session.cache_dtype
+        shape = heads, head_dim + (0 if dtype is None else CODE_HEADER)
+        dtype = rows.dtype if dtype is None else dtype
         if self.is_first:
-            keys = rows.new_empty(0, heads, head_dim)
+            keys = rows.new_empty(0, *shape, dtype=dtype)
             for _ in range(layers):
                 session.add_layer(keys, keys, (head_dim, head_dim))
         elif len(session.head_dims) != layers or any(dims != (head_dim, head_dim) for dims in session.head_dims):
             return None
-        elif session.caches[0][0].shape[2:] != (heads, head_dim) or session.caches[0][0].dtype is not rows.dtype:
+        elif session.caches[0][0].shape[2:] != shape or session.caches[0][0].dtype is not dtype:
             return None  # the layers, one by one, say what does not fit
         caches = session.all_caches()
         listed = [caches] if isinstance(caches, Tensor) else caches
@@ -189,3 +222,10 @@ def is_front(values: Tensor, keys: Tensor) -> bool:
 def padded(x: Tensor, width: int) -> Tensor:
     """Pads rows with zeros, which add nothing to a product."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def with_index_keys(keys: Tensor, of_indexer: Tensor) -> Tensor:
+    """Keys ``[..., D]``, padded to a multiple of 16, and at the end of the row those of an indexer ``[..., d]``."""
+    widths = [-(-x.shape[-1] // WIDTH_STEP) * WIDTH_STEP for x in (keys, of_indexer)]
+    behind = F.pad(of_indexer.to(keys.dtype), (widths[1] - of_indexer.shape[-1], 0))
+    return torch.cat((padded(keys, widths[0]), behind), -1)

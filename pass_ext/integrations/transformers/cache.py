@@ -96,6 +96,7 @@ def _initialize(layer: Any, keys: Tensor, values: Tensor) -> None:
 
 def _layer(cache: Any, index: int) -> Any:
     """A full-attention layer of a cache that holds plain tensors on the model's device; raises for other caches."""
+    from transformers import cache_utils
     from transformers.cache_utils import DynamicLayer, StaticLayer
 
     if not hasattr(cache, "layers"):
@@ -105,7 +106,8 @@ def _layer(cache: Any, index: int) -> Any:
     if index >= len(cache.layers):
         raise ValueError(f"this {type(cache).__name__} has {len(cache.layers)} layers so far, got layer {index}")
     layer = cache.layers[index]
-    kinds = (DynamicLayer, StaticLayer, *_hybrid_layers())
+    indexed = getattr(cache_utils, "DynamicIndexedLayer", DynamicLayer)  # has an indexer's keys beside
+    kinds = (DynamicLayer, StaticLayer, indexed, *_hybrid_layers())
     if type(layer) not in kinds:
         raise ValueError(
             f"layer {index} of this {type(cache).__name__} is a {type(layer).__name__}; only DynamicLayer and StaticLayer, "

@@ -17,12 +17,14 @@ from pass_ext.decoding.drafting.drafter import DraftingMethod
 from pass_ext.decoding.generation import Generation, generate
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.indexed import index_widths
 from pass_ext.decoding.models.latents import latent_layers
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.parts import cache_name, given_cache, unwrapped
 from pass_ext.decoding.models.states import places_of
 from pass_ext.decoding.requests.processors import NodeProcessor
 from pass_ext.decoding.session.session import Past, Session
+from pass_ext.decoding.session.step_attention import with_index_keys
 from pass_ext.decoding.stats import GenerationStats
 from pass_ext.integrations.grammar import grammars_of
 from pass_ext.integrations.transformers.cache import cache_length, read_cache, read_states, write_cache, write_states
@@ -42,7 +44,7 @@ _ASSISTED = {
     "use_mtp": "custom_generate(pass_ext.PaSS(slots))",
 }
 _REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
-_FULL_LAYERS = ("DynamicLayer", "StaticLayer")
+_FULL_LAYERS = ("DynamicLayer", "StaticLayer", "DynamicIndexedLayer")
 _SLIDING_LAYERS = (
     "DynamicSlidingWindowLayer",
     "StaticSlidingWindowLayer",
@@ -374,11 +376,15 @@ def _past_layers(
     columns = starts[:, None] + torch.arange(count, device=starts.device)
     last = columns.new_tensor(cache_length(cache, next(iter(layers))) - 1)
     columns = columns.minimum(last)
-    latents, pairs = latent_layers(unwrapped(model.model)), []
+    inner, pairs = unwrapped(model.model), []
+    latents, indexers = latent_layers(inner), index_widths(inner)
     for layer in layers:
         keys, values = (_gathered(x.transpose(1, 2), columns) for x in read_cache(cache, layer))
         if layer in latents:  # theirs are latents and rotated keys
             keys = torch.cat((keys, values), -1)
+            if layer in indexers:
+                of_indexer = _gathered(cache.layers[layer].indexer_keys[:, :, None], columns)
+                keys = with_index_keys(keys, of_indexer)
             values = keys[..., : latents[layer][0]]
         pairs.append((keys, values))
     return pairs
@@ -392,23 +398,31 @@ def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> A
     rows = torch.arange(columns, device=mask.device) - _starts(mask)[:, None]
     rows = rows.clamp(min=0).minimum(lengths[:, None] - 1)
     attending = range(len(session.caches)) if session.model.numbers is None else session.model.numbers
+    inner = unwrapped(session.model.model)
+    latents, indexers = latent_layers(inner), index_widths(inner)
     if any(type(layer).__name__ in _SLIDING_LAYERS for layer in cache.layers):
+        from transformers import cache_utils
         from transformers.cache_utils import DynamicCache, DynamicLayer
 
-        if session.states:
+        if session.states or indexers:
             for layer in attending:
-                cache.layers[layer] = DynamicLayer()
+                cache.layers[layer] = cache_utils.DynamicIndexedLayer() if layer in indexers else DynamicLayer()
         else:
             cache = DynamicCache()
     write_states(cache, session.state_places, session.states)
-    latents = latent_layers(unwrapped(session.model.model))
     for layer, tensors, dims in zip(attending, session.caches, session.head_dims, strict=True):
+        if layer in latents:
+            dims = sum(latents[layer]), latents[layer][0]
         keys, values = (
             _gathered(tensor[..., :dim], rows).transpose(1, 2) for tensor, dim in zip(tensors, dims, strict=True)
         )
         if layer in latents:
             keys, values = keys.split(latents[layer], -1)
         write_cache(cache, layer, keys, values)
+        if layer in indexers:
+            of_indexer = _gathered(tensors[0][..., -indexers[layer] :], rows)[:, :, 0]
+            cache.layers[layer].lazy_initialization_indexer(of_indexer)
+            cache.layers[layer].indexer_keys = of_indexer
     return cache
 
 

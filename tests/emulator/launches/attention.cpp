@@ -2,6 +2,9 @@
 // calls them.
 #include "cuda/attention.cuh"
 
+#include "cuda/attention_codes_plain.cuh"
+#include "cuda/attention_codes_plan.cuh"
+#include "cuda/attention_lists.cuh"
 #include "cuda/attention_merge.cuh"
 #include "cuda/attention_plain.cuh"
 #include "cuda/attention_plan.cuh"
@@ -65,7 +68,17 @@ void attention_tree(const Arguments& given) {
   problem.scale = static_cast<float>(given.number("scale"));
   problem.softcap = static_cast<float>(given.number("softcap"));
   if (problem.rows == 0 || problem.heads == 0) return;
-  if (pass_ext::gpu::is_plain(problem))
+  const pass_ext::KeyLists lists{given.at<int32_t>("key_lists"), given("list_stride"),
+                                 static_cast<int32_t>(given("list_size"))};
+  const auto codes = static_cast<pass_ext::CodeType>(given("codes"));
+  if (codes != pass_ext::CodeType::none && (lists.keys || pass_ext::gpu::is_plain_of_codes(problem)))
+    pass_ext::gpu::launch_plain_codes_attention(problem, codes, lists, {});
+  else if (lists.keys)
+    pass_ext::gpu::launch_listed_attention(problem, lists, {});
+  else if (codes != pass_ext::CodeType::none)
+    pass_ext::gpu::launch_codes_attention(problem, codes, attention_plan(given, problem), given.at<float>("workspace"),
+                                          {});
+  else if (pass_ext::gpu::is_plain(problem))
     pass_ext::gpu::launch_plain_attention(problem, {});
   else
     pass_ext::gpu::launch_attention(problem, attention_plan(given, problem), given.at<float>("workspace"), {});

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from emulator import session
 from emulator.ops.launching import given, seeds
+from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES
 
 FLOAT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+CODE_TYPES = {dtype: number for number, dtype in enumerate(MOST_OF_CODES, start=1)}
 GRIDS = itertools.cycle((7, 1, 16, 3))  # blocks that fit on the GPU of the next launch
 
 
@@ -21,7 +23,7 @@ def strides_of(name: str, rows: Tensor | None) -> dict[str, int]:
 
 def attention_tree(
     q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale, softcap,
-    window, sinks=None, chunk=-1, blocks=None, seed=None, record=None, multiprocessors=None,
+    window, sinks=None, chunk=-1, key_lists=None, blocks=None, seed=None, record=None, multiprocessors=None,
 ):  # fmt: skip
     """``blocks``: those that fit on the GPU at once; ``multiprocessors``: of them, by default one for each block.
 
@@ -34,9 +36,10 @@ def attention_tree(
     caches = dict(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new)
     inputs = given(
         q=q, prefix_lens=prefix_lens, cu_nodes=cu_nodes, visible=visible, block_table=block_table, **caches,
-        depths=depths if max(window, chunk) >= 0 else None, sinks=sinks,
+        depths=depths if max(window, chunk) >= 0 else None, sinks=sinks, key_lists=key_lists,
     )  # fmt: skip
-    value_dim = v_cache.shape[-1]
+    codes = CODE_TYPES.get(k_cache.dtype, 0)
+    value_dim = v_cache.shape[-1] - (CODE_HEADER if codes else 0)
     out, lse = q.new_empty(rows, heads, value_dim), torch.empty((rows, heads), dtype=torch.float32)
     pages_of_one = 1 if block_table is None else block_table.shape[1]
     numbers = {name: tensor.data_ptr() for name, tensor in (inputs | dict(out=out, lse=lse)).items()}
@@ -47,8 +50,10 @@ def attention_tree(
         requests=cu_nodes.numel() - 1, max_nodes=max_nodes,
         slots=pages_of_one * k_cache.shape[1], page_size=k_cache.shape[1], pages=k_cache.shape[0],
         table_stride=0 if block_table is None else block_table.stride(0), window=window, chunk=chunk,
-        type=FLOAT_TYPES[q.dtype],
+        type=FLOAT_TYPES[q.dtype], codes=codes,
         visible_stride=visible.stride(0),
+        list_stride=0 if key_lists is None else key_lists.stride(0),
+        list_size=0 if key_lists is None else key_lists.shape[1],
         most_blocks=blocks, multiprocessors=blocks if multiprocessors is None else multiprocessors,
         scale=float(head_dim**-0.5 if scale is None else scale), softcap=float(softcap),
     )  # fmt: skip

@@ -133,11 +133,12 @@ def attention_case(
     softcap: float = 0.0,
     scale: float | None = None,
     sinks: bool = False,
+    listed: float | None = None,
     spare: int = 0,
 ) -> dict[str, object]:
     """A step of requests with `sizes` nodes (0: padded) after `prefixes` tokens. heads: key heads, query heads of each. new:
-    the nodes' keys and values are k_new, v_new. sinks: that of every fifth head is -inf. spare: rows without a request, and
-    the excess of max_nodes.
+    the nodes' keys and values are k_new, v_new. sinks: that of every fifth head is -inf. listed: the share of a request's keys
+    that a row's list names. spare: rows without a request, and the excess of max_nodes.
     """
     random = torch.Generator().manual_seed(seed)
     kv_heads, group = heads
@@ -155,6 +156,7 @@ def attention_case(
     visible = packed(torch.ones(rows, 0, dtype=torch.bool), words, random)
     depths = torch.full((rows,), 2**31 - 1, dtype=torch.int32)
     table, page = None, 0
+    lists: list[Tensor] = []
     if layout in DENSE:
         k_cache, v_cache = (
             poisoned_rows(kind, len(sizes), max([0, *needed]) + spare, kv_heads, width, dtype)
@@ -173,8 +175,12 @@ def attention_case(
         visible[request_rows] = packed(bits, words, random)
         queries, k, v = contents(inputs, nodes, prefix + nodes, heads, *widths, random)
         q[request_rows] = queries.to(dtype)
-        seen = attention_mask(prefix, visible[request_rows], depths[request_rows], window, chunk).any(dim=0)
-        keys = seen.nonzero().flatten()
+        seen = attention_mask(prefix, visible[request_rows], depths[request_rows], window, chunk)
+        if listed is not None:
+            named = torch.rand(seen.shape, generator=random) < listed
+            lists += [row.nonzero().flatten() for row in named]
+            seen = seen & named
+        keys = seen.any(dim=0).nonzero().flatten()
         nodes_seen, in_cache = keys[keys >= prefix], keys[keys < prefix] if new else keys
         slots = (b, in_cache) if table is None else (table[b, in_cache // page].long(), in_cache % page)
         for cache, fresh, values in ((k_cache, k_new, k.to(dtype)), (v_cache, v_new, v.to(dtype))):
@@ -186,7 +192,17 @@ def attention_case(
         k_new=k_new if new else None, v_new=v_new if new else None, block_table=table,
         depths=depths if max(window, chunk) >= 0 else None, scale=scale, softcap=softcap, window=window, chunk=chunk,
         sinks=random_sinks(kv_heads * group, max([1, *prefixes]), seed) if sinks else None,
+        key_lists=None if listed is None else padded_lists(lists, rows),
     )  # fmt: skip
+
+
+def padded_lists(lists: list[Tensor], rows: int) -> Tensor:
+    """Lists of keys with -1 after the last; those of further rows name anything. Rows have a gap between them."""
+    width = max(map(len, lists), default=0) + 1
+    padded = torch.tensor(UNUSED_PAGES, dtype=torch.int32).repeat(rows, width // 4 + 1)
+    for i, keys in enumerate(lists):
+        padded[i, : len(keys)], padded[i, len(keys) :] = keys, -1
+    return padded[:, :width]
 
 
 def random_sinks(heads: int, keys: int, seed: int) -> Tensor:

@@ -197,6 +197,7 @@ def any_case(draw, longest, most_nodes, most_requests, most_heads):
         softcap=draw(st.sampled_from([0.0, 0.0, 20.0])),
         sinks=draw(st.booleans()),
         chunk=draw(st.sampled_from([-1, -1, 1, 3, 8, 64, 100])),
+        listed=draw(st.sampled_from([None, None, None, 0.0, 0.2, 1.0])),
         spare=draw(st.sampled_from([0, 1, 60])),
     )
 

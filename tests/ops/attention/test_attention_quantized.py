@@ -3,7 +3,8 @@
 import pytest
 import torch
 from attention_cases import MASKS
-from attention_checks import FLOATS, assert_right, assert_same_runs, is_small, run, solved, threads
+from attention_checks import FLOATS, assert_right, assert_same_runs, is_small, run, runs, solved, threads
+from emulator.ops.attention import attention_tree as emulated_attention
 
 import pass_ext
 from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES
@@ -31,15 +32,15 @@ def cases(backend):
     yield dict(prefixes=[70, 0, 9], sizes=[5, 0, 3], options=dict(heads=(2, 3), new=True))
     yield dict(prefixes=[3, 30], sizes=[7, 1], options=dict(layout="paged 3", window=9, sinks=True))
     yield dict(prefixes=[40], sizes=[4], options=dict(dim=96, value_dim=48, layout="heads", new=True, softcap=20.0))
+    yield dict(prefixes=[0, 66, 5], sizes=[2, 18, 0], options=dict(dim=128, heads=(2, 4), new=True, layout="paged 16"))
+    yield dict(prefixes=[33], sizes=[20], options=dict(dim=256, heads=(1, 4), mask="bits"))
+    yield dict(prefixes=[60, 1], sizes=[3, 17], options=dict(dim=80, heads=(1, 4), new=True))
+    yield dict(prefixes=[70], sizes=[2], options=dict(dim=96, heads=(1, 3), chunk=40))
+    yield dict(prefixes=[70], sizes=[2], options=dict(dim=96, heads=(2, 1), softcap=5.0))
+    yield dict(prefixes=[70, 0, 9], sizes=[5, 0, 3], options=dict(listed=0.4, new=True, heads=(2, 3), mask="bits"))
     if not is_small(backend):
         yield dict(prefixes=[1000, 64], sizes=[33, 80], options=dict(layout="paged 16", new=True, heads=(1, 5)))
         yield dict(prefixes=[300], sizes=[66], options=dict(chunk=70, dim=128, mask="bits"))
-
-
-@pytest.fixture(autouse=True)
-def only_where_there_are_kernels(backend):
-    if not backend.name.startswith("cpu"):
-        pytest.skip("keys and values in 8 bits are for the CPU")
 
 
 @pytest.mark.parametrize("codes", CODES, ids=str)
@@ -92,8 +93,62 @@ def test_every_code(backend, codes):
     torch.testing.assert_close(out[0, 0], expected, rtol=1e-6, atol=0.0, equal_nan=True)
 
 
+@pytest.mark.parametrize("codes", CODES, ids=str)
+def test_values_that_are_no_numbers_reach_the_rows_that_see_them(backend, codes):
+    """One value's scale is NaN; or one code of it NaN, or infinite. Other rows keep their bits."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        case = quantized(solved([70], [7], dtype=dtype, new=True, heads=(2, 3))[0], codes)
+        sees = (case["visible"][:, 0] >> 4 & 1).bool()
+        assert sees.any() and not sees.all()
+        before = runs(backend, case)
+        for place, byte, columns in ((3, 0x7F, slice(None)), (CODE_HEADER + 5, 0x7F, 5), (CODE_HEADER + 5, 0xFC, 5)):
+            values = case["v_new"].clone()
+            values[4, 1].view(torch.uint8)[place] = byte
+            if place < CODE_HEADER:
+                values[4, 1].view(torch.uint8)[:4] = torch.tensor([torch.nan]).view(torch.uint8)
+            number = pass_ext.layers.dequantize_rows(values[4, 1])[columns].reshape(-1)[0]
+            if number.isfinite():
+                continue
+            after = runs(backend, case | dict(v_new=values))
+            for which, (out, was) in enumerate(zip(after, before, strict=True)):
+                if which % 2:
+                    assert_same_runs([out], [was])
+                    continue
+                mine = out[sees][:, 3:, columns]
+                assert (mine.isnan() if number.isnan() else mine == number).all()
+                out, was = out.clone(), was.clone()
+                for each in (out, was):
+                    each[sees.nonzero()[:, :1], torch.arange(3, 6), columns] = 0.0
+                assert_same_runs([out], [was])
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+def test_ragged_batches_on_any_grid(codes):
+    """The kernels of a GPU, on the emulator: blocks share tiles, or have several each; a page that is outside is zeros."""
+    for blocks in (1, 3, 7, 16):
+        case = solved([0, 33, 130, 64], [1, 0, 70, 6], heads=(2, 4), spare=2, mask="bits", dtype=torch.float16)[0]
+        case = quantized(case, codes)
+        assert_right(emulated_attention(**case, blocks=blocks), case, attention_terms(**case))
+    case = quantized(solved([1000], [3], heads=(1, 1), dim=128)[0], codes)
+    results = [emulated_attention(**case, blocks=blocks, seed=seed) for blocks in (1, 9) for seed in (1, 2)]
+    assert_same_runs(list(results[0] + results[2]), list(results[1] + results[3]))
+    for result in results:
+        assert_right(result, case, attention_terms(**case))
+
+
+def test_scales_of_any_size(backend):
+    """Weights of values are near the values' own size, which fp16 holds whatever the scales are."""
+    for codes in CODES:
+        for size in (1e-3, 1.0, 1e3):
+            case = solved([90], [4], dtype=torch.float16, new=True, heads=(1, 3))[0]
+            case = quantized(case | {name: case[name] * size for name in ("v_cache", "v_new")}, codes)
+            assert_right(run(backend, case), case, attention_terms(**case))
+
+
 def test_a_step_has_the_bits_of_one_row(backend):
     """Of a row alone, whose path is in the cache."""
+    if not backend.name.startswith("cpu"):
+        pytest.skip("a GPU divides the work by its amount")
     for codes in CODES:
         for dtype in (torch.float32, torch.bfloat16):
             case = quantized(solved([200], [6], dtype=dtype, mask="chain", new=True, heads=(2, 2))[0], codes)
@@ -159,11 +214,13 @@ def test_rows_of_any_strides():
 
 
 def test_the_op_has_a_shape_for_compilers(backend):
+    if is_small(backend):
+        pytest.skip("it has no fake kernels")
     case = quantized(solved([5, 9], [3, 4], dim=32, value_dim=16, new=True)[0], torch.int8)
     names = ("q", "k_cache", "v_cache", "prefix_lens", "cu_nodes", "visible", "max_nodes", "k_new", "v_new")
     arguments = [case[name] for name in names]
     checks = ("test_schema", "test_faketensor")
-    options = None, None, None, 0.0, -1, None, -1
+    options = None, None, None, 0.0, -1, None, -1, None
     torch.library.opcheck(torch.ops.pass_ext.attention_tree.default, (*arguments, *options), test_utils=checks)
 
 
@@ -187,6 +244,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("change", "message"), REFUSED, ids=[message[:32] for _, message in REFUSED])
 def test_bad_rows_are_refused_in_words(backend, change, message):
+    if is_small(backend):
+        pytest.skip("the op's own checks are not on it")
     case = quantized(solved([5, 9], [3, 4], new=True)[0], torch.int8)
     with pytest.raises(RuntimeError, match=message):
         pass_ext.attention_tree(**case | change(case))

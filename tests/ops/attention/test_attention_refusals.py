@@ -126,6 +126,11 @@ SHAPES = [
     (DENSE, {"sinks": torch.zeros(1, 4)}, r"sinks must have shape \[Hq\], got float32\[1, 4\]"),
     (DENSE, {"sinks": torch.zeros(2)}, r"sinks must have 4 \(q's heads\) in dimension 0, got float32\[2\]"),
     (DENSE, {"sinks": torch.zeros(8)[::2]}, r"sinks must be contiguous in its last dimension"),
+    (DENSE, {"key_lists": torch.zeros(7, 3)}, r"key_lists must be int32, got float32\[7, 3\]"),
+    (DENSE, {"key_lists": integers(0, 0)}, r"key_lists must have shape \[N, keys of a row\], got int32\[2\]"),
+    (DENSE, {"key_lists": zeros(6, 3).int()}, r"key_lists must have 7 \(the packed nodes of q\) in dimension 0"),
+    (DENSE, {"key_lists": zeros(7, 0).int()}, r"key_lists must have room for at least 1 key, got int32\[7, 0\]"),
+    (DENSE, {"key_lists": zeros(3, 7).int().t()}, r"key_lists must be contiguous in its last dimension"),
     (DENSE, {"scale": math.nan}, "scale must be finite, got nan"),
     (DENSE, {"scale": 1e300}, "scale must be finite, got inf"),
 ]
@@ -134,6 +139,16 @@ SHAPES = [
 ROOM = r"k_cache must have room for the prefix and the nodes of every request, got 13 slots, but request "
 PAGES = r"block_table must have room for the prefix of every request, got "
 BOUNDS = r"cu_nodes must rise from 0 to at most 7 \(the packed nodes\), got "
+LISTED = r"key_lists must name keys in \[0, "
+
+
+def listed(row, keys):
+    """Lists of the first keys, but for one row."""
+    lists = torch.tensor([[0, 1, -1]]).repeat(7, 1).int()
+    lists[row] = integers(*keys)
+    return lists
+
+
 VALUES = [
     (DENSE, {"prefix_lens": integers(5, 10)}, ROOM + "1 has prefix_lens 10 and 4 nodes"),
     (DENSE, {"prefix_lens": integers(-1, 9)}, ROOM + "0 has prefix_lens -1 and 3 nodes"),
@@ -164,6 +179,11 @@ VALUES = [
         {"depths": integers(0, 1, 1, 0, -1, 1, 1)},
         r"depths must be in \[0, 4\) \(the nodes of request 1\), got -1 at 4",
     ),
+    (DENSE, {"key_lists": listed(2, [0, 3, 3])}, LISTED + r"8\) .* then be -1, got 3 after 3 at row 2, 2"),
+    (DENSE, {"key_lists": listed(4, [5, 4, -1])}, LISTED + r"13\) .* of request 1\) .* got 4 after 5 at row 4, 1"),
+    (DENSE, {"key_lists": listed(0, [0, 8, -1])}, LISTED + r"8\) .* got 8 after 0 at row 0, 1"),
+    (DENSE, {"key_lists": listed(6, [-2, -1, -1])}, LISTED + r"13\) .* got -2 at row 6, 0"),
+    (DENSE, {"key_lists": listed(6, [-1, 1, -1])}, LISTED + r"13\) .* got 1 after -1 at row 6, 1"),
 ]
 
 

@@ -13,10 +13,12 @@ from torch.nn import functional
 import pass_ext
 from pass_ext import Tree
 from pass_ext.layers import LayerWeights
+from pass_ext.ops.quantized import MOST_OF_CODES
 from pass_ext.testing import assert_same_bits
 from pass_ext.tree import pack_trees
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+CODES = tuple(MOST_OF_CODES)
 WIDTH, HEADS, KEY_HEADS, DIM, INNER, VOCABULARY, LAYERS = 72, 6, 2, 64, 100, 90, 3
 PREFIXES = (70, 0, 9)
 
@@ -94,6 +96,8 @@ def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head
         q, k, v = before_by_ops(
             x, layer.q_weight, layer.k_weight, layer.v_weight, head_dim=head_dim, **turns, **before, **added, **norm
         )
+        if pair[0].dtype in CODES:
+            k, v = (pass_ext.layers.quantize_rows(rows, pair[0].dtype) for rows in (k, v))
         new += k, v
         attended, _ = pass_ext.attention_tree(
             q, *pair, prefix_lens, cu_nodes, visible, max_nodes, k_new=k, v_new=v, depths=depths, scale=attention_scale,
@@ -108,8 +112,16 @@ def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head
 
 def assert_same(got, expected):
     for ours, theirs in zip(got, expected, strict=True):
-        assert ours.is_contiguous()
+        assert ours.is_contiguous() and ours.dtype is theirs.dtype
+        if ours.dtype in CODES:
+            ours, theirs = ours.view(torch.uint8), theirs.view(torch.uint8)
         assert_same_bits(ours, theirs.contiguous())
+
+
+def in_codes(case, codes):
+    """The case with caches in 8 bits."""
+    pairs = [tuple(pass_ext.layers.quantize_rows(rows, codes) for rows in pair) for pair in case["caches"]]
+    return case | dict(caches=pairs)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -279,6 +291,41 @@ def test_the_caches_stay(cpu):
 ZERO = torch.zeros(12, dtype=torch.int64)
 
 
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_caches_in_8_bits(cpu, dtype, codes):
+    """The bits of quantize_rows between the single ops; of rows of zeros and of hardly any numbers too."""
+    case = in_codes(case_of(dtype, norms=(), biases=True), codes)
+    for factor in (1.0, 0.0, 1e-38 if dtype is torch.float32 else 1e-6):
+        layers = [each._replace(k_weight=each.k_weight * factor, k_bias=each.k_bias * factor, v_bias=each.v_bias * 0.0,
+                                v_weight=each.v_weight * factor) for each in case["layers"]]  # fmt: skip
+        once = case | dict(layers=layers)
+        out, new = pass_ext.layers.layer_stack(**once)
+        assert new.dtype is codes and new.shape == (2 * LAYERS, len(case["x"]), KEY_HEADS, 16 + DIM)
+        assert_same((out, new), by_ops(**once))
+    stacked = torch.stack([rows.view(torch.uint8) for pair in case["caches"] for rows in pair]).view(codes)
+    assert_same(pass_ext.layers.layer_stack(**case | dict(caches=stacked)), pass_ext.layers.layer_stack(**case))
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+def test_every_code_is_reached(cpu, codes):
+    """Values that go through unchanged, at each code and halfway between two, have the codes of quantize_rows."""
+    every = torch.arange(128, dtype=torch.uint8).view(codes).float()
+    every = every[every.isfinite() & (every <= MOST_OF_CODES[codes])]
+    halves = torch.cat((every, (every[1:] + every[:-1]) / 2, -every, -(every[1:] + every[:-1]) / 2))
+    near = torch.cat((halves, torch.nextafter(halves, halves + 1), torch.nextafter(halves, halves - 1)))
+    near = near[near.abs() < MOST_OF_CODES[codes]] + 0.0  # a product has no -0
+    rows = torch.nn.functional.pad(near, (0, -len(near) % (DIM - 1))).view(-1, DIM - 1)
+    rows = torch.cat((rows, torch.full((len(rows), 1), MOST_OF_CODES[codes])), 1)  # so the scale is 1
+    eye, none = torch.eye(DIM), torch.zeros(DIM, DIM)
+    weights = LayerWeights(eye, eye, eye, none, none, none, none)
+    trees = pack_trees([Tree.chain(len(rows) - 1)], torch.device("cpu"))
+    caches = torch.zeros(2, 1, 1, 1, 16 + DIM, dtype=torch.uint8).view(codes)
+    step = torch.tensor([0], dtype=torch.int32), trees.cu_nodes, trees.visible, trees.max_nodes
+    _, new = pass_ext.layers.layer_stack(rows, [weights], caches, *step, head_dim=DIM)
+    assert_same_bits(new[0, :, 0].view(torch.uint8), pass_ext.layers.quantize_rows(rows, codes).view(torch.uint8))
+
+
 def sides(down, up):
     """Adapters of q of these shapes."""
     return {"q": (torch.ones(down), torch.ones(up))}
@@ -351,6 +398,13 @@ def test_errors_name_the_layer(cpu):
     caches[2] = (caches[2][0], torch.ones(3, 79, KEY_HEADS, DIM))
     with pytest.raises(RuntimeError, match=r"caches\[5\] must have the shape of caches\[0\]"):
         pass_ext.layers.layer_stack(**case | dict(caches=caches))
+    pairs = in_codes(case, torch.int8)["caches"]
+    for changed, message in (
+        ((pairs[0][0].view(torch.float8_e5m2), pairs[0][1]), "v_cache must be float8_e5m2, got int8"),
+        ((pairs[0][0][..., 16:], pairs[0][1]), r"k_cache must have 80 .16 bytes for the scale"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            pass_ext.layers.layer_stack(**case | dict(caches=[changed, *pairs[1:]]))
 
 
 def test_layers_must_be_alike(cpu):

@@ -315,6 +315,37 @@ def test_a_price_makes_a_step_smaller(backend):
     assert used == sorted(used, reverse=True) and used[-1] < used[0] / 2
 
 
+def test_prices_without_a_sense_are_cut(backend):
+    """No number costs nothing; numbers beyond 2^20 tokens, infinities among them, count as 2^20."""
+    shapes = []
+    for price in (float("nan"), 0.0, float("-inf"), -(2.0**20), float("inf"), 2.0**20):
+        arguments = chained(backend, slots=3, nodes=1, row_count=12, rank=3, seed=6)
+        arguments["path"].zero_()
+        arguments["price"] = torch.full((12,), -2.0, device=backend.device)
+        arguments["price"][6] = price
+        shapes.append(shapes_of(check(arguments)))
+    assert shapes[0] == shapes[1] and shapes[2] == shapes[3] and shapes[4] == shapes[5]
+    assert shapes[2][0][0] == 7 != shapes[4][0][0]
+
+
+def one_candidate(backend, row_count, rate, price):
+    """A step with one slot, whose one token has the chance 1/2, and prices that undo what a row costs."""
+    arguments = chained(backend, 1, 1, row_count, count=1)
+    arguments["path"].zero_()
+    arguments["scores"].fill_(0.5).log_()
+    arguments["rates"].fill_(rate)
+    arguments["price"] = price - torch.arange(1.0, row_count + 1, device=backend.device) / 1024
+    return shapes_of(check(arguments)), arguments
+
+
+def test_among_equal_choices_the_one_with_the_fewest_rows_and_slots_of_the_root_wins(backend):
+    """A slot behind the root helps where the candidate is wrong, one behind the candidate where it is right: as often."""
+    shapes, arguments = one_candidate(backend, 3, rate=1.0, price=0.0)
+    assert shapes == [(3, 2)] and arguments["parents"][0].tolist() == [-1, 0, 1]
+    shapes, _ = one_candidate(backend, 3, rate=0.0, price=0.0)  # a slot is worth nothing
+    assert shapes == [(2, 2)]
+
+
 def test_no_requests(backend):
     arguments = a_step(backend, 1)
     none = {name: value[:0] for name, value in arguments.items() if name not in ("rows", "rates")}

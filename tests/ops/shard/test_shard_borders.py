@@ -117,6 +117,15 @@ def test_a_cut_through_equal_logits_beside_the_border(backend, kept):
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_a_row_of_the_lowest_floats_has_a_nucleus(backend, rule):
+    """Nothing lies below the range in which its cut is looked for. Of equal tokens those with lower ids stay."""
+    row = torch.full((1, VOCABULARY), torch.finfo(torch.float32).min)
+    for seed in range(4):
+        drawn = decided(a_step(row, [], rule, seed, top_p=0.25), backend).emitted[0, 0].item()
+        assert 0 <= drawn <= VOCABULARY // 4 + 1
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_equal_scores_of_a_race_on_both_sides(backend, rule):
     """The logit of the second rank's best token, raised float by float until it wins: among equal scores the lower id does."""
     for seed in range(1 if backend.name == "emulated" else 4):

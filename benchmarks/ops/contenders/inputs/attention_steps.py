@@ -40,6 +40,8 @@ class Spec:
     has_sinks: bool = False
     codes: torch.dtype | None = None
     """Keys and values are in 8 bits for ours, and the same numbers in the type of the queries for others."""
+    listed: int = 0
+    """Random keys of the prefix that a node's list names, beside its path; 0: no lists."""
 
     @property
     def value_dim(self) -> int:
@@ -58,7 +60,9 @@ class Spec:
 
     @property
     def prefix_read(self) -> int:
-        """Keys of the prefix that some node sees."""
+        """Keys of the prefix that some node sees; with lists at most."""
+        if self.listed:
+            return min(self.prefix, self.nodes * self.listed)
         return self.prefix if self.window < 0 else min(self.prefix, self.window - 1)
 
     @property
@@ -79,7 +83,7 @@ class Spec:
     def flops(self, seen: int | None = None) -> int:
         """Flops of both products over the visible keys. `seen`: pairs of nodes that see each other; default: all pairs."""
         rows = self.batch * self.nodes
-        pairs = rows * self.prefix_read + (rows * self.nodes if seen is None else seen)
+        pairs = rows * (self.listed or self.prefix_read) + (rows * self.nodes if seen is None else seen)
         return 2 * pairs * self.heads * (self.head_dim + self.value_dim)
 
 
@@ -96,6 +100,7 @@ class Trees:
     seen: Tensor  # [B, n, n] bool
     mask: Tensor  # [B, 1, n, keys], 0 or -inf in the type of the queries
     folded_mask: Tensor  # [B, 1, n G, keys]
+    lists: Tensor | None = None  # [N, listed + n]
     prepared: dict[str, Any] = field(default_factory=dict)  # contender -> its plan or compiled kernel
 
 
@@ -147,6 +152,17 @@ def make_trees(spec: Spec, dtype: torch.dtype, device: str, seed: int = 0) -> Tr
         before = torch.arange(spec.prefix, device=device) <= spec.prefix + placed - spec.window
         mask[..., : spec.prefix].masked_fill_(before, float("-inf"))
     integers = {"dtype": torch.int32, "device": device}
+    lists = None
+    if spec.listed:
+        chances = torch.rand(spec.batch, spec.nodes, spec.prefix, generator=torch.Generator().manual_seed(seed))
+        chosen = (
+            torch.zeros(chances.shape, dtype=torch.bool).scatter_(2, chances.topk(spec.listed).indices, True).to(device)
+        )
+        mask[:, 0, :, : spec.prefix].masked_fill_(~chosen, float("-inf"))
+        rows, keys = torch.cat((chosen, seen), 2).flatten(0, 1).nonzero(as_tuple=True)
+        lists = torch.full((len(words), spec.listed + spec.nodes), -1, **integers)
+        places = torch.arange(len(rows), device=device) - torch.searchsorted(rows, rows)
+        lists[rows, places] = keys.int()
     return Trees(
         spec,
         torch.full((spec.batch,), spec.prefix, **integers),
@@ -157,6 +173,7 @@ def make_trees(spec: Spec, dtype: torch.dtype, device: str, seed: int = 0) -> Tr
         seen,
         mask[..., : spec.keys],
         mask.repeat_interleave(spec.group, dim=2)[..., : spec.keys],
+        lists,
     )
 
 
@@ -170,7 +187,9 @@ def make_step(trees: Trees, dtype: torch.dtype, device: str, generator: torch.Ge
     q = draw(spec.batch * spec.nodes, spec.heads, spec.head_dim)
     k, v = (draw(spec.batch, spec.kv_heads, spec.slots, width) for width in (spec.head_dim, spec.value_dim))
     q[..., 0] = 4
-    k[:, :, spec.prefix :, 0] = torch.tensor(spec.prefix_read / 4).log().item() * spec.head_dim**0.5 / 4
+    k[:, :, spec.prefix :, 0] = (
+        torch.tensor((spec.listed or spec.prefix_read) / 4).log().item() * spec.head_dim**0.5 / 4
+    )
     stored = None
     if spec.codes is not None:
         stored = quantize_rows(k, spec.codes), quantize_rows(v, spec.codes)

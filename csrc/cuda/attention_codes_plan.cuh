@@ -1,0 +1,47 @@
+// The host's launch of attention to keys and values in 8 bits, attention_codes.cuh. A tile of codes becomes the tile of
+// numbers that the kernel of the same shape multiplies, so rows, keys, schedule, parts and their combination are those of
+// attention_plan.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "core/attention.h"
+#include "core/quantized.h"
+#include "cuda/attention_codes_tile.cuh"
+#include "cuda/attention_combine.cuh"
+#include "cuda/attention_plain.cuh"
+#include "cuda/attention_plan.cuh"
+#include "cuda/attention_schedule.cuh"
+#include "cuda/primitives.cuh"
+
+namespace pass_ext::gpu {
+
+// True if the problem has no kernel with matrix fragments for codes: attention_codes_plain.cuh.
+inline bool is_plain_of_codes(const AttentionProblem& problem) { return is_plain(problem) || problem.chunk >= 0; }
+
+// use(CodesShape), for problems that are not plain.
+template <typename Use>
+void with_codes_shape(const AttentionProblem& problem, const Use& use) {
+  with_attention_shape(problem, [&](auto shape) {
+    if constexpr (!decltype(shape)::kHasChunks) use(CodesShape<decltype(shape)>{});
+  });
+}
+
+// plan: plan_attention's.
+inline void launch_codes_attention(const AttentionProblem& problem, CodeType codes, const AttentionPlan& plan,
+                                   float* workspace, Stream stream) {
+  with_codes_shape(problem, [&](auto shape) {
+    using Shape = decltype(shape);
+    SharedTile* const tiles = reinterpret_cast<SharedTile*>(workspace + int64_t{2} * plan.blocks * Shape::kPart);
+    const SharedWork work{workspace, tiles, reinterpret_cast<int32_t*>(tiles + plan.blocks), plan.most_in_step,
+                          plan.multiprocessors};
+    launch("attention_tree", codes_kernel_of<Shape>(),
+           LaunchShape{{plan.blocks}, {kAttentionThreads}, Shape::kSharedBytes}, stream, problem, codes, work);
+    if (plan.combine_blocks > 0)
+      launch("attention_tree (combine)", attention_combine_kernel<typename Shape::T, Shape::kDim>,
+             LaunchShape{{plan.combine_blocks}, {kCombineThreads}}, stream, problem, work,
+             static_cast<int32_t>(plan.blocks), int32_t{Shape::kPart});
+  });
+}
+
+}  // namespace pass_ext::gpu

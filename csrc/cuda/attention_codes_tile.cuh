@@ -1,0 +1,216 @@
+// Tiles of K and V in 8 bits (core/quantized.h) on their way through shared memory: copies of codes, which run while
+// earlier tiles are multiplied, and the tile of numbers that a tile of codes becomes: values of codes without their scales,
+// which 16 bits hold exactly, in the layout of attention_tile.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "core/attention.h"
+#include "core/quantized.h"
+#include "cuda/attention_schedule.cuh"
+#include "cuda/attention_tile.cuh"
+#include "cuda/primitives.cuh"
+
+namespace pass_ext::gpu {
+
+// Shared memory: one tile of numbers, queries, addresses, and behind them a ring of tiles of codes.
+template <typename Numbers>
+struct CodesShape : Numbers {
+  using T = typename Numbers::T;
+  static constexpr int kStages = 1;  // tiles of numbers
+  static constexpr int kCodeStages = Numbers::kDim <= 128 ? 3 : 2;
+  static constexpr int kCodeChunks = Numbers::kDim / 16;  // chunks of 16 codes in a row
+  static constexpr int kCodeCopies = Numbers::kKeys * kCodeChunks / kAttentionThreads;  // of a thread, for K or for V
+  static constexpr int kTileCodes = Numbers::kKeys * Numbers::kDim;
+
+  static constexpr int kRingBytes = 2 * Numbers::kTile * static_cast<int>(sizeof(T));
+  static constexpr int kCodesAt = kRingBytes + Numbers::kQueryBytes + Numbers::kAddressBytes;
+  static constexpr int kScalesAt = kCodesAt + kCodeStages * 2 * kTileCodes;
+  static constexpr int kFactorsAt = kScalesAt + kCodeStages * 2 * Numbers::kKeys * static_cast<int>(sizeof(float));
+  static constexpr int kSharedBytes = kFactorsAt + 2 * Numbers::kKeys * static_cast<int>(sizeof(float));
+  static_assert(kSharedBytes >= Numbers::kKeyWarps * Numbers::kPart * 4 + 8 * Numbers::kRows,
+                "parts, and eight bytes a row, fit in front");
+  static_assert(kSharedBytes <= 99 * 1024 - 1024, "every GPU from sm_80 on has so much, and 1 KB besides");
+  static_assert(2 * Numbers::kKeys <= kAttentionThreads, "a thread has one address and one scale");
+  static_assert(Numbers::kKeys * kCodeChunks % kAttentionThreads == 0, "threads copy equally much");
+};
+
+using CodesKernel = void(AttentionProblem, CodeType, SharedWork);
+
+// Defined where the kernel is compiled: attention_codes.cuh, in one of the attention_codes_*.cu.
+template <typename Shape>
+CodesKernel* codes_kernel_of();
+
+// 2^k: the largest power of two by which no scale of fp16 numbers becomes too large for a weight in fp16.
+PASS_EXT_DEVICE float weight_unit(CodeType codes) {
+  return codes == CodeType::int8 ? 0x1p6f : codes == CodeType::float8_e4m3 ? 0x1p8f : 0x1p15f;
+}
+
+// The parts of shared memory that shapes of codes add to SharedTiles.
+template <typename Shape>
+struct SharedCodes {
+  PASS_EXT_DEVICE uint8_t* codes(int tile) const {  // of K, then of V, row by row
+    return dynamic_shared<uint8_t>() + Shape::kCodesAt + tile % Shape::kCodeStages * 2 * Shape::kTileCodes;
+  }
+  PASS_EXT_DEVICE float* scales(int tile) const {  // as they come: of K, then of V
+    return reinterpret_cast<float*>(dynamic_shared<uint8_t>() + Shape::kScalesAt) +
+           tile % Shape::kCodeStages * 2 * Shape::kKeys;
+  }
+  PASS_EXT_DEVICE float* factors() const {  // of scores, then of weights; of the tile of numbers
+    return reinterpret_cast<float*>(dynamic_shared<uint8_t>() + Shape::kFactorsAt);
+  }
+  // Addresses of the rows of a tile of K, then of V; null: there is nothing to read.
+  PASS_EXT_DEVICE const uint8_t** addresses(int tile) const {
+    return reinterpret_cast<const uint8_t**>(SharedTiles<Shape>{}.addresses(tile));
+  }
+};
+
+// The key whose address a thread finds: keys of K by the first threads, of V by those behind them.
+template <typename Shape>
+struct AddressedCodes {
+  const AttentionProblem& problem;
+  const Segment& segment;
+
+  PASS_EXT_DEVICE bool takes_part() const { return thread_rank() < 2 * Shape::kKeys; }
+  PASS_EXT_DEVICE int32_t key(int tile) const {
+    return segment.first_key + tile * Shape::kKeys + static_cast<int32_t>(thread_rank() % Shape::kKeys);
+  }
+  PASS_EXT_DEVICE int64_t find(int tile) const {
+    if (!takes_part() || tile >= segment.end || key(tile) >= segment.request.keys()) return 0;
+    return outer_of(problem, segment.request, key(tile));
+  }
+  PASS_EXT_DEVICE void put(int tile, int64_t outer) const {
+    if (!takes_part() || tile >= segment.end) return;
+    const bool is_value = thread_rank() >= Shape::kKeys;
+    const uint8_t* row = nullptr;
+    if (key(tile) < segment.request.keys())
+      row = row_in<uint8_t>(problem, segment.request, is_value ? problem.v_cache : problem.k_cache,
+                            is_value ? problem.v_new : problem.k_new, outer, key(tile), segment.head);
+    SharedCodes<Shape>{}.addresses(tile)[thread_rank()] = row;
+  }
+};
+
+// Starts the copies of a tile of K and V and of their scales; missing keys, and columns beyond head_dim, become zeros.
+template <typename Shape>
+PASS_EXT_DEVICE void copy_codes(const AttentionProblem& problem, int tile) {
+  constexpr SharedCodes<Shape> shared{};
+  const uint8_t* const* const addresses = shared.addresses(tile);
+  const int thread = static_cast<int>(thread_rank());
+  // Loads all addresses before the first copy: the compiler moves no load across a copy, so each load would wait.
+  const uint8_t* from[2][Shape::kCodeCopies];
+#pragma unroll
+  for (int which = 0; which < 2; ++which)
+#pragma unroll
+    for (int i = 0; i < Shape::kCodeCopies; ++i)
+      from[which][i] = addresses[which * Shape::kKeys + (thread + i * kAttentionThreads) / Shape::kCodeChunks];
+  const uint8_t* const row = thread < 2 * Shape::kKeys ? addresses[thread] : nullptr;
+  uint8_t* const to = shared.codes(tile);
+#pragma unroll
+  for (int which = 0; which < 2; ++which)
+#pragma unroll
+    for (int i = 0; i < Shape::kCodeCopies; ++i) {
+      const int place = thread + i * kAttentionThreads, column = place % Shape::kCodeChunks * 16;
+      const bool is_there = from[which][i] != nullptr && (!Shape::kMayBeWider || column < problem.head_dim);
+      copy_async16(to + which * Shape::kTileCodes + place * 16,
+                   is_there ? from[which][i] + kCodeHeader + column : static_cast<const uint8_t*>(problem.k_cache.data),
+                   is_there);
+    }
+  if (thread < 2 * Shape::kKeys)
+    copy_async4(shared.scales(tile) + thread, row != nullptr ? row : static_cast<const uint8_t*>(problem.k_cache.data),
+                row != nullptr);
+}
+
+// Four codes as two pairs of T, exactly. In fp8 a code without sign, shifted to the place of float32's exponent, is its
+// value but for the bias of that. One that is no number, or infinite, is rare and goes the long way.
+template <typename T, CodeType type>
+PASS_EXT_DEVICE void numbers_of_codes(uint32_t (&pairs)[2], uint32_t codes) {
+  float number[4];
+  if constexpr (type == CodeType::int8) {
+    const uint32_t shifted = codes ^ 0x80808080u;  // 128 more than the code
+#pragma unroll
+    for (int i = 0; i < 4; ++i) number[i] = float_of(0x4b000000u | (shifted >> 8 * i & 0xffu)) - 8388736.0f;
+  } else {
+    constexpr bool is_e4m3 = type == CodeType::float8_e4m3;
+    constexpr int kShift = is_e4m3 ? 4 : 3;
+    const uint32_t sizes = codes & 0x7f7f7f7fu;
+    const bool all_finite = ((sizes + (is_e4m3 ? 0x01010101u : 0x04040404u)) & 0x80808080u) == 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t top = codes << 8 * (3 - i);
+      number[i] = float_of((top & 0x80000000u) | (top & 0x7f000000u) >> kShift) * (is_e4m3 ? 0x1p120f : 0x1p112f);
+    }
+    if (!all_finite) {
+#pragma unroll 1
+      for (int i = 0; i < 4; ++i) {
+        const float value = value_of_code(type, static_cast<uint8_t>(codes >> 8 * i));
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+          if (k == i) number[k] = value;
+      }
+    }
+  }
+  pairs[0] = pack2<T>(number[0], number[1]);
+  pairs[1] = pack2<T>(number[2], number[3]);
+}
+
+// Turns one tile of codes, of K or of V, into a tile of numbers.
+template <typename Shape, CodeType type>
+PASS_EXT_DEVICE void decode_tile_of(typename Shape::T* to, const uint8_t* codes) {
+  using T = typename Shape::T;
+#pragma unroll 2
+  for (int i = 0; i < Shape::kCodeCopies; ++i) {
+    const unsigned place = thread_rank() + i * kAttentionThreads;
+    const unsigned row = place / Shape::kCodeChunks, chunk = place % Shape::kCodeChunks;
+    const Bytes16 from = load16(codes + place * 16);
+    Bytes16 halves[2];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      uint32_t pairs[2];
+      numbers_of_codes<T, type>(pairs, from.word[k]);
+      halves[k / 2].word[k % 2 * 2] = pairs[0];
+      halves[k / 2].word[k % 2 * 2 + 1] = pairs[1];
+    }
+    // Eight threads that store together reach all banks if every second four of them begin with their second half.
+    const unsigned first = chunk / 4 % 2;
+#pragma unroll
+    for (unsigned turn = 0; turn < 2; ++turn) {
+      const unsigned half = turn ^ first;
+      store16(to + chunk_offset<Shape>(row, 2 * chunk + half), half == 0 ? halves[0] : halves[1]);
+    }
+  }
+}
+
+// Turns a tile of codes that has arrived into numbers and factors. A masked tile's scales of values that are not finite
+// become 0, because a hidden key's weight of 0 times NaN would be NaN; then `has_non_finite` is set.
+template <typename Shape>
+PASS_EXT_DEVICE void decode_codes(const AttentionProblem& problem, CodeType codes, int tile, bool is_masked,
+                                  int32_t* has_non_finite) {
+  constexpr SharedTiles<Shape> numbers{};
+  constexpr SharedCodes<Shape> shared{};
+  const int thread = static_cast<int>(thread_rank());
+  if (thread < 2 * Shape::kKeys) {
+    const bool is_value = thread >= Shape::kKeys;
+    const float scale = shared.scales(tile)[thread];
+    float factor = scale * (is_value                  ? weight_unit(codes)
+                            : problem.softcap > 0.0f ? problem.scale
+                                                     : problem.scale * kLog2E);
+    if (is_value && is_masked && !(scale - scale == 0.0f)) {
+      factor = 0.0f;
+      atomic_or(has_non_finite, 1);
+    }
+    shared.factors()[thread] = factor;
+  }
+#pragma unroll 1
+  for (int which = 0; which < 2; ++which) {
+    typename Shape::T* const to = which == 0 ? numbers.keys(0) : numbers.values(0);
+    const uint8_t* const from = shared.codes(tile) + which * Shape::kTileCodes;
+    if (codes == CodeType::int8)
+      decode_tile_of<Shape, CodeType::int8>(to, from);
+    else if (codes == CodeType::float8_e4m3)
+      decode_tile_of<Shape, CodeType::float8_e4m3>(to, from);
+    else
+      decode_tile_of<Shape, CodeType::float8_e5m2>(to, from);
+  }
+}
+
+}  // namespace pass_ext::gpu

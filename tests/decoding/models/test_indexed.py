@@ -1,0 +1,281 @@
+"""Models whose indexers choose the keys that a row attends to: transformers' texts with every method, caches, refusals."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from support.generation import greedy_of_transformers, methods_for, slots_for
+from support.small_models import prompts, ragged_prompts
+
+import pass_ext
+from benchmarks.architectures.models import tiny_model
+from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Session, Speculative, Tree, generate
+from pass_ext.decoding.models import indexed
+from pass_ext.decoding.models.latents import Latents
+from pass_ext.decoding.models.parts import cache_name
+from pass_ext.decoding.session import session as sessions
+from pass_ext.integrations.transformers.processors import NotedRows
+from pass_ext.testing import assert_same_bits
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(transformers.cache_utils, "DynamicIndexedLayer"), reason="before transformers 5.24"
+)
+
+FAMILIES = ("deepseek_v32", "axk2", "dots3_note_text", "glm_moe_dsa", "hy_v4")
+NEW = 12
+GREEDY = dict(eos_token_id=None, pad_token_id=0)
+# A row attends to 4 tokens of up to 20. Of 16 numbers of a latent, 8 of a rotated key and 16 of an indexer's key.
+ROW = (48, 16)
+
+
+@pytest.fixture(scope="module")
+def deepseek():
+    return tiny_model("deepseek_v32")
+
+
+def widths(session):
+    return [(keys.shape[-1], values.shape[-1]) for keys, values in session.caches]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_writes_transformers_texts(family):
+    model = tiny_model(family)
+    ids, mask = ragged_prompts(8)
+    want = greedy_of_transformers(model, ids, mask, NEW, **GREEDY)
+    options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
+    session = Session(model, room=64)
+    assert torch.equal(generate(model, ids, session=session, **options).sequences, want)
+    assert widths(session) == [ROW] * 2
+    assert all(values.data_ptr() == keys.data_ptr() for keys, values in session.caches)
+    slots = slots_for(model)
+    for method in (
+        NGram(shortest=1),
+        PaSS(slots, tree=Tree([-1, 0, 0, 1, 1, 2]), rows=24),
+        PaSS(slots, passes=2, tree=Tree.from_branching((2, 2)), rows=24),
+    ):
+        used = session if isinstance(method, NGram) else None
+        assert torch.equal(generate(model, ids, method, session=used, **options).sequences, want), method
+        custom = pass_ext.custom_generate(method)
+        assert torch.equal(greedy_of_transformers(model, ids, mask, NEW, **GREEDY, custom_generate=custom), want), (
+            method
+        )
+
+
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "hy_v4"])
+def test_layers_that_share_a_choice(family):
+    """They have no indexer, so their caches have no keys of one."""
+    model = shared(family, ["full", "shared", "full", "shared"])
+    ids, mask = ragged_prompts(4)
+    want = greedy_of_transformers(model, ids, mask, NEW, **GREEDY)
+    for method in (Plain(), NGram(shortest=1), PaSS(slots_for(model), tree=Tree.from_branching((2, 2)), rows=24)):
+        session = Session(model)
+        got = generate(model, ids, method, session=session, max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
+        assert torch.equal(got.sequences, want), method
+        assert widths(session) == [ROW, (32, 16)] * 2
+
+
+def shared(family, kinds):
+    from transformers import AutoModelForCausalLM
+
+    from benchmarks.architectures.models import tiny_config
+
+    shape = tiny_config(family).to_dict() | dict(
+        num_hidden_layers=len(kinds), indexer_types=kinds, layer_types=None, mlp_layer_types=["dense"] * len(kinds)
+    )
+    config = type(tiny_config(family))(**shape)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=1.5 / (parameter.shape[-1] ** 0.5 if "embed" not in name else 1.5))
+    return model
+
+
+def test_every_method(deepseek):
+    ids, mask = ragged_prompts(8)
+    want = greedy_of_transformers(deepseek, ids, mask, NEW, **GREEDY)
+    draft = EarlyExitDraft(deepseek, 1)
+    drafted = {"early exit": Speculative(draft, 3), "tree of an early exit": MultiCandidate(draft, (2, 2))}
+    for name, method in (methods_for(deepseek) | drafted).items():
+        got = generate(deepseek, ids, method, max_new_tokens=NEW, attention_mask=mask, eos_token_id=[]).sequences
+        assert torch.equal(got, want), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [1, 16])
+@pytest.mark.usefixtures("one_thread")
+def test_a_row_chooses_what_it_chooses_alone(dtype, heads):
+    """Its logits have the same bits. With one head of the indexer half of all scores are 0, so that most choices are ties."""
+    model = tiny_model("deepseek_v32", index_n_heads=heads, mlp_layer_types=["dense"] * 2).to(dtype)
+    ids, mask = ragged_prompts(3, longest=9)
+    for method in (
+        Plain(),
+        NGram(shortest=1, tokens=4),
+        PaSS(slots_for(model), tree=Tree.from_branching((3, 2)), rows=24),
+    ):
+        together = NotedRows()
+        options = dict(max_new_tokens=NEW, eos_token_id=[])
+        batch = generate(model, ids, method, attention_mask=mask, logits_processor=together, **options)
+        for row, seen in enumerate(mask.bool()):
+            alone = NotedRows()
+            text = generate(model, ids[row][seen][None], logits_processor=alone, **options)
+            for mine, theirs in zip(together.of(batch), alone.of(text), strict=True):
+                assert_same_bits(mine[row], theirs[0])
+
+
+def test_of_equal_scores_the_earlier_tokens_count_more():
+    """All scores are 0: a row attends to the first 3 tokens that it sees, in a tree too."""
+    rows = indexed.IndexRows(torch.zeros(5, 2, 8), torch.zeros(5, 8), torch.ones(5, 2), 1.0, 3)
+    tree = pass_ext.pack_trees([Tree([-1, 0, 0, 1, 2])])
+    for prefix, want in (
+        (0, [[0, -1, -1], [0, 1, -1], [0, 2, -1], [0, 1, 3], [0, 2, 4]]),
+        (2, [[0, 1, 2], [0, 1, 2], [0, 1, 2], [0, 1, 2], [0, 1, 2]]),
+        (1, [[0, 1, -1], [0, 1, 2], [0, 1, 3], [0, 1, 2], [0, 1, 3]]),
+    ):
+        held = torch.zeros(1, 4, 8)
+        chosen = indexed.chosen_keys(rows, held, torch.tensor([prefix]), tree.cu_nodes, tree.visible, torch.tensor([5]))
+        assert chosen.lists.tolist() == want
+    few = rows._replace(most=7)
+    assert (
+        indexed.chosen_keys(few, held, torch.tensor([2]), tree.cu_nodes, tree.visible, torch.tensor([5])).lists is None
+    )
+
+
+def test_sampled_texts_are_a_function_of_the_seed(deepseek):
+    ids, mask = ragged_prompts(8)
+    options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[], temperature=0.9, seeds=5)
+    want = generate(deepseek, ids, **options).sequences
+    for name in ("ngram", "one pass", "one pass, deep"):
+        assert torch.equal(generate(deepseek, ids, methods_for(deepseek)[name], **options).sequences, want), name
+
+
+@pytest.mark.parametrize("most", [100, 500])
+def test_long_prompts_are_read_in_pieces(most, monkeypatch):
+    """Pieces attend to expanded heads up to the length from which an indexer chooses, and by lists from there."""
+    monkeypatch.setattr("pass_ext.decoding.session.reading.MAX_TREE_NODES", 300)
+    monkeypatch.setattr(indexed, "_MOST_PRODUCTS", 100_000)  # scores of 10 rows at once
+    expanded, heads = [], Latents.heads
+    monkeypatch.setattr(Latents, "heads", lambda self, keys: expanded.append(len(keys)) or heads(self, keys))
+    model = tiny_model("deepseek_v32", index_topk=most, max_position_embeddings=1024)
+    ids = torch.randint(3, 90, (2, 700), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :300] = 0
+    want = greedy_of_transformers(model, ids, mask, 8, **GREEDY)
+    for method in (None, NGram(shortest=1)):
+        expanded.clear()
+        got = generate(model, ids, method, max_new_tokens=8, attention_mask=mask, eos_token_id=[])
+        assert torch.equal(got.sequences, want)
+        assert sorted(set(expanded)) == ([] if most == 100 else [400])
+
+
+def test_a_session_is_used_again_grows_and_begins_with_a_past(deepseek, monkeypatch):
+    monkeypatch.setattr(sessions, "_FIRST_POSITIONS", 10)
+    ids = prompts(3, 8)[0]
+    options = dict(max_new_tokens=NEW, eos_token_id=[])
+    session = Session(deepseek, room=40)
+    want = generate(deepseek, ids, session=session, **options).sequences
+    assert torch.equal(generate(deepseek, ids, NGram(shortest=1), session=session, **options).sequences, want)
+    copies = [(keys[:, :5].clone(), values[:, :5].clone()) for keys, values in session.caches]
+    begun = Session(deepseek, past=(copies, [5, 3, 4]))
+    assert torch.equal(generate(deepseek, ids, NGram(shortest=1), session=begun, **options).sequences, want)
+    session.past = copies, 4  # into the caches that are there
+    assert torch.equal(generate(deepseek, ids, session=session, **options).sequences, want)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_caches_go_in_and_out(family):
+    """Its indexers' keys too: whoever goes on writes the same text."""
+    model = tiny_model(family)
+    ids, mask = ragged_prompts(4)
+    want = greedy_of_transformers(model, ids, mask, 2 * NEW, **GREEDY)
+    options = dict(**GREEDY, return_dict_in_generate=True)
+    custom = pass_ext.custom_generate(NGram(shortest=1))
+    for first, second in ((custom, None), (None, custom), (custom, custom)):
+        cache = None
+        for tokens, how, given in ((NEW, first, ids), (NEW, second, want[:, : ids.shape[1] + NEW])):
+            seen = torch.cat((mask, mask.new_ones(len(mask), given.shape[1] - ids.shape[1])), 1)
+            past = {} if cache is None else {cache_name(type(model).forward): cache}
+            if how is not None:
+                past["custom_generate"] = how
+            with torch.no_grad():
+                result = model.generate(
+                    given, attention_mask=seen, max_new_tokens=tokens, do_sample=False, **past, **options
+                )
+            cache = result.past_key_values
+        assert torch.equal(result.sequences, want)
+
+
+def test_real_head_sizes():
+    """Latents of 512 and 64 numbers, and 128 of an indexer's key: rows of 704."""
+    model = tiny_model("deepseek_v32")
+    config = dict(
+        kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, index_head_dim=128, head_dim=64,
+        qk_head_dim=192,
+    )  # fmt: skip
+    shape = model.config.to_dict() | config
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(type(model.config)(**shape), attn_implementation="eager")
+    model = model.float().eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and "embed" not in name:
+            parameter.mul_(3.0)
+    ids, mask = ragged_prompts(4)
+    want = greedy_of_transformers(model, ids, mask, NEW, **GREEDY)
+    session = Session(model, room=64)
+    options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
+    for method in (None, NGram(shortest=1)):
+        assert torch.equal(generate(model, ids, method, session=session, **options).sequences, want)
+    assert widths(session) == [(704, 512)] * 2
+    texts = want[:, ids.shape[1] :]
+    alone = generate(model, texts, max_new_tokens=4, eos_token_id=[], session=session).sequences
+    begun = Session(model, past=([(keys[:, :5].clone(), values[:, :5].clone()) for keys, values in session.caches], 5))
+    assert torch.equal(generate(model, texts, max_new_tokens=4, eos_token_id=[], session=begun).sequences, alone)
+
+
+# ---- refused ----
+
+
+def test_caches_in_8_bits_are_refused(deepseek):
+    session = Session(deepseek, cache_dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"deepseek_v32: Session\(cache_dtype=…\) is for models without an indexer"):
+        generate(deepseek, prompts(1, 5)[0], session=session, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("family", ["qwen4_exp_text"])
+def test_indexers_that_give_no_list_are_refused(family):
+    with pytest.raises(
+        ValueError, match=rf"{family} attends to the keys that \w+Indexer chooses for each row, by scores"
+    ):
+        generate(tiny_model(family), prompts(1, 5)[0], max_new_tokens=2)
+
+
+def test_layers_that_keep_expanded_heads_are_refused():
+    model = tiny_model("deepseek_v32")
+    model.model.layers[1].self_attn.kv_b_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="decodes that for layers on the CPU that attend by latents"):
+        generate(model, prompts(1, 5)[0], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("change", ["lowest", "squared", "no relu"])
+def test_indexers_that_choose_otherwise_are_not_believed(change, monkeypatch):
+    from transformers.models.deepseek_v32 import modeling_deepseek_v32 as module
+
+    class Changed(module.DeepseekV32Indexer):
+        def forward(self, *inputs, **named):
+            if change == "lowest":
+                lists = super().forward(*inputs, **named)
+                return lists.new_zeros(lists.shape)
+            functional = module.F
+            module.F = type("F", (), {"relu": staticmethod((lambda x: x) if change == "no relu" else torch.square)})
+            try:
+                return super().forward(*inputs, **named)
+            finally:
+                module.F = functional
+
+    model = tiny_model("deepseek_v32")
+    for layer in model.model.layers:
+        layer.self_attn.indexer.__class__ = Changed
+    with pytest.raises(ValueError, match="attends to the keys that Changed chooses"):
+        generate(model, prompts(1, 5)[0], max_new_tokens=2)
