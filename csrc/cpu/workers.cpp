@@ -10,6 +10,9 @@
 // A forked child has none of its parent's threads. OpenMP would wait for them without end, so all jobs of a child go to
 // a pool of its own.
 //
+// A container may have less processor time than processors. Threads that wait would use it up, and then all of them
+// stand still until the next period: so there are no more threads than the quota fills.
+//
 // In the pool a job lies in one of a few slots while it is open; free threads look there, first spinning, then asleep.
 // A thread counts itself in before it looks at a slot's job, and the job's owner, having closed the slot, waits until
 // the count is 0: so no thread touches a job that has ended.
@@ -34,6 +37,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+
+#include "cpu/quota.h"
 
 namespace pass_ext {
 namespace {
@@ -381,7 +386,10 @@ thread_local Crew* crew = nullptr;
 
 }  // namespace
 
-int64_t thread_count() { return torch::stable::get_num_threads(); }
+int64_t thread_count() {
+  static const int64_t most = processors_of_quota("");
+  return std::min<int64_t>(torch::stable::get_num_threads(), most);
+}
 
 void run_pieces(const Pieces& pieces) {
   if (crew != nullptr && !in_piece && pieces.count > 1) return crew->run(pieces);
@@ -432,3 +440,5 @@ int64_t range_of(int64_t count, int64_t least) {
 }  // namespace pass_ext
 
 int pass_ext_always_pool(int always) { return pass_ext::avoidance.always.exchange(always != 0) ? 1 : 0; }
+
+int pass_ext_thread_count() { return static_cast<int>(pass_ext::thread_count()); }

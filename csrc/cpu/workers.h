@@ -8,7 +8,7 @@
 
 namespace pass_ext {
 
-// torch.get_num_threads().
+// torch.get_num_threads(), but no more than the quota of the process's container fills.
 int64_t thread_count();
 
 // A job's pieces, as a function pointer and its argument.
@@ -73,3 +73,6 @@ void for_each_request(int64_t count, Function&& function) {
 // Diagnostics, for ctypes (pass_ext/_library): 1: every job runs in the pool; 0: only while torch's threads are
 // avoided. Returns the former setting.
 extern "C" __attribute__((visibility("default"))) int pass_ext_always_pool(int always);
+
+// thread_count(), for ctypes.
+extern "C" __attribute__((visibility("default"))) int pass_ext_thread_count();

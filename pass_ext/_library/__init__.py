@@ -93,6 +93,11 @@ def limit_cpu_isa(name: str) -> str:
     return str(_native.pass_ext_cpu_isa().decode())
 
 
+def thread_count() -> int:
+    """The threads of the CPU kernels: ``torch.get_num_threads()``, but no more than the quota of a container fills."""
+    return int(_native.pass_ext_thread_count())
+
+
 def always_pool(enabled: bool) -> bool:
     """Runs every CPU job in the pool of csrc/cpu/workers.cpp, as on a busy machine; returns the former setting. For tests."""
     return bool(_native.pass_ext_always_pool(int(enabled)))

@@ -171,3 +171,36 @@ def test_the_end_of_random_calls_is_read():
     assert counted(output) == {"ops": 2, "calls": 10, "results": 5, "refusals": 5, "wrong": 0}
     with pytest.raises(ValueError, match="must end with its counts"):
         counted("Segmentation fault")
+
+
+def test_a_sanitized_run_goes_on_where_it_stopped(trust, tmp_path, monkeypatch):
+    import sanitize
+    from sanitize import __main__ as command
+
+    from benchmarks.trust import sanitized
+
+    files = [ROOT / "tests/ops/test_tree.py", ROOT / "tests/ops/test_step.py"]
+    library = tmp_path / "pass_ext" / "_C.so"
+    library.parent.mkdir()
+    library.write_text("the first build")
+    calls = "a: 2 results, 1 refusals\n3 calls as they should be, 0 not\n"
+    ran, ends = [], {files[0]: (0, "5 passed, 2 skipped in 3 s\n"), files[1]: (1, "ERROR: AddressSanitizer\n")}
+
+    def run(words):
+        found = [word for word in words if word in files]
+        ran.extend(found)
+        return ends[found[0]] if found else (0, calls)
+
+    monkeypatch.setattr(sanitize, "build", lambda sanitizer: tmp_path)
+    monkeypatch.setattr(command, "op_tests", lambda: files)
+    monkeypatch.setattr(sanitized, "_run", run)
+    result = sanitized.measure()
+    assert (result["files"], result["passed"], result["wrong"]) == (1, 5, ["tests/ops/test_step.py"])
+    assert result["random calls"] == 3 and ran == files
+    ends[files[1]] = (0, "7 passed in 1 s\n")
+    result = sanitized.measure()
+    assert (result["files"], result["passed"], result["wrong"]) == (2, 12, []) and ran == [*files, files[1]]
+    page = trust.sanitizers(result | {"date": "2031-02-03", "commit": "0123456789ab", "cpu": "Some CPU"})
+    assert "**12 op tests** in 2 files passed" in page and "Found: nothing." in page
+    library.write_text("another build")
+    assert sanitized.measure()["files"] == 2 and ran[3:] == files
