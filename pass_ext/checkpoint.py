@@ -26,12 +26,16 @@ _log = logging.getLogger("pass_ext")
 _SIZES = "sizes.json"  # file name -> bytes, of a cached model
 
 
-def load_checkpoint(path: str | os.PathLike[str], dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
+def load_checkpoint(
+    path: str | os.PathLike[str], dtype: torch.dtype = torch.bfloat16, **model_args: Any
+) -> tuple[Any, Any]:
     """A transformers model, frozen and in eval mode, and its tokenizer, from a GGUF file, a folder or a name on the Hub.
 
     Args:
         path: a file that ends in .gguf, or what transformers' ``from_pretrained`` takes.
         dtype: of the parameters.
+        model_args: further keywords of the model's ``from_pretrained``, as quantization_config or device_map. A GGUF file is
+            converted first.
 
     A GGUF file is converted at the first call, and a model of up to 2 GiB kept in ``$PASS_EXT_CACHE``, else
     ``~/.cache/pass_ext``: so the next call takes seconds. Folders and names are loaded by transformers' own calls.
@@ -42,11 +46,13 @@ def load_checkpoint(path: str | os.PathLike[str], dtype: torch.dtype = torch.bfl
 
     file = Path(path)
     if file.suffix != ".gguf":
-        return _load(path, dtype)
+        return _load(path, dtype, **model_args)
     if not file.is_file():
         raise FileNotFoundError(f"no such model file: {path}")
     if find_spec("gguf") is None:
         raise ImportError(f"load_checkpoint: {file.name} needs the package gguf: pip install gguf")
+    if model_args:
+        return _load(safetensors_folder(file, dtype), dtype, **model_args)
     cached = _cache_entry(file, dtype)
     if cached.exists() and (loaded := _load_cached(cached, dtype)) is not None:
         return loaded
@@ -83,13 +89,13 @@ def safetensors_folder(path: str | Path, dtype: torch.dtype) -> Path:
     return folder
 
 
-def _load(path: str | os.PathLike[str], dtype: torch.dtype) -> tuple[Any, Any]:
+def _load(path: str | os.PathLike[str], dtype: torch.dtype, **model_args: Any) -> tuple[Any, Any]:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **model_args)
     except SafetensorError as error:  # neither an OSError nor a ValueError
         raise ValueError(f"the weights of {path} are damaged, or were cut off: {error}") from error
     return model.eval().requires_grad_(False), tokenizer

@@ -16,6 +16,7 @@ struct Singles {
   using Query = T;
   using Storage = T;
   using Element = float;
+  static constexpr bool has_factors = false;            // each key has one of its scores, and one of its weights
   static constexpr int size = 1;                        // keys, or components, in an element
   static constexpr bool is_stored_so = sizeof(T) == 4;  // cached keys are elements already
 
@@ -50,6 +51,7 @@ struct Pairs {
   using Query = bfloat16;
   using Storage = bfloat16;
   using Element = uint32_t;
+  static constexpr bool has_factors = false;
   static constexpr int size = 2;
   static constexpr bool is_stored_so = true;
 
@@ -68,6 +70,11 @@ struct Pairs {
     store_words(to, pair);
     total = sum_of_products(total, pair, constant(pair, 0x3f803f80u));  // times one, one
   }
+};
+
+// Codes, which bf16 holds exactly; their scales are factors.
+struct CodedPairs : Pairs {
+  static constexpr bool has_factors = true;
 };
 #endif
 
@@ -126,25 +133,54 @@ struct TileRows {
   }
 };
 
-// The numbers of a row of codes. Those in fp8 are fp16 with fewer bits: e5m2 the upper half of one, e4m3 one whose
-// exponent is 8 less.
-inline void decode(CodeType type, const uint8_t* row, float* to, int32_t dim) {
-  const Floats scale = spread(scale_of_codes(row));
+// The values of codes without their scale. Those in fp8 are fp16 with fewer bits: e5m2 the upper half of one, e4m3 one
+// whose exponent is 8 less.
+template <CodeType type>
+Floats load_codes(const uint8_t* from) {
+#if PASS_EXT_LEVEL == 0
+  float numbers[Floats::width];
+  for (int i = 0; i < Floats::width; ++i) numbers[i] = value_of_code(type, from[i]);
+  return load(numbers);
+#else
+#if PASS_EXT_LEVEL == 1
+  const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  if constexpr (type == CodeType::int8) return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes))};
+  const __m128i wide = _mm_cvtepu8_epi16(codes), high = _mm_slli_epi16(wide, 8);
+  if constexpr (type == CodeType::float8_e5m2) return {_mm256_cvtph_ps(high)};
+  const __m128i size = _mm_and_si128(wide, _mm_set1_epi16(0x7f));
+  const __m128i is_nan = _mm_cmpeq_epi16(size, _mm_set1_epi16(0x7f));
+  const __m128i sign = _mm_and_si128(high, _mm_set1_epi16(static_cast<int16_t>(0x8000)));
+  const __m128i halves = _mm_or_si128(_mm_or_si128(sign, _mm_slli_epi16(size, 7)), _mm_slli_epi16(is_nan, 9));
+  return Floats{_mm256_cvtph_ps(halves)} * spread(256.0f);
+#else
+  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  if constexpr (type == CodeType::int8) return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes))};
+  const __m256i wide = _mm256_cvtepu8_epi16(codes), high = _mm256_slli_epi16(wide, 8);
+  if constexpr (type == CodeType::float8_e5m2) return {_mm512_cvtph_ps(high)};
+  const __m256i size = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
+  const __m256i is_nan = _mm256_cmpeq_epi16(size, _mm256_set1_epi16(0x7f));
+  const __m256i sign = _mm256_and_si256(high, _mm256_set1_epi16(static_cast<int16_t>(0x8000)));
+  const __m256i halves =
+      _mm256_or_si256(_mm256_or_si256(sign, _mm256_slli_epi16(size, 7)), _mm256_slli_epi16(is_nan, 9));
+  return Floats{_mm512_cvtph_ps(halves)} * spread(256.0f);
+#endif
+#endif
+}
+
+// The values of a row's codes times `factor`.
+template <typename T>
+void decode(CodeType type, const uint8_t* row, float factor, T* to, int32_t dim) {
+  const Floats scale = spread(factor);
   const uint8_t* const codes = row + kCodeHeader;
-  if (type == CodeType::int8) {
-    for (int32_t d = 0; d < dim; ++d) to[d] = static_cast<float>(static_cast<int8_t>(codes[d]));
-    for (int32_t d = 0; d < dim; d += Floats::width) store(to + d, load(to + d) * scale);
-    return;
-  }
-  float16 halves[kMostKeyDim];
-  const bool is_e5m2 = type == CodeType::float8_e5m2;
-  for (int32_t d = 0; d < dim; ++d) {
-    const uint32_t code = codes[d];
-    const uint32_t finite = (code & 0x80u) << 8 | (code & 0x7fu) << 7;
-    halves[d].bits = static_cast<uint16_t>(is_e5m2 ? code << 8 : (code & 0x7fu) == 0x7fu ? 0x7e00u : finite);
-  }
-  const Floats factor = spread(is_e5m2 ? 1.0f : 256.0f);
-  for (int32_t d = 0; d < dim; d += Floats::width) store(to + d, load(halves + d) * factor * scale);
+  const auto put = [&](auto values) {
+    for (int32_t d = 0; d < dim; d += Floats::width) store(to + d, values(codes + d) * scale);
+  };
+  if (type == CodeType::int8)
+    put([](const uint8_t* from) { return load_codes<CodeType::int8>(from); });
+  else if (type == CodeType::float8_e4m3)
+    put([](const uint8_t* from) { return load_codes<CodeType::float8_e4m3>(from); });
+  else
+    put([](const uint8_t* from) { return load_codes<CodeType::float8_e5m2>(from); });
 }
 
 // A row of numbers as codes of one type: header and codes, as quantize_rows makes them.
@@ -161,7 +197,9 @@ void encode_row(const T* row, uint8_t* to, int32_t dim) {
   memset(to, 0, kCodeHeader);
   memcpy(to, &scale, sizeof scale);
   uint8_t* const codes = to + kCodeHeader;
-  for (int32_t d = 0; d < dim; ++d) codes[d] = code_of(type, to_float(row[d]) / scale, most);
+  float numbers[kMostKeyDim];
+  for (int32_t d = 0; d < dim; d += Floats::width) store(numbers + d, load(row + d) / spread(scale));
+  for (int32_t d = 0; d < dim; ++d) codes[d] = code_of(type, numbers[d], most);
 }
 
 // Rows [rows, dim] of numbers as rows of codes, [rows, header and dim].
@@ -177,19 +215,36 @@ void encode_rows(CodeType type, const T* from, uint8_t* to, int64_t rows, int32_
   }
 }
 
-// Rows of codes as numbers.
-inline void decode_tile(const AttentionTask& task, const TileRows<uint8_t>& codes, float* to, TileRows<float>& rows) {
+// The scales of a tile's keys and values, where these are factors.
+struct TileFactors {
+  float key[kTileKeys], value[kTileKeys];
+};
+
+// Rows of codes as numbers, in `to`. With factors: without their scales, unless these are not finite; then the numbers
+// are that, and the factor 1.
+template <typename Form>
+void decode_tile(const AttentionTask& task, const TileRows<uint8_t>& codes, float* to,
+                 TileRows<typename Form::Storage>& rows, TileFactors& factors) {
+  using T = typename Form::Storage;
   const int32_t key_dim = task.problem->head_dim, value_dim = task.problem->value_dim;
   rows.count = codes.count;
   rows.is_even = true;
-  float* const values = to + int64_t{kTileKeys} * key_dim;
+  T* const keys = reinterpret_cast<T*>(to);
+  T* const values = keys + int64_t{kTileKeys} * key_dim;
+  const auto put = [&](const uint8_t* row, T* numbers, int32_t dim) {
+    const float scale = scale_of_codes(row);
+    const bool is_factor = Form::has_factors && scale - scale == 0.0f;
+    decode(task.codes, row, is_factor ? 1.0f : scale, numbers, dim);
+    return is_factor ? scale : 1.0f;
+  };
   for (int32_t i = 0; i < codes.count; ++i) {
-    float* const key = to + int64_t{i} * key_dim;
-    decode(task.codes, codes.key[i], key, key_dim);
+    T* const key = keys + int64_t{i} * key_dim;
+    factors.key[i] = factors.value[i] = put(codes.key[i], key, key_dim);
     rows.key[i] = rows.value[i] = key;
     if (codes.value[i] == codes.key[i]) continue;  // the first numbers of the key
-    rows.value[i] = values + int64_t{i} * value_dim;
-    decode(task.codes, codes.value[i], values + int64_t{i} * value_dim, value_dim);
+    T* const value = values + int64_t{i} * value_dim;
+    rows.value[i] = value;
+    factors.value[i] = put(codes.value[i], value, value_dim);
   }
 }
 
@@ -260,9 +315,9 @@ inline void transpose_bits(uint64_t (&word)[64]) {
     }
 }
 
-// Turns raw products into logits in powers of two; -inf where a row does not see a key.
+// Turns raw products into logits in powers of two; -inf where a row does not see a key. factors: of keys, or null.
 inline void finish_scores(const AttentionTask& task, float* scores, int64_t row_length, int32_t first_row, int32_t rows,
-                          int32_t first, int32_t keys, bool all_seen) {
+                          int32_t first, int32_t keys, bool all_seen, const float* factors) {
   const AttentionProblem& problem = *task.problem;
   uint64_t seen[kTileKeys] = {};  // by key: the rows that see it
   for (int32_t key = 0; !all_seen && key < keys; key += 64) {
@@ -273,22 +328,25 @@ inline void finish_scores(const AttentionTask& task, float* scores, int64_t row_
                     : task.tiles->visible(problem, task.request, task.node_of(first_row + r), first + key);
     transpose_bits(word);
   }
-  const Floats scale = spread(problem.softcap > 0.0f ? problem.scale : problem.scale * kLog2E);
+  const float times = problem.softcap > 0.0f ? problem.scale : problem.scale * kLog2E;
   const Floats cap = spread(problem.softcap), log2e = spread(kLog2E), nothing = spread(-kInfinity);
-  for (int32_t key = 0; key < keys; ++key)
+  for (int32_t key = 0; key < keys; ++key) {
+    const Floats scale = spread(factors ? times * factors[key] : times);
     for (int64_t r = 0; r < row_length; r += Floats::width) {
       Floats s = load(scores + key * row_length + r) * scale;
       if (problem.softcap > 0.0f) s = softcapped(s, cap) * log2e;
       if (!all_seen) s = select(mask_of_bits(static_cast<uint32_t>(seen[key] >> r)), s, nothing);
       store(scores + key * row_length + r, s);
     }
+  }
 }
 
 // Turns the scores [keys, row_length] of one vector of rows, times `factor`, into weights 2^(s - maximum), in place.
-// Updates totals and maximum. Returns the factor for the rows' values so far.
+// Updates totals and maximum. Returns the factor for the rows' values so far. With factors, those of values multiply the
+// weights, whose rounding then has no total of its own.
 template <typename Form>
 Floats weigh(float* scores, int64_t row_length, int32_t keys, float factor, float* row_maximum, float* total,
-             float* exact_total) {
+             float* exact_total, const TileFactors& factors) {
   const Floats times = spread(factor), before = load(row_maximum);
   Floats highest[2] = {before, before};
   int32_t key = 0;
@@ -306,11 +364,13 @@ Floats weigh(float* scores, int64_t row_length, int32_t keys, float factor, floa
       // billions.
       weights[i] = key + i < keys ? power_of_two(load(scores + (key + i) * row_length) * times + minus) : zeros();
       exact = exact + weights[i];
+      if constexpr (Form::has_factors)
+        if (key + i < keys) weights[i] = weights[i] * spread(factors.value[key + i]);
     }
     Form::put_weights(to + key / Form::size * row_length, weights, sum);
   }
   store(row_maximum, now);
-  store(total, fused(load(total), scale, sum));
+  store(total, fused(load(total), scale, Form::has_factors ? exact : sum));
   store(exact_total, fused(load(exact_total), scale, exact));
   return scale;
 }
@@ -379,6 +439,7 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
   const int32_t value_bytes = header + value_dim * static_cast<int32_t>(sizeof(T));
   TileRows<T> tiles[2];
   std::conditional_t<has_codes, TileRows<typename Form::Storage>, char> decoded;
+  TileFactors factors;
   int32_t first = task.tiles->first_place(task.first_tile);
   const int32_t end = task.tiles->first_place(task.end_tile);
   if (first == end) return;  // levels may leave out a whole chunk
@@ -391,7 +452,7 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
   tiles[0].find(task, first, end_of_tile(first));
   tiles[0].prefetch(key_bytes, value_bytes);
   for (int32_t turn = 0; first < end; first += tiles[turn].count, turn = 1 - turn) {
-    if constexpr (has_codes) decode_tile(task, tiles[turn], scratch.decoded, decoded);
+    if constexpr (has_codes) decode_tile<Form>(task, tiles[turn], scratch.decoded, decoded, factors);
     const auto& tile = [&]() -> const auto& {
       if constexpr (has_codes)
         return decoded;
@@ -415,18 +476,19 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
       const int32_t row_bytes = ahead.key_bytes > ahead.value_bytes ? ahead.key_bytes : ahead.value_bytes;
       ahead.lines_at_once = ahead.count * (row_bytes / 32) / 2 / (blocks + 1) + 1;
     }
-    const bool is_raw = all_seen && problem.softcap == 0.0f;
+    const bool is_raw = all_seen && problem.softcap == 0.0f && !Form::has_factors;
     for (int32_t row = 0; row < task.rows; row += kBlockRows) {
       const int32_t rows = static_cast<int32_t>(minimum_of(kBlockRows, task.rows - row));
       const int32_t width = width_of_block(task, row);
       multiply(Product<E>{key_rows.data, key_rows.row, 1, queries + int64_t{row} * steps, width, steps, scores, width,
                           nullptr},
                keys, width, ahead);
-      if (!is_raw) finish_scores(task, scores, width, row, rows, first, keys, all_seen);
+      if (!is_raw)
+        finish_scores(task, scores, width, row, rows, first, keys, all_seen, Form::has_factors ? factors.key : nullptr);
       const float factor = is_raw ? problem.scale * kLog2E : 1.0f;
       for (int32_t r = 0; r < width; r += Floats::width)
         store(scratch.scale + r, weigh<Form>(scores + r, width, keys, factor, result.maximum + row + r,
-                                             result.total + row + r, result.exact_total + row + r));
+                                             result.total + row + r, result.exact_total + row + r, factors));
       multiply(Product<E>{reinterpret_cast<const E*>(scores), 1, width, reinterpret_cast<const E*>(scratch.values),
                           value_dim, (keys + Form::size - 1) / Form::size, result.values + int64_t{row} * value_dim,
                           value_dim, scratch.scale},
@@ -439,7 +501,11 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
 inline void attend(const AttentionTask& task, const AttentionScratch& scratch, const PartialRows& result) {
   if (task.codes != CodeType::none) {
     switch (task.problem->type) {
+#if PASS_EXT_LEVEL == 3
+      case FloatType::bfloat16: return attend_in<CodedPairs, uint8_t>(task, scratch, result);
+#else
       case FloatType::bfloat16: return attend_in<Decoded<bfloat16>, uint8_t>(task, scratch, result);
+#endif
       case FloatType::float16: return attend_in<Decoded<float16>, uint8_t>(task, scratch, result);
       case FloatType::float32: return attend_in<Decoded<float>, uint8_t>(task, scratch, result);
     }

@@ -33,13 +33,7 @@ void check_aligned_rows(const char* argument, const KeyRows& rows, int64_t outer
              dim.stride, " in the ", dim.name, " dimension (call .contiguous() once, outside the decoding loop)");
 }
 
-bool is_plain(const AttentionProblem& problem, CodeType codes) {
-  return codes == CodeType::none ? gpu::is_plain(problem) : gpu::is_plain_of_codes(problem);
-}
-
-// Scales are read as floats, so rows of codes lie at multiples of 16 bytes for every kernel.
 void check_alignment(const AttentionProblem& problem, CodeType codes) {
-  if (codes == CodeType::none && gpu::is_plain(problem)) return;
   const int64_t elements = codes == CodeType::none ? 8 : 16;
   if (reinterpret_cast<uintptr_t>(problem.q) % 16 != 0)
     refuse("attention_tree", "q must start at a multiple of 16 bytes on CUDA, got an address ",
@@ -72,28 +66,26 @@ int resident_blocks(const CudaScope& scope, const AttentionProblem& problem, Cod
 }
 
 void attention_on_cuda(const AttentionProblem& problem, CodeType codes, const KeyLists& lists, const Tensor& q) {
-  if (lists.keys && codes != CodeType::none)
-    refuse("attention_tree",
-           "k_cache must be of q's dtype with key_lists on CUDA, got codes, which have no kernel there yet");
-  if (!lists.keys) check_alignment(problem, codes);
+  const bool has_codes = codes != CodeType::none;
+  const bool is_plain = lists.keys || (has_codes ? gpu::is_plain_of_codes(problem) : gpu::is_plain(problem));
+  if (!is_plain) check_alignment(problem, codes);
   if (problem.rows == 0 || problem.heads == 0) return;
   const CudaScope scope(q);
-  if (lists.keys) {
+  if (is_plain && has_codes) {
+    gpu::launch_plain_codes_attention(problem, codes, lists, scope.stream());
+  } else if (lists.keys) {
     gpu::launch_listed_attention(problem, lists, scope.stream());
-  } else if (is_plain(problem, codes)) {
-    if (codes == CodeType::none)
-      gpu::launch_plain_attention(problem, scope.stream());
-    else
-      gpu::launch_plain_codes_attention(problem, codes, scope.stream());
+  } else if (is_plain) {
+    gpu::launch_plain_attention(problem, scope.stream());
   } else {
     const int64_t resident = int64_t{scope.multiprocessors()} * resident_blocks(scope, problem, codes);
     const gpu::AttentionPlan plan =
         gpu::plan_attention(problem, between(resident, 1, gpu::kMostBlocks), scope.multiprocessors());
     const Tensor workspace = empty_of_shape("attention_tree", q, {plan.workspace}, ScalarType::Float);
-    if (codes == CodeType::none)
-      gpu::launch_attention(problem, plan, output_of<float>(workspace), scope.stream());
-    else
+    if (has_codes)
       gpu::launch_codes_attention(problem, codes, plan, output_of<float>(workspace), scope.stream());
+    else
+      gpu::launch_attention(problem, plan, output_of<float>(workspace), scope.stream());
   }
   gpu::launch_sinks(problem, scope.stream());
   check_launch("attention_tree");

@@ -52,6 +52,13 @@ SINKS = {
 _CHUNKS = dict(attention_chunk_size=8, no_rope_layers=[1, 0], floor_scale=4, attn_scale=0.5)
 CHUNKS = {"llama4_text": dict(_GROUPED, **_CHUNKS, head_dim=16, num_local_experts=2, intermediate_size_mlp=96)}
 _LATENT = dict(_SHAPE, kv_lora_rank=32, q_lora_rank=24, first_k_dense_replace=2)
+# Its table's rows are multiplied, and two of its layers have a window.
+SCALED = {
+    "gemma3_text": dict(
+        _GROUPED, head_dim=16, query_pre_attn_scalar=16, num_hidden_layers=3, sliding_window=7,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+}  # fmt: skip
 # Real head sizes: of the global layers, and of keys and values.
 WIDE = {
     "gemma4_text": dict(
@@ -67,7 +74,7 @@ REFUSED = {
     "stablelm": _GROUPED,
     "bloom": dict(vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4),
 }
-_ALL = ARCHITECTURES | MASKS_KNOW_WINDOWS | ODD_HEADS | SINKS | CHUNKS | WIDE | REFUSED
+_ALL = ARCHITECTURES | MASKS_KNOW_WINDOWS | ODD_HEADS | SINKS | CHUNKS | SCALED | WIDE | REFUSED
 
 
 def small_model(architecture, seed=0, sharpness=3.0, **changes):

@@ -88,8 +88,8 @@ def windows_of(samples, *, lookahead=3, documents=(), seed=0):
 
 def sequential_logits(model, embedding, text, anchor):
     """The logits of an ordinary causal forward over [text up to the anchor, the slots] at the slots; differentiable."""
-    table = model.get_input_embeddings().weight
-    rows = torch.cat([table[text[: anchor + 1]], embedding.weight])[None]
+    embed = model.get_input_embeddings()
+    table, rows = embed.weight, torch.cat([embed(text[: anchor + 1]), embedding.weight])[None]
     hooks = []
     if embedding.deep is not None:
         for layer, offset in zip(model.model.layers, embedding.deep, strict=True):

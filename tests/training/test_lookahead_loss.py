@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from support.small_models import small_model
 from support.training_models import (
     SETTINGS,
     WEIGHTS,
@@ -42,6 +43,21 @@ def test_loss_and_gradients_are_those_of_one_ordinary_forward_a_group(tied, kind
     for mine, theirs in zip(gradients, torch.autograd.grad(dense, list(embedding.parameters())), strict=True):
         assert theirs.abs().max() > 1e-4
         torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma3_text", "qwen2_moe", "gpt_oss", "llama4_text"])
+def test_layers_that_see_the_last_tokens_only_do_so_in_training(architecture):
+    """Windows of 7 and chunks of 8 in texts of 24: of all layers, of some, known to the mask alone, or beside sinks."""
+    # Llama 4 scales queries by their place in the call, beyond 8,192 tokens of a real model.
+    model = small_model(architecture, **(dict(floor_scale=8192) if architecture == "llama4_text" else {}))
+    model.set_attn_implementation("eager" if architecture == "gpt_oss" else "sdpa")
+    embedding, window = slots_for(model), windows_of(counting(9, 24)).at(3)
+    ours = step_loss(model, embedding, window, WEIGHTS)
+    dense = dense_loss(model, embedding, window, 0.8, "kl")
+    torch.testing.assert_close(ours, dense, atol=1e-4, rtol=1e-4)
+    gradients = [torch.autograd.grad(loss, list(embedding.parameters())) for loss in (ours, dense)]
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-3)
 
 
 def test_a_slot_row_is_what_the_model_says_after_the_text_and_the_slots_before_it():

@@ -12,6 +12,7 @@ from support.training_models import Letters, counting, tiny_llama, windows_of
 
 from pass_ext.training.common import documents, own_texts
 from pass_ext.training.common.frozen_model import sample
+from pass_ext.training.common.own_texts import Sample
 
 transformers = pytest.importorskip("transformers")
 
@@ -104,6 +105,34 @@ def test_texts_that_are_too_short_for_the_slots_are_passed_over():
     assert windows_of(short, documents=[few, many]).at(0).ids.shape[1] >= 5
     with pytest.raises(SystemExit, match="nothing to train on: 1000 windows in a row were shorter"):
         windows_of(short, documents=[few]).at(0)
+
+
+class Begun(Letters):
+    """As Gemma's and Llama's: a token before every text."""
+
+    bos_token_id = 1
+
+    def __call__(self, text, add_special_tokens=True, **_):
+        return type("Encoded", (), {"input_ids": [1] * add_special_tokens + Letters()(text).input_ids})()
+
+
+def test_windows_and_prompts_begin_with_the_token_that_the_tokenizer_puts_before_a_text():
+    names = [f"part {n}" for n in range(40)]
+    texts = [documents.Document(name, "prose", f"{name} says something.\n" * 20) for name in names]
+    of_documents = dataclasses.replace(windows_of([], documents=texts), tokenizer=Begun(), share=0.0)
+    whole = [1, *range(3, 90)]  # a sample that is longer than a window
+    of_sample = dataclasses.replace(windows_of([Sample("long", "prose", 0.0, 4, whole)]), tokenizer=Begun())
+    for step in range(20):
+        ids = of_documents.at(step).ids
+        assert ids[:, 0].eq(1).all() and not ids[:, 1:].eq(1).any() and ids.shape[1] == 32
+        assert all(
+            row[0] == 1 and row[1:] == list(range(row[1], row[1] + 31)) for row in of_sample.at(step).ids.tolist()
+        )
+    how = dict(continuations=20, own_chats=0, held_out=4, prefix_tokens=12, seed=0)
+    for batches in own_texts.plan_batches(Begun(), texts, [], **how):
+        prompts = [prompt for batch in batches for prompt in batch.prompts]
+        assert prompts and all(prompt[0] == 1 and prompt.count(1) == 1 for prompt in prompts)
+        assert {len(prompt) for prompt in prompts} == {12}
 
 
 def test_samples_are_the_models_own_text():

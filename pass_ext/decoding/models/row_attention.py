@@ -122,6 +122,10 @@ class RowMask:
             raise AttributeError(name)
         raise self._refusal()
 
+    def to(self, *device: Any, **options: Any) -> RowMask:
+        """Itself: accelerate moves all that a layer is given."""
+        return self
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         masks = [mask for mask in (*arguments, *(options or {}).values()) if isinstance(mask, cls)]

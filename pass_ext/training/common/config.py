@@ -78,6 +78,8 @@ def _words(parser: argparse.ArgumentParser, path: str, name: str, value: Any) ->
         near = difflib.get_close_matches(option, known, 1)
         hint = f": did you mean {near[0].removeprefix('--')}?" if near else ""
         raise SystemExit(f"--config {path}: there is no option {name!r}{hint}")
+    if isinstance(value, dict) and option == "--model-args":
+        return [option, json.dumps(value)]
     if isinstance(value, dict):
         raise SystemExit(f"--config {path}: {name} must be a value or a list, got {value}")
     if value is None:

@@ -6,28 +6,72 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pass_ext.checkpoint import load_checkpoint
 from pass_ext.decoding.generation import generate
-from pass_ext.decoding.models.parts import cache_name
+from pass_ext.decoding.models.module_ops import is_plain
+from pass_ext.decoding.models.parts import cache_name, decoder_of
 from pass_ext.training.common.documents import Document
 
 _DIGESTED = 64  # elements of a parameter, evenly spread
 
 
-def load_frozen(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def load_frozen(path: str, dtype: torch.dtype, model_args: Mapping[str, Any]) -> tuple[Any, Any]:
     """A causal model without gradients, and its tokenizer; an error ends the program with a sentence."""
     try:
-        return load_checkpoint(path, dtype)
-    except ImportError as error:
-        raise SystemExit(f"training needs transformers and gguf: pip install 'pass_ext[hf,train]' ({error})") from error
-    except (OSError, ValueError) as error:
+        model, tokenizer = load_checkpoint(path, dtype, **model_args)
+    except Exception as error:
+        if model_args and not isinstance(
+            error, FileNotFoundError
+        ):  # libraries of quantised weights raise what they like
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            raise SystemExit(f"--model {path!r} cannot be loaded with --model-args {model_args}: {reason}") from error
+        if isinstance(error, ImportError):
+            raise SystemExit(
+                f"training needs transformers and gguf: pip install 'pass_ext[hf,train]' ({error})"
+            ) from error
+        if not isinstance(error, (OSError, ValueError)):
+            raise
         raise SystemExit(f"--model {path!r} cannot be loaded: {error}") from error
+    for name, part in (
+        ("input embeddings", model.get_input_embeddings()),
+        ("output layer", model.get_output_embeddings()),
+    ):
+        if not is_plain(part.weight) or not part.weight.is_floating_point():
+            raise SystemExit(
+                f"--model-args: the {name} must stay in memory as plain numbers, because slots are made of the ones and the "
+                f"loss of the other; got {_form(part.weight)}. Leave them out of the quantisation, or name a device for them"
+            )
+    return model, tokenizer
+
+
+def is_one_piece(model: Any) -> bool:
+    """True if all parameters are plain tensors on one device: none is quantised, offloaded or a shard."""
+    weights = list(model.parameters())
+    return len({weight.device for weight in weights}) == 1 and all(
+        is_plain(weight) and weight.is_floating_point() for weight in weights
+    )
+
+
+def bytes_of(weight: Tensor) -> int:
+    """The memory that a parameter takes: of a quantised one that of its parts, of an offloaded one none."""
+    if weight.is_meta:
+        return 0
+    if hasattr(weight, "to_local"):  # a DTensor
+        return bytes_of(weight.to_local())
+    if type(weight) not in (Tensor, nn.Parameter) and hasattr(weight, "__tensor_flatten__"):
+        return sum(bytes_of(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
+    state = getattr(weight, "quant_state", None)  # bitsandbytes' scales of blocks
+    return weight.numel() * weight.element_size() + (0 if state is None else bytes_of(state.absmax))
+
+
+def _form(weight: Tensor) -> str:
+    return "an offloaded tensor" if weight.is_meta else f"{type(weight).__name__} of {str(weight.dtype)[6:]}"
 
 
 def check_tokenizer(model: Any, tokenizer: Any) -> None:
@@ -57,14 +101,37 @@ def with_template(tokenizer: Any, document: Document) -> Document:
     return dataclasses.replace(document, text=text)
 
 
+def opening_ids(tokenizer: Any) -> list[int]:
+    """The token that the tokenizer puts before every text (Gemma, Llama); empty where it puts none (SmolLM2, Qwen)."""
+    begin = getattr(tokenizer, "bos_token_id", None)
+    return [begin] if begin is not None and list(tokenizer("").input_ids)[:1] == [begin] else []
+
+
+def opened_ids(tokenizer: Any, text: str, most: int) -> list[int]:
+    """At most ``most`` tokens of a text or of a piece of one, after ``opening_ids``: some models write nonsense without."""
+    opening = opening_ids(tokenizer)
+    ids = list(tokenizer(text, add_special_tokens=False).input_ids)
+    return ids[:most] if ids[: len(opening)] == opening else [*opening, *ids][:most]
+
+
 def weights_digest(model: Any) -> str:
-    """SHA-256 over the parameters' names and shapes and a few elements of each: cheap, and another model's differs."""
+    """SHA-256 over the parameters' names and shapes and a few elements of each: cheap, and another model's differs. Offloaded
+    ones have no elements here."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        flat = parameter.detach().reshape(-1)
-        some = flat[:: max(1, len(flat) // _DIGESTED)][:_DIGESTED].float().tolist()
+        flat = _whole(parameter.detach()).reshape(-1)
+        some = [] if flat.is_meta else flat[:: max(1, len(flat) // _DIGESTED)][:_DIGESTED].float().tolist()
         digest.update(f"{name} {tuple(parameter.shape)} {some}\0".encode())
     return digest.hexdigest()
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """A plain tensor of a shard's or a quantised weight's numbers."""
+    if hasattr(weight, "full_tensor"):
+        weight = weight.full_tensor()
+    is_packed = type(weight) not in (Tensor, nn.Parameter) and hasattr(weight, "__tensor_flatten__")
+    whole: Tensor = weight.dequantize() if is_packed else weight
+    return whole
 
 
 def check_head(model: Any, ids: Tensor) -> None:
@@ -80,9 +147,16 @@ def check_head(model: Any, ids: Tensor) -> None:
 
 
 def text_rows(model: Any, ids: Tensor) -> tuple[Tensor, Any]:
-    """Last hidden states ``[B, T, d]`` of texts, without gradients, and the cache with their K/V."""
+    """Last hidden states ``[B, T, d]`` of texts, without gradients, and the cache with their K/V, all of them: slots early in a
+    text see what has left a sliding window at its end."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    decoder = decoder_of(model)
+    cache = DynamicCache(config=model.config)
+    cache.layers = [DynamicLayer() if getattr(layer, "is_sliding", False) else layer for layer in cache.layers]
     with torch.no_grad():
-        result = model.get_decoder()(input_ids=ids, use_cache=True)
+        result = decoder(input_ids=ids, use_cache=True, **{cache_name(decoder.forward): cache})
     return result.last_hidden_state, result[cache_name(type(result))]
 
 

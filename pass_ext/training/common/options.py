@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,7 @@ FIRST = (
     *("--steps", "--epochs", "--batch", "--device", "--log", "--config", "--dry-run"),
 )
 _FURTHER = "further options"
+_DIVIDING = {"tp_plan", "tp_size", "device_mesh", "distributed_config"}
 _Settings = TypeVar("_Settings")
 
 
@@ -36,7 +38,7 @@ def adder(parser: argparse.ArgumentParser) -> Callable[..., None]:
             parser.set_defaults(least={**known, option.removeprefix("--").replace("-", "_"): least})
         default = how.get("default", False if how.get("action") == "store_true" else None)
         words = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else str(default)
-        shown = {"False": "off", "None": "none", "": "none"}.get(words, words)
+        shown = {"False": "off", "None": "none", "": "none", "{}": "none"}.get(words, words)
         if not how.get("required") and "default:" not in help:
             help = "; ".join(filter(None, (help, f"default: {shown}")))
         group = parser if option in FIRST else _further(parser)
@@ -50,10 +52,28 @@ def _further(parser: argparse.ArgumentParser) -> Any:
     return groups[0] if groups else parser.add_argument_group(_FURTHER)
 
 
+def _keywords(text: str) -> dict[str, Any]:
+    """The value of --model-args."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be JSON, got {text!r}: {error}") from error
+    if not isinstance(found, dict) or "dtype" in found:
+        raise argparse.ArgumentTypeError(f"must be an object of keywords but dtype, which is --dtype, got {text}")
+    return found
+
+
 def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the folder, and the text."""
     add = adder(parser)
     add("--model", required=True, help="a GGUF file, or a transformers model folder or name; it stays as it is")
+    add(
+        "--model-args",
+        type=_keywords,
+        default={},
+        metavar="JSON",
+        help="further keywords of transformers' from_pretrained, as quantization_config or device_map",
+    )
     add("--out", required=True, help="folder for checkpoints, samples and results; a run that stopped goes on from it")
     add(
         "--config",
@@ -183,6 +203,13 @@ def check_text_arguments(options: argparse.Namespace) -> None:
     if not 0 <= options.seed < 1 << 32:
         raise SystemExit(f"--seed must be from 0 to {(1 << 32) - 1}, got {options.seed}")
     _check_device(options.device)
+    if divided := sorted(_DIVIDING & options.model_args.keys()):
+        raise SystemExit(
+            f"--model-args: {divided[0]} divides the model among the ranks, but here each rank reads texts of its own: leave "
+            "it out, and quantise or offload a model that does not fit"
+        )
+    if "device_map" in options.model_args and find_spec("accelerate") is None:
+        raise SystemExit("--model-args: device_map needs accelerate: pip install accelerate")
     check_logs(options.log)
     if not all(0 <= temperature < float("inf") for temperature in options.sample_temperatures):
         raise SystemExit(f"--sample-temperatures must be at least 0, got {list(options.sample_temperatures)}")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pass_ext.training.common.documents import Document, is_held_out
-from pass_ext.training.common.frozen_model import sample, weights_digest
+from pass_ext.training.common.frozen_model import opened_ids, sample, weights_digest
 from pass_ext.training.common.ranks import Ranks
 from pass_ext.training.common.server import TextServer
 
@@ -111,7 +111,7 @@ def _prefixes(
     for document in chooser.sample(list(documents), len(documents)):
         starts = [0, *(at + 1 for at, letter in enumerate(document.text) if letter == "\n")]
         for start in chooser.sample(starts, min(len(starts), 1 + len(document.text) // letters)):
-            ids = tokenizer(document.text[start : start + 12 * count], add_special_tokens=False).input_ids[:count]
+            ids = opened_ids(tokenizer, document.text[start : start + 12 * count], count)
             if len(ids) == count:
                 yield document.name, ids
 
@@ -254,9 +254,7 @@ def _digest(value: Any) -> str:
 def _chat_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The template's tokens before a user's message, and those after it that open the answer."""
     if tokenizer.chat_template is None:
-        raise SystemExit(
-            "this model's tokenizer has no chat template, so it cannot write chats: leave --own-chats at 0"
-        )
+        raise SystemExit("this model's tokenizer has no chat template, so it cannot write chats: give --own-chats 0")
     marker = "\x02"
     whole = tokenizer.apply_chat_template(
         [{"role": "user", "content": marker}], add_generation_prompt=True, tokenize=False

@@ -27,7 +27,14 @@ import torch
 from torch import Tensor
 
 from pass_ext.training.common.documents import Document, fingerprint, is_held_out
-from pass_ext.training.common.frozen_model import check_tokenizer, load_frozen, weights_digest, with_template
+from pass_ext.training.common.frozen_model import (
+    check_tokenizer,
+    load_frozen,
+    opened_ids,
+    opening_ids,
+    weights_digest,
+    with_template,
+)
 from pass_ext.training.common.logs import Log, open_logs
 from pass_ext.training.common.options import check_packages, read_texts
 from pass_ext.training.common.own_texts import Batch, Sample, collect, plan_batches
@@ -160,16 +167,18 @@ def load_run(options: argparse.Namespace, command: Sequence[str], ranks: Ranks) 
     documents, instructions = read_texts(options)
     if not ranks.is_first:
         ranks.first(_nothing)  # a GGUF file is converted once
-    model, tokenizer = load_frozen(options.model, getattr(torch, options.dtype))
+    model, tokenizer = load_frozen(options.model, getattr(torch, options.dtype), options.model_args)
     check_tokenizer(model, tokenizer)
     documents = [with_template(tokenizer, document) for document in documents]
     if ranks.is_first:
         ranks.first(_nothing)
     options.device = local_device(options.device)
+    if hasattr(model, "hf_device_map"):  # transformers has placed it
+        options.device = str(model.get_input_embeddings().weight.device)
+    else:
+        model = model.to(options.device)
     console = Console(highlight=False, quiet=not ranks.is_first)
-    return Run(
-        options, shlex.join(command), model.to(options.device), tokenizer, documents, instructions, console, ranks
-    )
+    return Run(options, shlex.join(command), model, tokenizer, documents, instructions, console, ranks)
 
 
 def _nothing() -> None:
@@ -233,7 +242,7 @@ def document_window(tokenizer: Any, documents: Sequence[Document], length: int, 
     text = chooser.choices(documents, weights=[len(document.text) for document in documents])[0].text
     start = text.rfind("\n", 0, chooser.randrange(len(text))) + 1
     # Six letters a token are more than any tokenizer's mean, so the piece seldom falls short of the window.
-    return list(tokenizer(text[start : start + 6 * length], add_special_tokens=False).input_ids[:length])
+    return opened_ids(tokenizer, text[start : start + 6 * length], length)
 
 
 @dataclass(frozen=True)
@@ -263,6 +272,10 @@ class Windows:
     def _sample_ends(self) -> list[int]:
         """Where each of the samples ends, one after the other: a sample is drawn by its length."""
         return list(accumulate(len(sample.ids) for sample in self._long_samples))
+
+    @cached_property
+    def _opening(self) -> list[int]:
+        return opening_ids(self.tokenizer)
 
     @property
     def _fewest(self) -> str:
@@ -297,7 +310,8 @@ class Windows:
         if samples and (not self.documents or chooser.random() < self.share):
             ids = chooser.choices(samples, cum_weights=self._sample_ends)[0].ids
             start = chooser.randrange(len(ids) - self.length + 1) if len(ids) > self.length else 0
-            return ids[start : start + self.length]
+            piece = ids[start : start + self.length]
+            return [*self._opening, *piece[len(self._opening) :]] if start else piece
         return document_window(self.tokenizer, self.documents, self.length, chooser)
 
 

@@ -36,7 +36,7 @@ def check_draft(argument: str) -> None:
 def load_draft(argument: str, model: Any, tokenizer: Any, dtype: torch.dtype) -> Any:
     """The draft model, in a form that ``packed_model`` takes."""
     if not argument.startswith(_EXIT):
-        draft, other = load_frozen(argument, dtype)
+        draft, other = load_frozen(argument, dtype, {})
         try:
             check_tokenizers(tokenizer, other)
         except ValueError as error:

@@ -2,7 +2,7 @@
 
 memory of a device = model + 16 bytes a trained parameter (itself, gradient, Adam's two moments) + what the slots' pass keeps
 for its gradient + a chunk of the loss: logits of rows and of teachers, and three times as many numbers in float32; with
---loss cross-entropy logits of rows, and as many
+--loss cross-entropy logits of rows, and as many. Of offloaded tensors, which come one by one, the model has the largest.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.models.module_ops import is_plain
+from pass_ext.training.common.frozen_model import bytes_of
 from pass_ext.training.common.loss import chunk_bytes
 from pass_ext.training.lookahead.loop import LookaheadTrainer
 
@@ -52,8 +54,9 @@ def plan_of(
 def memory_of(trainer: LookaheadTrainer, model: Any, *, rows: int, loss: str) -> dict[str, int]:
     """Bytes that a step of so many rows of slots takes, by what they are for."""
     trained, weights = list(trainer.module.parameters()), list(model.parameters())
+    offloaded = [weight.numel() * weight.element_size() for weight in weights if weight.is_meta]
     return {
-        "model": sum(weight.numel() * weight.element_size() for weight in weights),
+        "model": sum(map(bytes_of, weights)) + max(offloaded, default=0),
         "trained": 16 * sum(parameter.numel() for parameter in trained),
         "kept for the gradient": kept_bytes(lambda: trainer.loss(0), [*weights, *trained]),
         "loss": chunk_bytes(model.get_output_embeddings().weight, rows, loss),
@@ -62,11 +65,13 @@ def memory_of(trainer: LookaheadTrainer, model: Any, *, rows: int, loss: str) ->
 
 def kept_bytes(forward: Callable[[], Any], parameters: Iterable[Tensor]) -> int:
     """Bytes of the tensors that a forward keeps for its gradient beside the parameters; shared memory is counted once."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    own = {parameter.untyped_storage().data_ptr() for parameter in parameters if is_plain(parameter)}
     sizes: dict[int, int] = {}
     kept = []
 
     def pack(tensor: Tensor) -> Tensor:
+        if not is_plain(tensor):  # a quantised weight
+            return tensor
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             kept.append(tensor)  # alive, so that no other tensor gets its address

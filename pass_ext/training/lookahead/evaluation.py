@@ -57,7 +57,7 @@ def _read(model: Any, embedding: LookaheadEmbedding, ids: Tensor, anchors: Tenso
     text, past = read_texts(model, ids[None])
     parts = []
     for some in anchors.split(_ANCHORS):
-        # A copy: the slots' keys push text out of a sliding window, so they cannot be taken back.
+        # A copy: slot_rows adds the slots' keys.
         parts.append(slot_rows(model, embedding, some[None], deepcopy(past))[0].flatten(0, 1))
     place = (anchors[:, None] + 1 + torch.arange(slots, device=ids.device)).flatten()
     return _Read(ids, torch.cat(parts), text[0], place)

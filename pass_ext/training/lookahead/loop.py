@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.models.parts import cache_name
-from pass_ext.decoding.models.states import attending_layers, keeps_states
+from pass_ext.decoding.models.limits import kept_by_cache
+from pass_ext.decoding.models.parts import cache_name, decoder_of
+from pass_ext.decoding.models.states import KINDS, attending_layers, keeps_states, kinds_of
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.training.common.frozen_model import text_rows
 from pass_ext.training.common.loss import distillation_loss
@@ -29,19 +30,48 @@ from pass_ext.training.common.ranks import Ranks
 from pass_ext.training.common.run import Window, Windows
 from pass_ext.training.common.steps import Trainer, rate_at
 from pass_ext.training.lookahead.adapters import adapters_in_training
+from pass_ext.training.lookahead.frozen_linears import weights_read_again
 from pass_ext.training.lookahead.group_attention import attends_in_groups
 from pass_ext.training.lookahead.states import TextPast, of_groups, read_text
 
 
-def group_mask(anchors: Tensor, length: int, slots: int, dtype: torch.dtype) -> Tensor:
-    """The additive mask ``[B, 1, A * L, T + A * L]`` of anchors ``[B, A]``."""
+def group_mask(
+    anchors: Tensor, length: int, slots: int, dtype: torch.dtype, *, window: int = -1, chunk: int = -1
+) -> Tensor:
+    """The additive mask ``[B, 1, A * L, T + A * L]`` of anchors ``[B, A]``, for layers that see the last ``window`` tokens, or
+    those of a row's own ``chunk``; -1: all."""
     batch, count = anchors.shape
-    text = torch.arange(length, device=anchors.device) <= anchors.repeat_interleave(slots, dim=1)[..., None]
+    places = torch.arange(length, device=anchors.device)
+    text = places <= anchors.repeat_interleave(slots, dim=1)[..., None]
     row = torch.arange(count * slots, device=anchors.device)
     own = (row[:, None] // slots == row // slots) & (row[:, None] >= row)
     allowed = torch.cat([text, own.expand(batch, -1, -1)], dim=2)
+    at = (anchors[..., None] + 1 + torch.arange(slots, device=anchors.device)).flatten(1)  # of the rows
+    seen = torch.cat([places.expand(batch, -1), at], dim=1)[:, None]
+    if window >= 0:
+        allowed &= at[..., None] - seen < window
+    if chunk >= 0:
+        allowed &= at[..., None] // chunk == seen // chunk
     mask = torch.zeros(allowed.shape, dtype=dtype, device=anchors.device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
+
+
+def _reaches(text: Any, length: int) -> dict[str, int]:
+    """Kind of layers that attend -> how many tokens they see; empty, if all see all of this length."""
+    kinds = kinds_of(text) or [""] * text.num_hidden_layers
+    seen = {kind: most for kind, most in zip(kinds, kept_by_cache(text), strict=True) if kind not in KINDS}
+    return seen if any(0 <= most < length for most in seen.values()) else {}
+
+
+def _masks(seen: dict[str, int], anchors: Tensor, length: int, slots: int, dtype: torch.dtype) -> Any:
+    """A decoder's mask; where kinds of layers see more or less of a text, one of each."""
+    if not seen:
+        return group_mask(anchors, length, slots, dtype)
+    masks = {
+        kind: group_mask(anchors, length, slots, dtype, **{"chunk" if "chunk" in kind else "window": most})
+        for kind, most in seen.items()
+    }
+    return masks if len(set(seen.values())) > 1 else next(iter(masks.values()))
 
 
 def read_texts(model: Any, ids: Tensor) -> tuple[Tensor, Any]:
@@ -65,21 +95,24 @@ def slot_rows(
     table, slots = model.get_input_embeddings().weight, slots or embedding.num_lookahead
     batch, count = anchors.shape
     states: AbstractContextManager[None] = nullcontext()
+    attention: AbstractContextManager[None]
     if isinstance(past, TextPast):
         states, length, past = of_groups(past, anchors[0], slots), past.length, past.cache
     else:
         length = past.get_seq_length()
-    decoder, text = model.get_decoder(), model.config.get_text_config(decoder=True)
+    decoder, text = decoder_of(model), model.config.get_text_config(decoder=True)
+    seen = _reaches(text, length + slots)
     # Where no layer attends, models take the mask for one of padding.
-    mask = None if attending_layers(text) == {} else group_mask(anchors, length, slots, table.dtype)
+    mask = None if attending_layers(text) == {} else _masks(seen, anchors, length, slots, table.dtype)
     ids = (-1 - torch.arange(slots, device=anchors.device)).repeat(batch, count)
     positions = anchors[..., None] + 1 + torch.arange(slots, device=anchors.device)
     offsets: Sequence[Tensor] = ()
     if embedding.deep is not None:
         # A tensor by layer: the gradient of an index into one tensor of all layers is as large as that tensor.
         offsets = embedding.deep[:, :slots].to(table.dtype).repeat(1, count, 1).unbind()
-    attention = attends_in_groups(decoder, anchors, slots)
-    with adapters_in_training(model, embedding.adapters, ids, offsets), states, attention:
+    attention = nullcontext() if seen else attends_in_groups(decoder, anchors, slots)
+    adapters = adapters_in_training(model, embedding.adapters, ids, offsets)
+    with adapters, states, attention, weights_read_again(decoder):
         hidden = decoder(
             inputs_embeds=embedding(ids, table),
             position_ids=positions.flatten(1),

@@ -15,7 +15,7 @@ from pass_ext.modules.files import fingerprint_of, pretrained_path
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.training.common.documents import is_held_out
-from pass_ext.training.common.frozen_model import check_head
+from pass_ext.training.common.frozen_model import check_head, is_one_piece
 from pass_ext.training.common.options import settings_from
 from pass_ext.training.common.own_texts import Sample
 from pass_ext.training.common.record import card_of, facts_of, held_out, save_before_evaluation, save_result, table
@@ -42,7 +42,13 @@ def train(run: Run) -> Path | None:
         raise SystemExit(f"{run.ranks.count} ranks cannot share a step of --batch × --anchors = {most} groups")
     texts = _unwritten(run) if options.dry_run else run.texts()
     options.step_dtype = options.step_dtype or options.dtype
-    model = with_dtype(run.model, getattr(torch, options.step_dtype))
+    if options.step_dtype != options.dtype and not is_one_piece(run.model):
+        raise SystemExit(
+            f"--step-dtype must be --dtype, {options.dtype}, where --model-args quantises, offloads or divides the model"
+        )
+    model = (
+        run.model if options.step_dtype == options.dtype else with_dtype(run.model, getattr(torch, options.step_dtype))
+    )
     windows = windows_of(run, texts, batch=options.batch, anchors=options.anchors, lookahead=options.lookahead)
     options.slot_weights = tuple(options.slot_weights)
     settings = settings_from(options, Settings)
@@ -84,7 +90,7 @@ def train(run: Run) -> Path | None:
         **({"earlier_runs": earlier} if earlier else {}),
     )
     save_before_evaluation(run, embedding, facts)
-    embedding.to(next(model.parameters()).dtype)
+    embedding.to(model.get_input_embeddings().weight.dtype)
     mine = run.ranks.share_of(texts.held_out)
     held_out = watched(run.console, "evaluating, held-out texts", mine, len(mine))
     evaluation = evaluate(model, embedding, held_out, options.evaluation_anchors, run.ranks)
@@ -182,21 +188,27 @@ def _of_file(run: Run) -> tuple[LookaheadEmbedding, list[dict[str, Any]]]:
 
 
 def _fresh(run: Run, windows: Windows) -> LookaheadEmbedding:
-    """Slots at the mean embedding of the tokens that are frequent in the training text."""
+    """Slots at the mean embedding of the tokens that are frequent in the training text, as the first layer reads it: Gemma
+    multiplies its table's rows."""
     options, model = run.options, run.model
-    table = model.get_input_embeddings().weight
+    embed = model.get_input_embeddings()
+    table = embed.weight
     seen = torch.cat([windows.at(step).ids.flatten() for step in range(20)])
     counts = torch.bincount(seen, minlength=table.shape[0])
     ids = counts.topk(min(_FREQUENT, table.shape[0])).indices
-    return LookaheadEmbedding.from_table(
+    ids = ids[counts[ids] > 0].to(table.device)
+    embedding = LookaheadEmbedding.from_table(
         options.lookahead,
         table,
         rank=options.transition_rank,
         deep_layers=model.config.get_text_config().num_hidden_layers if options.deep else 0,
         base_model=run.base_model,
-        ids=ids[counts[ids] > 0].to(table.device),
+        ids=ids,
         dtype=torch.float32,
     )
+    with torch.no_grad():
+        embedding.weight.mul_(embed(ids).float().norm() / table[ids].float().norm())
+    return embedding
 
 
 def card(name: str, facts: dict[str, Any], picture: str) -> str:

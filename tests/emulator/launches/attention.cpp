@@ -71,10 +71,10 @@ void attention_tree(const Arguments& given) {
   const pass_ext::KeyLists lists{given.at<int32_t>("key_lists"), given("list_stride"),
                                  static_cast<int32_t>(given("list_size"))};
   const auto codes = static_cast<pass_ext::CodeType>(given("codes"));
-  if (lists.keys)
+  if (codes != pass_ext::CodeType::none && (lists.keys || pass_ext::gpu::is_plain_of_codes(problem)))
+    pass_ext::gpu::launch_plain_codes_attention(problem, codes, lists, {});
+  else if (lists.keys)
     pass_ext::gpu::launch_listed_attention(problem, lists, {});
-  else if (codes != pass_ext::CodeType::none && pass_ext::gpu::is_plain_of_codes(problem))
-    pass_ext::gpu::launch_plain_codes_attention(problem, codes, {});
   else if (codes != pass_ext::CodeType::none)
     pass_ext::gpu::launch_codes_attention(problem, codes, attention_plan(given, problem), given.at<float>("workspace"),
                                           {});

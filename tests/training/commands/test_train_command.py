@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.paths import ROOT
+from support.small_models import small_model
 from support.training_models import SETTINGS, Letters, counting, slots_for, tiny_llama, windows_of
 
 from pass_ext import LookaheadEmbedding, training
@@ -69,6 +70,21 @@ def test_the_command_trains_evaluates_resumes_and_repeats_itself(tmp_path):
         trained(tmp_path / "parts", console, continuations=20, clip=0.5)
     with pytest.raises(SystemExit, match="samples of other settings"):
         trained(tmp_path / "parts", console, continuations=20, sample_tokens=9)
+
+
+def test_slots_begin_at_what_the_first_layer_reads(tmp_path):
+    """Gemma multiplies the rows of its table by the root of their width."""
+    pytest.importorskip("matplotlib")
+    console = pytest.importorskip("rich.console").Console(file=(tmp_path / "log").open("w"))
+    documents = [Document(f"part {n}.py", "python", f"line {n} of a text\n" * 40) for n in range(30)]
+    starts = []
+    for name, scale in {"table": 1.0, "times eight": 8.0}.items():
+        model = small_model("gemma3_text", vocab_size=100)
+        model.get_input_embeddings().embed_scale.fill_(scale)
+        options = options_for(tmp_path / name, own_chats=0, learning_rate=0, steps=1)
+        path = pipeline.train(Run(options, "the command", model, Letters(), documents, [], console))
+        starts.append(LookaheadEmbedding.load(path).weight)
+    torch.testing.assert_close(starts[1], 8 * starts[0])
 
 
 def test_the_command_trains_adapters_from_another_run(tmp_path):
