@@ -38,7 +38,7 @@ def measure() -> list[dict[str, Any]]:
     """A row for each dtype of the cache."""
     model, tokenizer = load_checkpoint(demo_model(), torch.bfloat16)
     prompts = [torch.tensor([each.ids]) for name in DOMAINS for each in read_prompts(name, tokenizer, PROMPTS)]
-    methods = {
+    methods: dict[str, Any] = {
         "Plain": pass_ext.Plain(),
         "NGram": pass_ext.NGram(),
         "PaSS": pass_ext.PaSS("smollm2-135m-instruct", rows=8),
@@ -71,9 +71,10 @@ def measure_steps() -> list[dict[str, Any]]:
     model, tokenizer = load_checkpoint(demo_model(), torch.bfloat16)
     prose = itertools.chain.from_iterable(each.ids for each in read_prompts("prose", tokenizer, 64))
     whole = torch.tensor([list(itertools.islice(itertools.cycle(tuple(prose)), max(LENGTHS)))])
-    methods = {"Plain": pass_ext.Plain(), "PaSS": pass_ext.PaSS("smollm2-135m-instruct", rows=8)}
+    methods: dict[str, Any] = {"Plain": pass_ext.Plain(), "PaSS": pass_ext.PaSS("smollm2-135m-instruct", rows=8)}
     cases = list(itertools.product(LENGTHS, DTYPES, methods))
-    sessions, pasts = {}, {}
+    sessions: dict[Any, pass_ext.Session] = {}
+    pasts: dict[Any, Any] = {}
     for length, dtype in itertools.product(LENGTHS, DTYPES):
         read = pass_ext.Session(model, cache_dtype=dtype)
         pass_ext.generate(model, whole[:, :length], max_new_tokens=1, eos_token_id=[], session=read)

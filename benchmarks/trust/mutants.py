@@ -18,8 +18,6 @@ REASONS: dict[str, str] = {
     "csrc/cpu/adapter_kernels-inl.h:19:76 'a, b' -> 'b, a'": _FACTORS,
     "csrc/cpu/rows.cpp:351:60 '3' -> '4'": "equivalent: groups that are looked at before a threshold, which only saves work",
     "csrc/cpu/rows_kernels-inl.h:213:22 'weight, exponent' -> 'exponent, weight'": _FACTORS,
-    "csrc/cpu/simd-inl.h:411:7 'count >= Floats::width' -> '!(count >= Floats::width)'": "the tests chosen for this file do "
-    "not call it; op tests were not tried",
     "pass_ext/decoding/planning/plan.py:226:39 'min' -> 'max'": "equivalent: a set of one size, checked before",
 }
 """Fault -> why no test notices it."""

@@ -342,8 +342,8 @@ inline void finish_scores(const AttentionTask& task, float* scores, int64_t row_
 }
 
 // Turns the scores [keys, row_length] of one vector of rows, times `factor`, into weights 2^(s - maximum), in place.
-// Updates totals and maximum. Returns the factor for the rows' values so far. With factors, those of values multiply the
-// weights, whose rounding then has no total of its own.
+// Updates totals and maximum. Returns the factor for the rows' values so far. With factors, those of values multiply
+// the weights, whose rounding then has no total of its own.
 template <typename Form>
 Floats weigh(float* scores, int64_t row_length, int32_t keys, float factor, float* row_maximum, float* total,
              float* exact_total, const TileFactors& factors) {

@@ -1,7 +1,7 @@
-// Attention on the GPU to keys and values in 8 bits (core/quantized.h), in bf16 and fp16. As cuda/attention.cuh, but what
-// comes from memory are tiles of codes. A block turns each into a tile of numbers without their scales, which is exact
-// in 16 bits, and multiplies that with the same fragments. The scale of a key multiplies its score, that of a value its
-// weight:
+// Attention on the GPU to keys and values in 8 bits (core/quantized.h), in bf16 and fp16. As cuda/attention.cuh, but
+// what comes from memory are tiles of codes. A block turns each into a tile of numbers without their scales, which is
+// exact in 16 bits, and multiplies that with the same fragments. The scale of a key multiplies its score, that of a
+// value its weight:
 //   out = sum of p (2^k scale) value of code / (2^k sum of p)
 // where 2^k keeps the weights of values near the values' own size, so that fp16 holds them.
 #pragma once

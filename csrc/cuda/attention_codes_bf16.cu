@@ -1,5 +1,5 @@
-// Attention kernels of bfloat16 for keys and values in 8 bits: a file of its own, because kernels of all types in one take
-// minutes.
+// Attention kernels of bfloat16 for keys and values in 8 bits: a file of its own, because kernels of all types in one
+// take minutes.
 #include "cuda/attention_codes.cuh"
 
 namespace pass_ext::gpu {

@@ -1,6 +1,7 @@
-// Attention to keys and values in 8 bits without matrix fragments: queries in fp32, widths and chunks for which no kernel
-// with them is compiled, and lists of keys. One warp takes one row and head, 32 keys at a time, as in attention_plain.cuh
-// and attention_lists.cuh; sums are of codes, and a key's scale multiplies its score and its weight.
+// Attention to keys and values in 8 bits without matrix fragments: queries in fp32, widths and chunks for which no
+// kernel with them is compiled, and lists of keys. One warp takes one row and head, 32 keys at a time, as in
+// attention_plain.cuh and attention_lists.cuh; sums are of codes, and a key's scale multiplies its score and its
+// weight.
 #pragma once
 
 #include <cstdint>
@@ -66,7 +67,8 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kPlainWarps)
       for (unsigned keys = ballot(is_seen); keys != 0; keys &= keys - 1) {
         const int32_t i = first_set_bit(keys);
         const float p = shuffle(weight, i);
-        const uint8_t* const v = key_row<uint8_t>(problem, request, problem.v_cache, problem.v_new, shuffle(key, i), head);
+        const uint8_t* const v =
+            key_row<uint8_t>(problem, request, problem.v_cache, problem.v_new, shuffle(key, i), head);
         if (v == nullptr) continue;
         const float factor = p * scale_of_codes(v);
 #pragma unroll

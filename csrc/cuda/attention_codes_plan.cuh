@@ -1,6 +1,6 @@
 // The host's launch of attention to keys and values in 8 bits, attention_codes.cuh. A tile of codes becomes the tile of
-// numbers that the kernel of the same shape multiplies, so rows, keys, schedule, parts and their combination are those of
-// attention_plan.cuh.
+// numbers that the kernel of the same shape multiplies, so rows, keys, schedule, parts and their combination are those
+// of attention_plan.cuh.
 #pragma once
 
 #include <cstdint>

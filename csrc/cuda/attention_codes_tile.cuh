@@ -1,6 +1,6 @@
 // Tiles of K and V in 8 bits (core/quantized.h) on their way through shared memory: copies of codes, which run while
-// earlier tiles are multiplied, and the tile of numbers that a tile of codes becomes: values of codes without their scales,
-// which 16 bits hold exactly, in the layout of attention_tile.cuh.
+// earlier tiles are multiplied, and the tile of numbers that a tile of codes becomes: values of codes without their
+// scales, which 16 bits hold exactly, in the layout of attention_tile.cuh.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct CodesShape : Numbers {
   using T = typename Numbers::T;
   static constexpr int kStages = 1;  // tiles of numbers
   static constexpr int kCodeStages = Numbers::kDim <= 128 ? 3 : 2;
-  static constexpr int kCodeChunks = Numbers::kDim / 16;  // chunks of 16 codes in a row
+  static constexpr int kCodeChunks = Numbers::kDim / 16;                                // chunks of 16 codes in a row
   static constexpr int kCodeCopies = Numbers::kKeys * kCodeChunks / kAttentionThreads;  // of a thread, for K or for V
   static constexpr int kTileCodes = Numbers::kKeys * Numbers::kDim;
 
@@ -191,7 +191,7 @@ PASS_EXT_DEVICE void decode_codes(const AttentionProblem& problem, CodeType code
   if (thread < 2 * Shape::kKeys) {
     const bool is_value = thread >= Shape::kKeys;
     const float scale = shared.scales(tile)[thread];
-    float factor = scale * (is_value                  ? weight_unit(codes)
+    float factor = scale * (is_value                 ? weight_unit(codes)
                             : problem.softcap > 0.0f ? problem.scale
                                                      : problem.scale * kLog2E);
     if (is_value && is_masked && !(scale - scale == 0.0f)) {

@@ -76,7 +76,6 @@ LIMITS = (
     Limit("replay_kernel<false, 4, channel>", "sm_80", "stack", 8, "one spilled register"),
     Limit("attention_codes_kernel*256, 4>>>", "sm_90", "stack", 8, "one spilled register beside 128 sums of a thread"),
     Limit("attention_codes_kernel*256, 4>>>", "sm_100", "stack", 16, "three of them"),
-    Limit("plain_codes_kernel*", "sm_100", "stack", 8, "two spilled registers beside 16 columns of a lane"),
     Limit("*", ALL, "stack", 0, "local memory is device memory: one access costs as much as a miss"),
 
     # Registers: 65,536 of a multiprocessor over the threads that should be resident at once.

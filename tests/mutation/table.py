@@ -24,6 +24,7 @@ _ATTENTION = [
     "tests/ops/attention/test_attention_one_row.py",
     "tests/ops/attention/test_attention_lists.py",
 ]
+_CODES = ["tests/ops/attention/test_attention_quantized.py", "tests/ops/layer/test_layer_stack.py"]
 _GENERATE = [
     "tests/decoding/drafting/test_pass_drafter.py",
     "tests/decoding/test_generate.py",
@@ -94,7 +95,7 @@ _CPP = _files_of_families() | {
     "cpu/quota.h": ([], ["tests/core/test_quota.py"]),
     "cpu/attention.h": (["attention"], _ATTENTION),
     "cpu/attention.cpp": (["attention"], _ATTENTION),
-    "cpu/attention_kernels-inl.h": (["attention"], _ATTENTION),
+    "cpu/attention_kernels-inl.h": (["attention"], [*_ATTENTION, *_CODES]),
     "cpu/attention_tiles.h": (["attention"], _ATTENTION),
     "cpu/linear_kernels-inl.h": (["linear"], ["tests/ops/test_linear.py", "tests/ops/layer"]),
     "cpu/layer.cpp": (["layer"], ["tests/ops/layer"]),
@@ -116,7 +117,7 @@ _CPP = _files_of_families() | {
     "core/recurrent-inl.h": (["recurrent", "state"], _STATES),
     "core/state.h": (["state"], _STATES),
     "core/attention_lists.h": (["attention"], ["tests/ops/attention/test_attention_lists.py"]),
-    "core/quantized.h": (["attention"], ["tests/ops/attention/test_attention_quantized.py"]),
+    "core/quantized.h": (["attention"], _CODES),
     "cpu/slice-inl.h": (["recurrent", "state", "convolution"], _STATES),
     "cpu/state.cpp": (["state"], _STATES),
     "cpu/state_kernels-inl.h": (["state"], _STATES),
