@@ -125,7 +125,7 @@ def test_values_that_are_no_numbers_reach_the_rows_that_see_them(backend, codes)
 
 
 @pytest.mark.parametrize("codes", CODES, ids=str)
-def test_ragged_batches_on_any_grid(codes):
+def test_ragged_batches_on_any_grid_of_the_emulator(codes):
     """The kernels of a GPU, on the emulator: blocks share tiles, or have several each; a page that is outside is zeros."""
     for blocks in (1, 3, 7, 16):
         case = solved([0, 33, 130, 64], [1, 0, 70, 6], heads=(2, 4), spare=2, mask="bits", dtype=torch.float16)[0]
