@@ -74,8 +74,8 @@ LIMITS = (
     Limit("walk_kernel<32, true, head>", "sm_100", "stack", 16, "a few spilled registers beside 32 rows"),
     Limit("walk_kernel<64, true, element>", "sm_100", "stack", 16, "the same beside 64 rows and their rates"),
     Limit("replay_kernel<false, 4, channel>", "sm_80", "stack", 8, "one spilled register"),
-    Limit("attention_codes_kernel*256, 4>>>", "sm_90", "stack", 8, "one spilled register beside 128 sums of a thread"),
-    Limit("attention_codes_kernel*256, 4>>>", "sm_100", "stack", 16, "three of them"),
+    Limit("attention_codes_kernel*256, 4>> >", "sm_90", "stack", 8, "one spilled register beside 128 sums of a thread"),
+    Limit("attention_codes_kernel*256, 4>> >", "sm_100", "stack", 16, "three of them"),
     Limit("*", ALL, "stack", 0, "local memory is device memory: one access costs as much as a miss"),
 
     # Registers: 65,536 of a multiprocessor over the threads that should be resident at once.
@@ -87,7 +87,7 @@ LIMITS = (
     Limit("scan_rows_kernel*", ALL, "registers", 80, "six blocks of 128 threads, each with 16 KB of bfloat16 in flight"),
     Limit("attention_kernel*16, 64, ?>>", ALL, "registers", 168, "three blocks of 128 threads"),
     Limit("attention_kernel*", ALL, "registers", 255, "two blocks of 128 threads; shared memory holds no third"),
-    Limit("attention_codes_kernel*16, 64, ?>>>", ALL, "registers", 168, "three blocks of 128 threads"),
+    Limit("attention_codes_kernel*16, 64, ?>> >", ALL, "registers", 168, "three blocks of 128 threads"),
     Limit("attention_codes_kernel*", ALL, "registers", 255, "two blocks of 128 threads; shared memory holds no third"),
     Limit("plain_codes_kernel*", ALL, "registers", 80, "wide rows: six blocks of 128 threads"),
     Limit("plain_attention_kernel<*16>", ALL, "registers", 72, "wide rows: seven blocks of 128 threads"),
@@ -126,6 +126,8 @@ LIMITS = (
     Limit("accept_step_kernel*", ALL, "code", 411_000, "the same, and a walk with sums and draws; a step runs a part of them"),
     Limit("draft_kernel*", ALL, "code", 225_000, "a function for each pass over a row; a draw runs a part of them"),
     Limit("attention_kernel*", ALL, "code", 210_000, "a main loop unrolled over a tile, today"),
+    Limit("attention_codes_kernel*", ALL, "code", 203_000, "the same, over a tile of numbers, and codes that become numbers"),
+    Limit("plain_codes_kernel*", ALL, "code", 51_000, "three kinds of codes, and rows of any width"),
     Limit("scan_rows_kernel*", ALL, "code", 257_000, "the scan for three types (35,000), and a row's end: filters, races"),
     Limit("next_kernel*", ALL, "code", 71_500, "offers by products, by noise, recalled, in order; once a step"),
     Limit("next_tree_kernel", ALL, "code", 122_000, "offers with and without tables, the race, chances, shapes; once a step"),

@@ -122,8 +122,10 @@ class RowMask:
             raise AttributeError(name)
         raise self._refusal()
 
-    def to(self, *device: Any, **options: Any) -> RowMask:
-        """Itself: accelerate moves all that a layer is given."""
+    def to(self, *where: Any, **options: Any) -> RowMask:
+        """Itself on any device: accelerate moves all that a layer is given."""
+        if any(isinstance(x, torch.dtype) for x in (*where, *options.values())):
+            raise self._refusal()
         return self
 
     @classmethod
