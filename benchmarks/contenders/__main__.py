@@ -169,7 +169,7 @@ def main() -> int:
         for sentence in wrong:
             print(f"{sentence}: run python -m benchmarks.contenders --render", file=sys.stderr)
         return 1 if wrong else 0
-    options.model = options.model or demo_model()
+    options.model = options.model or str(demo_model())
     result = measure(options, lambda words: console.print(words, highlight=False))
     if result is None:
         console.print("rounds are missing: run the command again, it goes on from here")
