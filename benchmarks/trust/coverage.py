@@ -70,6 +70,7 @@ REASONS = {
     "shard.h: if (problem.target_sampling.temperature == nullptr": "greedy steps have no races",
     "shard.h: for (int32_t i = 0; i < request.nodes && i < kMaxTreeNodes": "no tree of more than 1024 nodes is tried on shards",
     "adapter.h: if (id >= 0) return -1;": "the CPU asks for look-ahead rows alone",
+    "attention_lists.h: if (key < 0 || key >= request.keys()": _REFUSED,
     "attention.h: if (problem.block_table && (outer < 0": _REFUSED,
     "attention.h: MergeWeights weights = weights_of(": "one part beside a sink: the GPU's attention alone",
     "cache.h: request.rows = static_cast<int32_t>(": _REFUSED,
