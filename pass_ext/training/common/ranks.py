@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 _FAILED = "pass_ext/failed"  # key of the store: why the first rank that failed did
-_TOLD = "pass_ext/told"  # how many ranks have looked for that
 _LOOK = timedelta(seconds=5)  # for that reason
 _Value = TypeVar("_Value")
 
@@ -109,8 +107,6 @@ def _together(rank: int) -> Iterator[None]:
         yield
     except RuntimeError as error:  # torch.distributed's are of this kind
         reason = _reason() or f"another rank is gone: {str(error).splitlines()[0]}"
-        if rank == 0:
-            _wait_for_others()
         raise SystemExit(f"rank {rank} stops, because {reason}") from error
 
 
@@ -123,21 +119,9 @@ def _reason() -> str | None:
     try:
         store = _store()
         store.set_timeout(_LOOK)
-        reason = str(store.get(_FAILED).decode())
-        store.add(_TOLD, 1)
-        return reason
+        return str(store.get(_FAILED).decode())
     except Exception:  # no such key, or the store's own process is the one that is gone
         return None
-
-
-def _wait_for_others() -> None:
-    """Until all ranks but the one that failed have looked for the reason: the store may end with this process."""
-    end = time.monotonic() + _LOOK.total_seconds()
-    try:
-        while _store().add(_TOLD, 0) < dist.get_world_size() - 1 and time.monotonic() < end:
-            time.sleep(0.02)
-    except Exception:  # as in _reason
-        return
 
 
 def local_device(name: str) -> str:

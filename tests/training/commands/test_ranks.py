@@ -107,8 +107,9 @@ def ranks(request, folder):
     count = request.param
     lines = [("", line_of(name, folder, f"{name} of {count}")) for name in COMMANDS]
     lines += [("", line_of("train", folder, "begun alone")), ("SIGTERM", line_of("train", folder, f"told {count}"))]
-    lines.append(("raises", line_of("train", folder, f"failed {count}", "--rank-timeout", "2")))
     lines.append(("", line_of("train", folder, f"divided {count}", "--fsdp")))
+    # The last line: ranks hear of a failure when the others' processes end.
+    lines.append(("raises", line_of("train", folder, f"failed {count}", "--rank-timeout", "2")))
     return count, run_ranks(count, lines, folder)
 
 
@@ -148,9 +149,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks, folder):
 
 def test_a_rank_that_fails_ends_the_others_with_its_reason(ranks, folder):
     count, ends = ranks
-    assert ends[1][5] == "RuntimeError: planted in rank 1"
+    assert ends[1][6] == "RuntimeError: planted in rank 1"
     for rank in set(range(count)) - {1}:
-        assert ends[rank][5] == f"rank {rank} stops, because rank 1 ended: RuntimeError: planted in rank 1"
+        assert ends[rank][6] == f"rank {rank} stops, because rank 1 ended: RuntimeError: planted in rank 1"
     assert len(state_of(folder, f"failed {count}")["losses"]) == 7, "the steps before are kept"
     main(line_of("train", folder, f"failed {count}"))
     assert_near(state_of(folder, f"failed {count}"), state_of(folder, "whole train"))
@@ -158,7 +159,7 @@ def test_a_rank_that_fails_ends_the_others_with_its_reason(ranks, folder):
 
 def test_a_model_whose_layers_are_divided_gives_the_same_result(ranks, folder):
     count, ends = ranks
-    assert [rank[6] for rank in ends] == [0] * count
+    assert [rank[5] for rank in ends] == [0] * count
     assert_near(state_of(folder, f"divided {count}"), state_of(folder, "whole train"))
     facts, wanted = (result_of("train", folder, out).training_record for out in (f"divided {count}", "whole train"))
     assert facts["data"] == wanted["data"]
