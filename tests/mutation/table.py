@@ -95,6 +95,7 @@ _CPP = _files_of_families() | {
     "cpu/quota.h": ([], ["tests/core/test_quota.py"]),
     "cpu/attention.h": (["attention"], _ATTENTION),
     "cpu/attention.cpp": (["attention"], _ATTENTION),
+    "cpu/attention_codes-inl.h": (["attention"], _CODES),
     "cpu/attention_kernels-inl.h": (["attention"], [*_ATTENTION, *_CODES]),
     "cpu/attention_tiles.h": (["attention"], _ATTENTION),
     "cpu/linear_kernels-inl.h": (["linear"], ["tests/ops/test_linear.py", "tests/ops/layer"]),
