@@ -63,6 +63,26 @@ def test_every_family_writes_transformers_texts(family):
         )
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_differ_by_ties_alone(family, heads, monkeypatch):
+    """With one head of the indexer half of all scores are 0, with four many, and which of equal ones PyTorch's topk takes
+    nobody promises. Where transformers takes the earlier tokens too, it writes the same texts."""
+    model = tiny_model(family, index_n_heads=heads)
+    ids, mask = ragged_prompts(8)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "topk", earliest_of_equals)  # of indexers; experts are chosen by torch.topk
+        want = greedy_of_transformers(model, ids, mask, 2 * NEW, **GREEDY)
+    options = dict(max_new_tokens=2 * NEW, attention_mask=mask, eos_token_id=[])
+    for method in (Plain(), NGram(shortest=1)):
+        assert torch.equal(generate(model, ids, method, **options).sequences, want), method
+
+
+def earliest_of_equals(scores, count, dim=-1):
+    values, places = scores.sort(dim=dim, descending=True, stable=True)
+    return torch.return_types.topk((values.narrow(dim, 0, count), places.narrow(dim, 0, count)))
+
+
 @pytest.mark.parametrize("family", ["glm_moe_dsa", "hy_v4"])
 def test_layers_that_share_a_choice(family):
     """They have no indexer, so their caches have no keys of one."""
