@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models import limits, states
-from pass_ext.decoding.models.indexed import choose_by_rows
+from pass_ext.decoding.models.indexed import choose_by_rows, index_widths
 from pass_ext.decoding.models.latents import attend_by_latents, latent_layers
 from pass_ext.decoding.models.module_ops import are_few, computes_by_ops, is_plain, is_untouched, most_few_rows
 from pass_ext.decoding.models.own_forward import OwnForward, is_hooked
@@ -52,6 +52,8 @@ class TransformersModel(Adapted):
         text = model.config.get_text_config(decoder=True)
         self.numbers = states.attending_layers(text)
         self.layers = getattr(text, "num_hidden_layers", None) if self.numbers is None else len(self.numbers)
+        widths = index_widths(unwrapped(model))
+        self.index_widths = {(self.numbers or {}).get(layer, layer): width for layer, width in widths.items()}
         self.keeps_states = states.keeps_states(text)
         self._takes_positions = limits.takes_positions(model)
         self.most_positions = getattr(text, "max_position_embeddings", None) or self.most_positions

@@ -20,9 +20,15 @@ from pass_ext.decoding.models.packed import Adapted, NewRows
 from pass_ext.decoding.models.slots import PlacedSlots
 from pass_ext.decoding.models.step_states import StatePlace, StepStates, Update
 from pass_ext.decoding.session.recording import Called, RecordedCalls
-from pass_ext.decoding.session.step_attention import StepAttention, is_front, padded
+from pass_ext.decoding.session.step_attention import (
+    StepAttention,
+    is_front,
+    padded,
+    split_index_keys,
+    with_index_keys,
+)
 from pass_ext.modules.lookahead import LookaheadEmbedding
-from pass_ext.ops.attention import MOST_KEY_DIM, padded_widths
+from pass_ext.ops.attention import padded_widths
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES, quantize_rows
 from pass_ext.ops.state import state_commit_
@@ -329,7 +335,7 @@ class Session:
         self._hold(min(length, self.room))
         for layer, given in enumerate(past):
             is_shared = is_front(given[1], given[0])
-            pair = given if samples == 1 else [x.repeat_interleave(samples, 0) for x in given]
+            pair = list(given) if samples == 1 else [x.repeat_interleave(samples, 0) for x in given]
             for x in pair:
                 if x.dim() != 4 or x.shape[0] != self.requests or x.shape[1] < length:
                     raise ValueError(
@@ -337,14 +343,17 @@ class Session:
                         f"{list(x.shape)}"
                     )
             header = CODE_HEADER if pair[0].dtype in MOST_OF_CODES else 0
-            # Keys that are wider have an indexer's behind them, and are padded already.
-            dims = min(pair[0].shape[-1] - header, MOST_KEY_DIM), pair[1].shape[-1] - header
+            of_indexer, count = None, self.model.index_widths.get(layer, 0)
+            if count:
+                dtype = self.model.table.dtype if header else pair[0].dtype
+                pair[0], of_indexer = split_index_keys(pair[0], count, dtype)
+            dims = pair[0].shape[-1] - header, pair[1].shape[-1] - header
             widths = padded_widths(*dims, self.device)
-            rows = [
-                padded(x[:, :length], max(header + width, x.shape[-1])) for x, width in zip(pair, widths, strict=True)
-            ]
+            rows = [padded(x[:, :length], header + width) for x, width in zip(pair, widths, strict=True)]
             if self.cache_dtype is not None and not header:
                 rows = [quantize_rows(x, self.cache_dtype) for x in rows]
+            if of_indexer is not None:
+                rows[0] = with_index_keys(rows[0], of_indexer[:, :length].to(self.model.table.dtype))
             if first:
                 self.add_layer(rows[0][0], None if is_shared else rows[1][0], dims)
             self.check_rows(layer, *(x[0] for x in rows))

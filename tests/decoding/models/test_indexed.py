@@ -16,7 +16,10 @@ from pass_ext.decoding.models import indexed
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.parts import cache_name
 from pass_ext.decoding.session import session as sessions
+from pass_ext.decoding.session import step_attention
 from pass_ext.integrations.transformers.processors import NotedRows
+from pass_ext.layers import dequantize_rows, quantize_rows
+from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES
 from pass_ext.testing import assert_same_bits
 
 pytestmark = pytest.mark.skipif(
@@ -24,6 +27,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 FAMILIES = ("deepseek_v32", "axk2", "dots3_note_text", "glm_moe_dsa", "hy_v4")
+CODES = tuple(MOST_OF_CODES)
 NEW = 12
 GREEDY = dict(eos_token_id=None, pad_token_id=0)
 # A row attends to 4 tokens of up to 20. Of 16 numbers of a latent, 8 of a rotated key and 16 of an indexer's key.
@@ -254,13 +258,148 @@ def test_real_head_sizes():
     assert torch.equal(generate(model, texts, max_new_tokens=4, eos_token_id=[], session=begun).sequences, alone)
 
 
+# ---- caches in 8 bits ----
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_every_method_writes_plains_text_over_codes(family, codes):
+    model = tiny_model(family)
+    ids, mask = ragged_prompts(6)
+    options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
+    session = Session(model, cache_dtype=codes)
+    want = generate(model, ids, session=session, **options).sequences
+    assert widths(session) == [(16 + 32 + 4 * 16, 16 + 16)] * 2, "two headers of 16 bytes, an indexer's keys in float32"
+    assert all(keys.dtype is codes and values.data_ptr() == keys.data_ptr() for keys, values in session.caches)
+    methods = methods_for(model)
+    if family == "deepseek_v32":
+        methods |= {"early exit": Speculative(EarlyExitDraft(model, 1), 3)}
+    for name, method in methods.items():
+        got = generate(model, ids, method, session=Session(model, cache_dtype=codes), **options).sequences
+        assert torch.equal(got, want), name
+    sampled = dict(options, temperature=0.9, seeds=3)
+    want = generate(model, ids, session=Session(model, cache_dtype=codes), **sampled).sequences
+    got = generate(model, ids, NGram(shortest=1), session=Session(model, cache_dtype=codes), **sampled).sequences
+    assert torch.equal(got, want)
+
+
+def test_layers_that_share_a_choice_over_codes():
+    model = shared("glm_moe_dsa", ["full", "shared", "full", "shared"])
+    ids, mask = ragged_prompts(4)
+    options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
+    session = Session(model, cache_dtype=torch.int8)
+    want = generate(model, ids, session=session, **options).sequences
+    assert widths(session) == [(16 + 32 + 4 * 16, 16 + 16), (16 + 32, 16 + 16)] * 2
+    for method in (NGram(shortest=1), PaSS(slots_for(model), tree=Tree.from_branching((2, 2)), rows=24)):
+        got = generate(model, ids, method, session=Session(model, cache_dtype=torch.int8), **options).sequences
+        assert torch.equal(got, want), method
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("one_thread")
+def test_a_row_over_codes_has_the_bits_that_it_has_alone(dtype):
+    model = tiny_model("deepseek_v32", mlp_layer_types=["dense"] * 2).to(dtype)
+    ids, mask = ragged_prompts(3, longest=9)
+    options = dict(max_new_tokens=NEW, eos_token_id=[])
+    for method in (NGram(shortest=1, tokens=4), PaSS(slots_for(model), tree=Tree.from_branching((3, 2)), rows=24)):
+        together, session = NotedRows(), Session(model, cache_dtype=torch.float8_e4m3fn)
+        batch = generate(model, ids, method, attention_mask=mask, logits_processor=together, session=session, **options)
+        for row, seen in enumerate(mask.bool()):
+            alone, session = NotedRows(), Session(model, cache_dtype=torch.float8_e4m3fn)
+            text = generate(model, ids[row][seen][None], logits_processor=alone, session=session, **options)
+            for mine, theirs in zip(together.of(batch), alone.of(text), strict=True):
+                assert_same_bits(mine[row], theirs[0])
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+def test_attention_over_codes_against_float64_of_what_is_stored(codes, monkeypatch):
+    """The listed keys' latents, decoded, for the rows of drafts too: the error is within twice PyTorch's in float32."""
+    errors = []
+
+    def compared(q, keys, values, prefix_lens, cu_nodes, visible, most, *, k_new, key_lists, scale, **options):
+        out = attention_tree(
+            q,
+            keys,
+            values,
+            prefix_lens,
+            cu_nodes,
+            visible,
+            most,
+            k_new=k_new,
+            key_lists=key_lists,
+            scale=scale,
+            **options,
+        )
+        if key_lists is not None:
+            for row, (listed, owner) in enumerate(zip(key_lists, rows_of(cu_nodes), strict=True)):
+                first, prefix = int(cu_nodes[owner]), int(prefix_lens[owner])
+                rows = torch.cat((keys[owner, :prefix], k_new[first : cu_nodes[owner + 1]]))[
+                    listed[listed >= 0].long(), 0
+                ]
+                numbers, sides = dequantize_rows(rows), []
+                for dtype in (torch.float64, torch.float32):
+                    scores = q[row].to(dtype) @ numbers.to(dtype).T * scale
+                    sides.append(scores.softmax(1) @ numbers[:, : values.shape[-1] - CODE_HEADER].to(dtype))
+                errors.append([float((x - sides[0]).abs().max()) for x in (out[row], sides[1])])
+        return out, None
+
+    def attention_tree(*given, **options):
+        return pass_ext.attention_tree(*given, **options)[0]
+
+    monkeypatch.setattr(step_attention, "attention_tree", compared)
+    ids, mask = ragged_prompts(4)
+    model = tiny_model("deepseek_v32")
+    options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
+    generate(model, ids, NGram(shortest=1), session=Session(model, cache_dtype=codes), **options)
+    ours, theirs = torch.tensor(errors).max(0).values
+    assert len(errors) > 100 and ours <= 2 * theirs, (ours, theirs)
+
+
+def rows_of(cu_nodes):
+    """The request of each row."""
+    return torch.repeat_interleave(torch.arange(len(cu_nodes) - 1), cu_nodes.diff())
+
+
+def test_codes_of_latents_and_an_indexers_own_keys_are_kept(monkeypatch):
+    """Where a cache grows, in `past`, and in one whose numbers are coded as it is taken."""
+    monkeypatch.setattr(sessions, "_FIRST_POSITIONS", 10)
+    codes, model, ids = torch.float8_e4m3fn, tiny_model("deepseek_v32"), prompts(3, 8)[0]
+    options = dict(max_new_tokens=NEW, eos_token_id=[])
+    session, whole = Session(model, room=40, cache_dtype=codes), Session(model, room=40)
+    want = generate(model, ids, session=session, **options).sequences
+    generate(model, ids, session=whole, **options)
+    stored, numbers = (x.caches[0][0][:, :8] for x in (session, whole))
+    assert torch.equal(stored[..., -64:].view(torch.float32), numbers[..., -16:])
+    assert torch.equal(stored[..., :-64].view(torch.uint8), quantize_rows(numbers[..., :-16], codes).view(torch.uint8))
+    assert torch.equal(generate(model, ids, NGram(shortest=1), session=session, **options).sequences, want)
+    views = [(keys[:, :5], values[:, :5]) for keys, values in session.caches]
+    for past in (views, [(keys.clone(), values.clone()) for keys, values in views]):
+        begun = Session(model, past=(past, [5, 3, 4]), cache_dtype=codes)
+        assert torch.equal(generate(model, ids, NGram(shortest=1), session=begun, **options).sequences, want)
+    session.past = views, 4
+    assert torch.equal(generate(model, ids, session=session, **options).sequences, want)
+    in_numbers = [(keys[:, :5], values[:, :5]) for keys, values in whole.caches]
+    for past in (in_numbers, [(keys.clone(), values.clone()) for keys, values in in_numbers]):
+        begun = Session(model, past=(past, 5), cache_dtype=codes)
+        generate(model, ids, session=begun, **options)
+        assert torch.equal(begun.caches[0][0][:, :5].view(torch.uint8), views[0][0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("most", [100, 500])
+def test_long_prompts_over_codes(most, monkeypatch):
+    """Pieces attend to heads that are expanded from what is stored, or by lists, as few rows do."""
+    model = tiny_model("deepseek_v32", index_topk=most, max_position_embeddings=1024)
+    ids = torch.randint(3, 90, (2, 600), generator=torch.Generator().manual_seed(0))
+    rows = []
+    for piece in (1024, 200):
+        monkeypatch.setattr("pass_ext.decoding.session.reading.MAX_TREE_NODES", piece)
+        noted, session = NotedRows(), Session(model, cache_dtype=torch.int8)
+        result = generate(model, ids, max_new_tokens=2, eos_token_id=[], session=session, logits_processor=noted)
+        rows.append(noted.of(result)[0])
+    assert (rows[0] - rows[1]).abs().max() < 0.01 * rows[0].std()
+
+
 # ---- refused ----
-
-
-def test_caches_in_8_bits_are_refused(deepseek):
-    session = Session(deepseek, cache_dtype=torch.int8)
-    with pytest.raises(ValueError, match=r"deepseek_v32: Session\(cache_dtype=…\) is for models without an indexer"):
-        generate(deepseek, prompts(1, 5)[0], session=session, max_new_tokens=2)
 
 
 @pytest.mark.parametrize("family", ["qwen4_exp_text"])
