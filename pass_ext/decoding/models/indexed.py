@@ -156,6 +156,12 @@ def unserved(model: nn.Module) -> str | None:
     latents = latent_layers(model)
     for part, indexer in _indexers(model):
         name = type(indexer).__name__
+        if hasattr(indexer, "compress_ratio"):
+            return (
+                f"attends to the keys that {name} chooses for each row, whole blocks of tokens by the means of their keys, and "
+                "gives attention a mask of them; pass_ext chooses single tokens and gives it lists, so it cannot decode this "
+                "model"
+            )
         if not _is_right(indexer):
             return (
                 f"attends to the keys that {name} chooses for each row, by scores of another form than DeepSeek-V3.2's, or "
@@ -163,8 +169,8 @@ def unserved(model: nn.Module) -> str | None:
             )
         if part.layer_idx not in latents:
             return (
-                f"attends to the keys that {name} chooses for each row, and pass_ext decodes that for layers on the CPU that "
-                "attend by latents (kv_b_proj is a plain linear layer without bias)"
+                f"attends to the keys that {name} chooses for each row, and pass_ext decodes that for layers that attend by "
+                "latents (kv_b_proj is a plain linear layer without bias)"
             )
     return None
 
@@ -206,6 +212,8 @@ def chosen_keys(
 ) -> ChosenKeys:
     """The keys of each row of a step, which is as ``attention_tree`` takes it.
 
+    Reads lengths on the host, for which a GPU is waited for.
+
     Args:
         held: ``[B, S, D]``, the indexer's keys in the cache; None: there are none yet.
         tokens: ``[B]``, of each request's rows those that are tokens; look-ahead slots never make a step choose.
@@ -215,14 +223,14 @@ def chosen_keys(
     bounds, parts = cu_nodes.tolist(), []
     for b, prefix in enumerate(prefix_lens.tolist()):
         mine = slice(bounds[b], bounds[b + 1])
-        numbers = torch.arange(bounds[b + 1] - bounds[b])
+        numbers = torch.arange(bounds[b + 1] - bounds[b], device=cu_nodes.device)
         if not len(numbers):
             continue
         keys = rows.keys[mine] if held is None or not prefix else torch.cat((held[b, :prefix], rows.keys[mine]))
         sees = visible[mine, numbers // 64] >> numbers % 64 & 1 == 1
         part = rows._replace(q=rows.q[mine], keys=rows.keys[mine], weights=rows.weights[mine])
         parts.append(_lists(part, keys, sees, prefix))
-    lists = torch.full((len(rows.q), max(part.shape[1] for part in parts)), -1, dtype=torch.int32)
+    lists = parts[0].new_full((len(rows.q), max(part.shape[1] for part in parts)), -1)
     first = bounds[0]
     for some in parts:
         lists[first : first + len(some), : some.shape[1]] = some
@@ -236,7 +244,7 @@ def _lists(rows: IndexRows, keys: Tensor, sees: Tensor, prefix: int) -> Tensor:
     count, heads, numbers = len(rows.q), rows.q.shape[1], keys.float()
     step = max(1, _MOST_PRODUCTS // (heads * len(keys)))
     most = min(rows.most, len(keys))
-    lists = torch.full((count, most), -1, dtype=torch.int32)
+    lists = torch.full((count, most), -1, dtype=torch.int32, device=keys.device)
     for first in range(0, count, step):
         some = slice(first, first + step)
         scores = _scores(rows.q[some], numbers, rows.weights[some], rows.factor)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows, chosen_keys
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.packed import NewRows, StepAttend
+from pass_ext.decoding.models.row_attention import is_being_recorded
 from pass_ext.ops.attention import MOST_VALUE_DIM, WIDTH_STEP, attention_tree, padded_widths
 from pass_ext.ops.quantized import CODE_HEADER, dequantize_rows, quantize_rows
 from pass_ext.tree import PackedTrees
@@ -84,6 +85,10 @@ class StepAttention(StepAttend):
 
     def choose(self, rows: IndexRows) -> ChosenKeys:
         session, trees, held = self._session, self._trees, None
+        if is_being_recorded(rows.q):
+            raise RuntimeError(
+                f"{session.model.name}: its indexers' choice of keys depends on the lengths of the texts, which the host reads"
+            )
         keys = rows.keys.to(session.model.table.dtype)
         if not self.is_first:
             _, held = split_index_keys(session.caches[self.layers][0][:, :, 0], keys.shape[-1], keys.dtype)
@@ -97,8 +102,8 @@ class StepAttention(StepAttend):
         if options["scale"] is None:
             options["scale"] = q.shape[-1] ** -0.5
         lists = None if chosen is None else chosen.lists
-        requests = self._trees.cu_nodes.diff().nonzero().flatten().tolist()
-        if lists is not None or latents.takes(q) or len(requests) != 1:
+        requests = () if lists is not None or latents.takes(q) else self._requests()
+        if len(requests) != 1:
             queries, values = latents.absorbed(q), k[..., : latents.rank]
             return latents.expanded(self._of_layer(layer, queries, k, values, lists, options))
         dims = k.shape[-1], latents.rank
@@ -119,6 +124,10 @@ class StepAttention(StepAttend):
             x.expand(session.requests, -1, -1, -1) for x in (keys, values)
         )  # one request reads them
         return self._attended(q, all_keys, all_values, None, None, **options)[..., : dims[1]].contiguous()
+
+    def _requests(self) -> list[int]:
+        """Those that have rows."""
+        return self._trees.cu_nodes.diff().nonzero().flatten().tolist()
 
     def _stored(self, k: Tensor, v: Tensor, *, is_shared: bool) -> tuple[Tensor, Tensor]:
         """Padded keys and values as the caches have them, an indexer's keys behind the layer's. is_shared: values are the first

@@ -6,12 +6,13 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from emulator.ops import KERNELS
 from support.generation import greedy_of_transformers, methods_for, slots_for
 from support.small_models import prompts, ragged_prompts
 
 import pass_ext
 from benchmarks.architectures.models import tiny_model
-from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Session, Speculative, Tree, generate
+from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Session, Speculative, Tree, generate, testing
 from pass_ext.decoding.models import indexed
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.parts import cache_name
@@ -19,8 +20,9 @@ from pass_ext.decoding.session import session as sessions
 from pass_ext.decoding.session import step_attention
 from pass_ext.integrations.transformers.processors import NotedRows
 from pass_ext.layers import dequantize_rows, quantize_rows
+from pass_ext.ops.attention import padded_widths
 from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES
-from pass_ext.testing import assert_same_bits
+from pass_ext.testing import assert_error_within, assert_same_bits
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers.cache_utils, "DynamicIndexedLayer"), reason="before transformers 5.24"
@@ -165,6 +167,20 @@ def test_of_equal_scores_the_earlier_tokens_count_more():
     assert (
         indexed.chosen_keys(few, held, torch.tensor([2]), tree.cu_nodes, tree.visible, torch.tensor([5])).lists is None
     )
+
+
+def test_all_lists_are_made_where_the_rows_are():
+    """A tensor that is made without a device is without numbers here."""
+    generator, tree = torch.Generator().manual_seed(0), pass_ext.pack_trees([Tree([-1, 0, 0, 1, 2]), Tree.chain(2)])
+    q, weights, keys, held = (
+        torch.randn(shape, generator=generator) for shape in ((8, 4, 8), (8, 4), (8, 8), (2, 20, 8))
+    )
+    step = torch.tensor([9, 17], dtype=torch.int32), tree.cu_nodes, tree.visible, torch.tensor([5, 3])
+    rows = indexed.IndexRows(q, keys, weights, 1.0, 6)
+    want = indexed.chosen_keys(rows, held, *step).lists
+    with torch.device("meta"):
+        lists = indexed.chosen_keys(rows, held, *step).lists
+    assert lists.device == q.device and torch.equal(lists, want)
 
 
 def test_sampled_texts_are_a_function_of_the_seed(deepseek):
@@ -313,51 +329,36 @@ def test_a_row_over_codes_has_the_bits_that_it_has_alone(dtype):
 
 @pytest.mark.parametrize("codes", CODES, ids=str)
 def test_attention_over_codes_against_float64_of_what_is_stored(codes, monkeypatch):
-    """The listed keys' latents, decoded, for the rows of drafts too: the error is within twice PyTorch's in float32."""
-    errors = []
+    """The listed keys' latents, decoded, of draft rows too."""
+    compared, attend = [], step_attention.attention_tree
 
-    def compared(q, keys, values, prefix_lens, cu_nodes, visible, most, *, k_new, key_lists, scale, **options):
-        out = attention_tree(
-            q,
-            keys,
-            values,
-            prefix_lens,
-            cu_nodes,
-            visible,
-            most,
-            k_new=k_new,
-            key_lists=key_lists,
-            scale=scale,
-            **options,
+    def attended(q, keys, values, prefix_lens, cu_nodes, *rest, k_new, key_lists, scale, **options):
+        result = attend(
+            q, keys, values, prefix_lens, cu_nodes, *rest, k_new=k_new, key_lists=key_lists, scale=scale, **options
         )
-        if key_lists is not None:
-            for row, (listed, owner) in enumerate(zip(key_lists, rows_of(cu_nodes), strict=True)):
-                first, prefix = int(cu_nodes[owner]), int(prefix_lens[owner])
-                rows = torch.cat((keys[owner, :prefix], k_new[first : cu_nodes[owner + 1]]))[
-                    listed[listed >= 0].long(), 0
-                ]
-                numbers, sides = dequantize_rows(rows), []
-                for dtype in (torch.float64, torch.float32):
-                    scores = q[row].to(dtype) @ numbers.to(dtype).T * scale
-                    sides.append(scores.softmax(1) @ numbers[:, : values.shape[-1] - CODE_HEADER].to(dtype))
-                errors.append([float((x - sides[0]).abs().max()) for x in (out[row], sides[1])])
-        return out, None
+        bounds, width = cu_nodes.tolist(), values.shape[-1] - CODE_HEADER
+        for row, owner in enumerate(rows_of(cu_nodes) if key_lists is not None else ()):
+            stored = torch.cat((keys[owner, : prefix_lens[owner]], k_new[bounds[owner] : bounds[owner + 1]]))[:, 0]
+            numbers = dequantize_rows(stored[key_lists[row][key_lists[row] >= 0].long()])
+            plain, exact = (
+                (q[row].to(dtype) @ numbers.to(dtype).T * scale).softmax(1) @ numbers[:, :width].to(dtype)
+                for dtype in (torch.float32, torch.float64)
+            )
+            compared.append((result[0][row], plain, exact))
+        return result
 
-    def attention_tree(*given, **options):
-        return pass_ext.attention_tree(*given, **options)[0]
-
-    monkeypatch.setattr(step_attention, "attention_tree", compared)
+    monkeypatch.setattr(step_attention, "attention_tree", attended)
     ids, mask = ragged_prompts(4)
     model = tiny_model("deepseek_v32")
     options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
     generate(model, ids, NGram(shortest=1), session=Session(model, cache_dtype=codes), **options)
-    ours, theirs = torch.tensor(errors).max(0).values
-    assert len(errors) > 100 and ours <= 2 * theirs, (ours, theirs)
+    assert len(compared) > 100
+    assert_error_within(*(torch.stack(results) for results in zip(*compared, strict=True)))
 
 
 def rows_of(cu_nodes):
     """The request of each row."""
-    return torch.repeat_interleave(torch.arange(len(cu_nodes) - 1), cu_nodes.diff())
+    return torch.repeat_interleave(torch.arange(len(cu_nodes) - 1), cu_nodes.diff()).tolist()
 
 
 def test_codes_of_latents_and_an_indexers_own_keys_are_kept(monkeypatch):
@@ -399,21 +400,76 @@ def test_long_prompts_over_codes(most, monkeypatch):
     assert (rows[0] - rows[1]).abs().max() < 0.01 * rows[0].std()
 
 
+# ---- on a GPU ----
+
+
+@pytest.mark.parametrize("codes", [None, torch.int8], ids=str)
+@pytest.mark.usefixtures("one_thread")
+def test_kernels_and_widths_of_a_gpu_on_the_emulator(codes, monkeypatch):
+    """Caches as wide as on a GPU, which pads rows of latents to the heads of its kernels."""
+    model = tiny_model("deepseek_v32", index_topk=10, mlp_layer_types=["dense"] * 2)
+    ids, mask = ragged_prompts(2, longest=9)
+    options = dict(max_new_tokens=6, attention_mask=mask, eos_token_id=[])
+    want = generate(model, ids, session=Session(model, cache_dtype=codes), **options).sequences
+    for module in (sessions, step_attention):
+        monkeypatch.setattr(module, "padded_widths", lambda *dims: padded_widths(*dims[:2], torch.device("cuda")))
+    lists = set()
+
+    def noted(*arguments):
+        lists.add(arguments[-1] is not None)
+        return KERNELS["attention_tree"](*arguments)
+
+    with testing.rerouted_backend("emulated", KERNELS | {"attention_tree": noted}).active():
+        for method in (Plain(), NGram(shortest=1, tokens=3)):
+            session = Session(model, cache_dtype=codes)
+            assert torch.equal(generate(model, ids, method, session=session, **options).sequences, want), method
+            behind = 16 if codes is None else 16 + 4 * 16
+            assert widths(session) == [(64 + behind, 64 if codes is None else 16 + 64)] * 2
+    assert lists == {False, True}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_a_gpu(family):
+    """The CPU's texts, over the model's own cache and over codes. A model whose steps wait for the host has no graph."""
+    model, (ids, mask) = tiny_model(family), ragged_prompts(6)
+    options = dict(max_new_tokens=NEW, eos_token_id=[])
+    want = {}
+    for codes in (None, torch.int8):
+        session = Session(model, cache_dtype=codes)
+        want[codes] = generate(model, ids, session=session, attention_mask=mask, **options).sequences
+    model, ids, mask = model.cuda(), ids.cuda(), mask.cuda()
+    methods = Plain(), NGram(shortest=1), PaSS(slots_for(model), tree=Tree.from_branching((2, 2)), rows=24)
+    for codes, text in want.items():
+        for method in methods:
+            session = Session(model, cache_dtype=codes, cuda_graphs=False)
+            got = generate(model, ids, method, session=session, attention_mask=mask, **options).sequences
+            assert torch.equal(got.cpu(), text), (codes, method)
+    with pytest.warns(UserWarning, match="cannot be a CUDA graph.*choice of keys"):
+        got = generate(model, ids, session=Session(model), attention_mask=mask, **options).sequences
+    assert torch.equal(got.cpu(), want[None])
+    custom = pass_ext.custom_generate(NGram(shortest=1))
+    own = model.generate(
+        ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, custom_generate=custom, **GREEDY
+    )
+    assert torch.equal(own.cpu(), want[None])
+
+
 # ---- refused ----
 
 
-@pytest.mark.parametrize("family", ["qwen4_exp_text"])
-def test_indexers_that_give_no_list_are_refused(family):
-    with pytest.raises(
-        ValueError, match=rf"{family} attends to the keys that \w+Indexer chooses for each row, by scores"
-    ):
-        generate(tiny_model(family), prompts(1, 5)[0], max_new_tokens=2)
+def test_indexers_of_blocks_are_refused():
+    with pytest.raises(ValueError, match=r"qwen4_exp_text attends .*QSAIndexer chooses for each row, whole blocks of"):
+        generate(tiny_model("qwen4_exp_text"), prompts(1, 5)[0], max_new_tokens=2)
+    n_grams = dict(ple_layer_ids=[1], ple_embed_dim=16, heads_per_ngram=2, ngram_vocab_size_base=50)
+    with pytest.raises(ValueError, match=r"qwen4_exp_text looks up n-grams of tokens in its layers \(ple_layer_ids\)"):
+        generate(tiny_model("qwen4_exp_text", **n_grams), prompts(1, 5)[0], max_new_tokens=2)
 
 
 def test_layers_that_keep_expanded_heads_are_refused():
     model = tiny_model("deepseek_v32")
     model.model.layers[1].self_attn.kv_b_proj.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="decodes that for layers on the CPU that attend by latents"):
+    with pytest.raises(ValueError, match="decodes that for layers that attend by latents"):
         generate(model, prompts(1, 5)[0], max_new_tokens=2)
 
 
