@@ -466,6 +466,15 @@ def test_indexers_of_blocks_are_refused():
         generate(tiny_model("qwen4_exp_text", **n_grams), prompts(1, 5)[0], max_new_tokens=2)
 
 
+def test_vectors_of_slots_for_layers_with_several_streams_are_refused():
+    model = tiny_model("hy_v4")
+    slots = methods_for(model)["one pass, deep"]
+    with pytest.raises(
+        ValueError, match=r"hy_v4: these look-ahead slots have vectors .* layer 0's input is \[1, \d+, 4, "
+    ):
+        generate(model, prompts(1, 5)[0], slots, max_new_tokens=4)
+
+
 def test_layers_that_keep_expanded_heads_are_refused():
     model = tiny_model("deepseek_v32")
     model.model.layers[1].self_attn.kv_b_proj.register_forward_hook(lambda *_: None)
