@@ -8,7 +8,7 @@
 //   many    accept_kernel alone: each block scans the rows that its walk visits.
 //
 // One warp walks (core/accept.h, AcceptWalk); what takes a whole row, such as the race behind a rejection, is a job of
-// all warps of its block (accept_rows.cuh). With log-probabilities one more launch follows (logprobs.cuh).
+// all warps of its block (accept_jobs.cuh). With log-probabilities one more launch follows (logprobs.cuh).
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,7 @@
 #include "cuda/accept_rows.cuh"
 #include "cuda/primitives.cuh"
 #include "cuda/rows.cuh"
+#include "cuda/rows_plan.cuh"
 
 namespace pass_ext::gpu {
 
