@@ -19,14 +19,14 @@ from benchmarks import ROOT
 
 PAGE = Path("benchmarks/results/gpu-status.md")
 SAME_CODE = Path("benchmarks/results/kernel-code")
-"""The folder of the records of benchmarks.kernel_code.same_code."""
+"""The folder of the records of benchmarks.gpu.same_code."""
 HEADER = """# What was verified on a GPU
 
 Written by `python -m benchmarks.pages.gpu_status`; do not edit. On a machine with a GPU `make gpu` builds the kernels, runs
 their tests and writes a record, `benchmarks/results/<GPU>/verified-<commit>.json`, which this page shows. A kernel file is
 verified if its tests ran on the GPU, none failed, and its hash is still the same. The hash covers the file and every project
 header that it includes, but not argument checks and registration (`csrc/cuda/*.cu`). A file whose text changed stays verified
-where `python -m benchmarks.kernel_code.same_code` compiled it at both commits and found the same machine code and the same
+where `python -m benchmarks.gpu.same_code` compiled it at both commits and found the same machine code and the same
 code on the host: its records lie in `benchmarks/results/kernel-code/`. Elsewhere the tests run the same kernels on an emulator,
 which shows that their logic is right and says nothing about their speed.
 """

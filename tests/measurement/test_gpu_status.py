@@ -171,7 +171,7 @@ def edit(file, old="", new="// a comment\n"):
 
 def write_same_code(tree, base, found, commit="aaaaaaaaaaaa", architecture="sm_90", date="2031-03-01T00:00:00Z"):
     """Writes the record of a comparison that found these differences; those of other .cu are none."""
-    from benchmarks.kernel_code import same_code
+    from benchmarks.gpu import same_code
     from benchmarks.pages import gpu_status
 
     units = {path.name: [] for path in (tree / "csrc/cuda").glob("*.cu")} | found
@@ -253,7 +253,8 @@ inline void launch_scale(float* x, int n) {
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
 def test_planted_differences_are_seen_and_another_text_is_not(tmp_path):
     """Of the kernel, and of the function that launches it."""
-    from benchmarks.kernel_code import disassembler, same_code
+    from benchmarks.gpu import same_code
+    from benchmarks.kernel_code import disassembler
 
     if missing := disassembler.missing_tools():
         pytest.skip(f"no {', '.join(missing)}: pip install pass_ext[dev]")

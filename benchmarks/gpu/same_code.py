@@ -2,7 +2,7 @@
 
     a file has the same code  =  every .cu that includes it compiles to the same kernels and the same functions of the host
 
-`python -m benchmarks.kernel_code.same_code COMMIT` needs nvcc and no GPU. Each .cu whose text or headers changed since COMMIT
+`python -m benchmarks.gpu.same_code COMMIT` needs nvcc and no GPU. Each .cu whose text or headers changed since COMMIT
 is compiled at both, for sm_90. A kernel is the same if its machine code, constants, registers, stack and shared memory are; a
 function of the host if its instructions and constants are, whatever the numbers of its labels. gpu_status reads the record,
 benchmarks/results/kernel-code/same-code-<commit>.json: what a GPU verified about a file of COMMIT holds for its new text.
@@ -225,7 +225,7 @@ def make_record(
 
 
 def main() -> int:
-    """Entry point of `python -m benchmarks.kernel_code.same_code`."""
+    """Entry point of `python -m benchmarks.gpu.same_code`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", help="the commit to compare with")
     parser.add_argument("--keep", type=Path, help="the folder of what was compiled; without it nothing is kept")
