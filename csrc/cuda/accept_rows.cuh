@@ -1,4 +1,4 @@
-// The `Rows` of core/accept.h on the GPU. One warp of a block walks a request's tree and searches it with ballots,
+// The `Rows` of core/accept_walk.h on the GPU. One warp of a block walks a request's tree and searches it with ballots,
 // without a barrier of the block. Work on a whole row is a job of all warps (accept_jobs.cuh).
 #pragma once
 

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "core/shard.h"
+#include "core/shard_combine.h"
 #include "cuda/bins.cuh"
 #include "cuda/block.cuh"
 #include "cuda/primitives.cuh"
@@ -250,7 +251,7 @@ inline void launch_shard_local(const ShardProblem& shard, Stream stream) {
 
 constexpr int kShardCombineThreads = 128;
 
-// find_bin() of core/shard.h by a warp.
+// find_bin() of core/shard_combine.h by a warp.
 PASS_EXT_DEVICE ReachedBin find_bin_of_warp(const Answers& answers, int64_t index, const SelectRange& range) {
   constexpr int kBinsPerLane = kSelectBins / 32;
   const int lane = static_cast<int>(lane_index());
