@@ -3,17 +3,17 @@
 //   step of 128 places:   m' = max(m, its scores)    total, sums = 2^(m - m') (total, sums) + those of the step
 //   row:                  the same over its shares, in their order        out = sums / total
 // A block takes some heads of one row that share a key head, and a step at a time: for the scores a thread has a place,
-// for the result some columns. Keys, steps and shares are those of core/attention_places.h, so the order in which a
-// row is added up is its own, whatever else the call has and whatever GPU it is. Where there are few rows, blocks take a
-// share each and leave their sums to a second launch; else a block adds up all shares.
+// for the result some columns. Keys, steps and shares are those of cuda/attention_places.cuh, so the order in which a
+// row is added up is its own, whatever else the call has and whatever GPU it is. Where there are few rows, blocks take
+// a share each and leave their sums to a second launch; else a block adds up all shares.
 #pragma once
 
 #include <cstdint>
 
 #include "core/attention.h"
 #include "core/attention_lists.h"
-#include "core/attention_places.h"
 #include "core/quantized.h"
+#include "cuda/attention_places.cuh"
 #include "cuda/numbers.cuh"
 #include "cuda/primitives.cuh"
 
@@ -242,8 +242,7 @@ PASS_EXT_DEVICE void add_step(const PlainAttention& plain, const PlainRows& rows
 
 // T: of queries and the result; Stored: of keys and values, uint8_t for codes. kRows: the most heads of a block.
 template <typename T, typename Stored, int kRows, int kColumns>
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads)
-    plain_attention_kernel(PASS_EXT_PARAMETER PlainAttention plain) {
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads) plain_attention_kernel(PASS_EXT_PARAMETER PlainAttention plain) {
   begin_kernel(plain);
   PASS_EXT_SHARED(PlainScratch<kRows>, scratches, 1);
   const AttentionProblem& problem = plain.problem;
@@ -285,8 +284,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads)
     for (int32_t step = from > begin ? static_cast<int32_t>(from) : begin; step < end; step += kPlacesOfStep)
       add_step<Stored>(plain, rows, scratches[0], step, part);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r)
-      sums.add(r, part.highest[r], part.total[r], [&](int c) { return part.sums[r][c]; });
+    for (int r = 0; r < kRows; ++r) sums.add(r, part.highest[r], part.total[r], [&](int c) { return part.sums[r][c]; });
   }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -309,8 +307,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads)
 
 // Adds the shares of a row and head.
 template <typename T>
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads)
-    plain_combine_kernel(PASS_EXT_PARAMETER PlainAttention plain) {
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads) plain_combine_kernel(PASS_EXT_PARAMETER PlainAttention plain) {
   begin_kernel(plain);
   const AttentionProblem& problem = plain.problem;
   constexpr int kColumns = kMostValueDim / kPlainThreads;
@@ -364,8 +361,8 @@ void launch_plain_attention_of(const PlainAttention& plain, const PlainPlan& pla
                                             : plain_attention_kernel<T, Stored, kPlainWideRows, 4>;
   launch("attention_tree", kernel, shape, stream, plain);
   if (plan.workspace > 0)
-    launch("attention_tree (combine)", plain_combine_kernel<T>, LaunchShape{{problem.rows * problem.heads}, {kPlainThreads}},
-           stream, plain);
+    launch("attention_tree (combine)", plain_combine_kernel<T>,
+           LaunchShape{{problem.rows * problem.heads}, {kPlainThreads}}, stream, plain);
 }
 
 inline bool are_rows_wide(const KeyRows& rows, int64_t bytes) {

@@ -12,7 +12,7 @@
 #include "core/attention.h"
 #include "core/attention_lists.h"
 
-namespace pass_ext {
+namespace pass_ext::gpu {
 
 constexpr int32_t kPlacesOfStep = 128;
 
@@ -72,4 +72,4 @@ PASS_EXT_HOST_DEVICE int32_t key_at(const AttentionProblem& problem, const Atten
   return visible_keys<true>(problem, request, node, key) & 1 ? key : -1;
 }
 
-}  // namespace pass_ext
+}  // namespace pass_ext::gpu
