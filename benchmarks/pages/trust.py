@@ -264,7 +264,12 @@ def texts_on_gpu(result: dict[str, Any]) -> list[str]:
     """Texts of every method on a GPU."""
     same = [name for name, outcome in result["models"].items() if outcome == "same"]
     rows = [
-        [line["method"], str(line["together"]), f"{line['differing']} of {line['texts']}"] for line in result["bits"]
+        [
+            line["method"] + ", batch-invariant" * line.get("batch_invariant", False),
+            str(line["together"]),
+            f"{line['differing']} of {line['texts']}",
+        ]
+        for line in result["bits"]
     ]
     return [
         f"Texts, {result['machine']['gpu']['name']}. In float32 {len(same)} of {len(result['models'])} tiny models, one for "

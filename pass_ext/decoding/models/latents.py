@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.module_ops import is_autocast_enabled, is_plain, is_untouched, most_few_rows
-from pass_ext.decoding.models.shadow import are_few_of_our_call
+from pass_ext.decoding.models.shadow import takes_rows_of_our_call
 from pass_ext.ops import linear  # noqa: F401, which registers the op
 
 _linear = torch.ops.pass_ext.linear_rows.default
@@ -111,7 +111,7 @@ class Latents:
 
     def takes(self, rows: Tensor) -> bool:
         """True for few rows, which attend to the latents."""
-        return are_few_of_our_call(len(rows), most_few_rows(rows.dtype, rows.is_cpu))
+        return takes_rows_of_our_call(len(rows), most_few_rows(rows.dtype, rows.is_cpu))
 
     def heads(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's keys ``[T, heads, D]`` and values of tokens with keys ``[T, 1, rank + D of r]``."""

@@ -63,6 +63,8 @@ class StepAttend(Attend, Protocol):
 
     is_first: bool
     """The session has no caches yet; this call makes them."""
+    batch_invariant: bool
+    """As ``Session`` takes it."""
     may_have_changed: bool
     """The caller's code may have run since the session's last call."""
     options: list[dict[str, Any]]

@@ -27,10 +27,10 @@ from pass_ext.decoding.models.row_attention import attend_by_rows, is_being_reco
 from pass_ext.decoding.models.shadow import (
     OurCall,
     add_adapters,
-    are_few_of_our_call,
     our_call,
     shadow_of,
     shift_layers,
+    takes_rows_of_our_call,
 )
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
 from pass_ext.decoding.models.vocabulary import logit_shards_of
@@ -133,7 +133,7 @@ class TransformersModel(Adapted):
                 attend_by_rows(inner)
                 attend_by_latents(inner)
                 choose_by_rows(inner)
-            computes_by_ops(inner, are_few_of_our_call)
+            computes_by_ops(inner, takes_rows_of_our_call)
             if self.keeps_states:
                 states.serve_states(inner)
             head = inner.get_output_embeddings()
@@ -234,7 +234,9 @@ class TransformersModel(Adapted):
             self._adapted |= added
         seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
         places = {"position_ids": positions[None]} if self._takes_positions else {}
-        call = OurCall(attend, self.name, self._kept, seen, slots, self.numbers, text_rows, positions)
+        call = OurCall(
+            attend, self.name, self._kept, seen, slots, self.numbers, text_rows, positions, attend.batch_invariant
+        )
         with our_call(call):
             logits: Tensor = shadow(
                 inputs_embeds=rows[None],
@@ -256,10 +258,10 @@ class TransformersModel(Adapted):
                 "cannot decode this model"
             )
 
-    def _tail(self, hidden: Tensor) -> Tensor:
+    def _tail(self, hidden: Tensor, batch_invariant: bool) -> Tensor:
         """Norm and head of the shadow."""
         shadow = self._its_shadow()
-        with our_call(OurCall(None)):  # few rows, as they are in such a call
+        with our_call(OurCall(None, batch_invariant=batch_invariant)):  # few rows, as they are in such a call
             logits: Tensor = shadow.get_output_embeddings()(decoder_of(shadow).norm(hidden))
         return logits
 

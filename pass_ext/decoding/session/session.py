@@ -61,6 +61,10 @@ class Session:
         cache_dtype: torch.int8, torch.float8_e4m3fn or torch.float8_e5m2: keys and values are stored in 8 bits with a scale for
             each token and head (``quantize_rows``). All rows attend to the stored numbers, so every method writes ``Plain``'s
             text over the same cache. None: in the model's dtype.
+        batch_invariant: True: each row of a call has the bits that it has alone, on a GPU too, and rows of prompts as well: so
+            every method writes ``Plain``'s text to the token, alone and in any batch. Slower: linear layers of any size and of
+            any number of rows are ``linear_rows``, and on a GPU attention adds in one order. False: on the CPU rows of steps
+            have these bits anyway.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class Session:
         cuda_graphs: bool | None = None,
         run_ahead: bool | None = None,
         cache_dtype: torch.dtype | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         if past is not None and not (isinstance(past, (list, tuple)) and len(past) in (2, 3)):
             raise TypeError(
@@ -84,13 +89,14 @@ class Session:
                 whole_number(f"Session: {name}, if not None,", number, most=_MOST)
         for name, switch in (("cuda_graphs", cuda_graphs), ("run_ahead", run_ahead)):
             instance(f"Session: {name}", switch, (bool, NoneType), "True, False or None")
+        instance("Session: batch_invariant", batch_invariant, bool, "True or False")
         if cache_dtype is not None and not (isinstance(cache_dtype, torch.dtype) and cache_dtype in MOST_OF_CODES):
             raise ValueError(
                 f"Session: cache_dtype must be {', '.join(map(str, MOST_OF_CODES))} or None, got {cache_dtype!r}"
             )
         self.past, self.cuda_graphs, self.run_ahead = past, cuda_graphs, run_ahead
         self.model: Adapted = packed_model(model)
-        self.cache_dtype = cache_dtype
+        self.cache_dtype, self.batch_invariant = cache_dtype, batch_invariant
         self.caches: list[tuple[Tensor, Tensor]] = []
         self._stack: Tensor | None = None  # all caches, if all layers' are alike
         self.states: list[Tensor] = []
@@ -433,7 +439,9 @@ class FirstLayers(Session):
     nothing."""
 
     def __init__(self, whole: Session, model: Adapted, count: int) -> None:
-        super().__init__(model, whole.requests, whole.room, cache_dtype=whole.cache_dtype)
+        super().__init__(
+            model, whole.requests, whole.room, cache_dtype=whole.cache_dtype, batch_invariant=whole.batch_invariant
+        )
         self._whole, self._count = whole, count
         self.prefix_lens = whole.prefix_lens
 

@@ -26,7 +26,7 @@ class StepAttention(StepAttend):
         self.layers = 0
         self.options: list[dict[str, Any]] = []
         self.may_have_changed = may_have_changed
-        self.is_first = session.is_new
+        self.is_first, self.batch_invariant = session.is_new, session.batch_invariant
         self.states = session.step_states(trees, is_first=self.is_first)
         self._session, self._trees = session, trees
         self._new: list[Tensor] = []
@@ -178,7 +178,7 @@ class StepAttention(StepAttend):
         depths = trees.depths if max(options["window"], options["chunk"]) >= 0 else None
         out, _ = attention_tree(
             q, keys, values, self._session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes, k_new=k, v_new=v,
-            depths=depths, **options,
+            depths=depths, batch_invariant=self.batch_invariant, **options,
         )  # fmt: skip
         return out
 
