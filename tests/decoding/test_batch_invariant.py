@@ -26,7 +26,7 @@ def passes(model):
 
 
 def differing(model, ids, mask, *methods, new, **session):
-    """How many texts of plain decoding and the methods, written together, are not those of plain decoding alone, bit for bit."""
+    """How many texts of all methods, written together, are not those of plain decoding alone, bit for bit."""
     texts = [row[None, len(row) - int(shown.sum()) :] for row, shown in zip(ids, mask, strict=True)]
     options = dict(new=new, **session)
     plain = [written(model, Plain(), text, None, **options)[0] for text in texts]

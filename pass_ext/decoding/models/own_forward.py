@@ -54,7 +54,7 @@ class OwnForward:
     Args:
         plan: the model's parts.
         model: the model itself.
-        tail: the model's own norm and head, for a plan without these: ``[1, R, d]``, and whether the call is batch-invariant, ->
+        tail: the model's own norm and head, for a plan without these: ``[1, R, d]`` and whether the call is batch-invariant ->
             logits ``[1, R, V]``.
     """
 
