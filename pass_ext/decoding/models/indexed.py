@@ -25,6 +25,7 @@ from torch.nn import functional
 from pass_ext.decoding.models.latents import latent_layers
 from pass_ext.decoding.models.shadow import current_call
 from pass_ext.ops import linear  # noqa: F401, which registers the op
+from pass_ext.ops.attention import WIDTH_STEP
 
 _linear = torch.ops.pass_ext.linear_rows.default
 
@@ -202,6 +203,28 @@ def _chooses_alike(indexer: Any) -> bool:
     chosen, highest = scores.gather(1, theirs).sort(1, descending=True).values, scores.topk(own.index_topk).values
     # Not the tokens: they may choose others of equal scores.
     return torch.allclose(chosen, highest, rtol=0.0, atol=1e-4 * float(scores.tril().abs().max()))
+
+
+# ---- an indexer's keys in a cache ----
+
+
+def with_index_keys(rows: Tensor, of_indexer: Tensor) -> Tensor:
+    """Rows of keys ``[..., D]``, padded to a multiple of 16 numbers, or of their codes; and behind them the keys of an indexer
+    ``[..., d]`` as they are, whatever the dtype of the rows: rounded keys would choose other tokens."""
+    rows, behind = functional.pad(rows, (0, _padding(rows.shape[-1]))), _padding(of_indexer.shape[-1])
+    parts = rows, functional.pad(of_indexer, (behind, 0))
+    return torch.cat([x.view(torch.uint8) for x in parts], -1).view(rows.dtype)
+
+
+def split_index_keys(rows: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What ``with_index_keys`` has joined, as views: the rows without the keys of an indexer, and these, ``[..., count]``."""
+    numbers, size = rows.view(torch.uint8), dtype.itemsize
+    front = numbers[..., : -(count + _padding(count)) * size]
+    return front.view(rows.dtype), numbers[..., -count * size :].view(dtype)
+
+
+def _padding(count: int) -> int:
+    return -count % WIDTH_STEP
 
 
 # ---- choosing ----

@@ -94,10 +94,15 @@ def _shifted(number: int, forward: Callable[..., Any], *inputs: Tensor, **named:
     call = current_call.get()
     if call is None or call.slots is None or call.slots.offsets is None:
         return forward(*inputs, **named)
-    offsets = call.slots.offsets[number]
+    hidden, offsets = inputs[0] if inputs else named["hidden_states"], call.slots.offsets[number]
+    if hidden.numel() != offsets.numel():
+        raise ValueError(
+            f"{call.model}: these look-ahead slots have vectors for the inputs of layers, for these rows "
+            f"{list(offsets.shape)}, and layer {number}'s input is {list(hidden.shape)}: use slots without"
+        )
     if inputs:
-        return forward(inputs[0] + offsets, *inputs[1:], **named)
-    return forward(**{**named, "hidden_states": named["hidden_states"] + offsets})
+        return forward(hidden + offsets, *inputs[1:], **named)
+    return forward(**{**named, "hidden_states": hidden + offsets})
 
 
 # ---- a shadow ----

@@ -16,17 +16,12 @@ from torch import Tensor
 
 from pass_ext.decoding.arguments import instance, type_of, whole_number
 from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.indexed import split_index_keys, with_index_keys
 from pass_ext.decoding.models.packed import Adapted, NewRows
 from pass_ext.decoding.models.slots import PlacedSlots
 from pass_ext.decoding.models.step_states import StatePlace, StepStates, Update
 from pass_ext.decoding.session.recording import Called, RecordedCalls
-from pass_ext.decoding.session.step_attention import (
-    StepAttention,
-    is_front,
-    padded,
-    split_index_keys,
-    with_index_keys,
-)
+from pass_ext.decoding.session.step_attention import StepAttention, is_front, padded
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.attention import padded_widths
 from pass_ext.ops.cache import cache_commit_

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows, chosen_keys
+from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows, chosen_keys, split_index_keys, with_index_keys
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.packed import NewRows, StepAttend
 from pass_ext.decoding.models.row_attention import is_being_recorded
@@ -228,18 +228,3 @@ def is_front(values: Tensor, keys: Tensor) -> bool:
 def padded(x: Tensor, width: int) -> Tensor:
     """Pads rows with zeros, which add nothing to a product."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
-
-
-def with_index_keys(rows: Tensor, of_indexer: Tensor) -> Tensor:
-    """Rows of keys ``[..., D]``, padded to a multiple of 16 numbers, or of their codes; and behind them the keys of an indexer
-    ``[..., d]`` as they are, whatever the dtype of the rows: a rounded one would choose other tokens."""
-    widths = [-(-x.shape[-1] // WIDTH_STEP) * WIDTH_STEP for x in (rows, of_indexer)]
-    behind = F.pad(of_indexer, (widths[1] - of_indexer.shape[-1], 0))
-    return torch.cat((padded(rows, widths[0]).view(torch.uint8), behind.view(torch.uint8)), -1).view(rows.dtype)
-
-
-def split_index_keys(rows: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What ``with_index_keys`` has joined, as views: the rows without the keys of an indexer, and these, ``[..., count]``."""
-    numbers, padding = rows.view(torch.uint8), -count % WIDTH_STEP
-    front = numbers[..., : -(count + padding) * dtype.itemsize]
-    return front.view(rows.dtype), numbers[..., -count * dtype.itemsize :].view(dtype)

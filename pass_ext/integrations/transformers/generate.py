@@ -17,14 +17,13 @@ from pass_ext.decoding.drafting.drafter import DraftingMethod
 from pass_ext.decoding.generation import Generation, generate
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.early_exit import packed_model
-from pass_ext.decoding.models.indexed import index_widths
+from pass_ext.decoding.models.indexed import index_widths, split_index_keys, with_index_keys
 from pass_ext.decoding.models.latents import latent_layers
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.parts import cache_name, given_cache, unwrapped
 from pass_ext.decoding.models.states import places_of
 from pass_ext.decoding.requests.processors import NodeProcessor
 from pass_ext.decoding.session.session import Past, Session
-from pass_ext.decoding.session.step_attention import split_index_keys, with_index_keys
 from pass_ext.decoding.stats import GenerationStats
 from pass_ext.integrations.grammar import grammars_of
 from pass_ext.integrations.transformers.cache import cache_length, read_cache, read_states, write_cache, write_states

@@ -416,7 +416,8 @@ def test_kernels_and_widths_of_a_gpu_on_the_emulator(codes, monkeypatch):
     lists = set()
 
     def noted(*arguments):
-        lists.add(arguments[-1] is not None)
+        *_, key_lists, _ = arguments
+        lists.add(key_lists is not None)
         return KERNELS["attention_tree"](*arguments)
 
     with testing.rerouted_backend("emulated", KERNELS | {"attention_tree": noted}).active():
@@ -464,6 +465,15 @@ def test_indexers_of_blocks_are_refused():
     n_grams = dict(ple_layer_ids=[1], ple_embed_dim=16, heads_per_ngram=2, ngram_vocab_size_base=50)
     with pytest.raises(ValueError, match=r"qwen4_exp_text looks up n-grams of tokens in its layers \(ple_layer_ids\)"):
         generate(tiny_model("qwen4_exp_text", **n_grams), prompts(1, 5)[0], max_new_tokens=2)
+
+
+def test_vectors_of_slots_for_layers_with_several_streams_are_refused():
+    model = tiny_model("hy_v4")
+    slots = methods_for(model)["one pass, deep"]
+    with pytest.raises(
+        ValueError, match=r"hy_v4: these look-ahead slots have vectors .* layer 0's input is \[1, \d+, 4, "
+    ):
+        generate(model, prompts(1, 5)[0], slots, max_new_tokens=4)
 
 
 def test_layers_that_keep_expanded_heads_are_refused():
