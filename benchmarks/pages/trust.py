@@ -246,7 +246,7 @@ def gpu(root: Path) -> str:
     words = (
         f"The last run was on an {last['machine']['gpu']['name']} on {last['date'][:10]}, commit {last['commit']}: "
         f"{every['tests_passed']:,} tests of {len(kernels)} kernel files passed{checked}, {every['tests_failed']} failed. A "
-        "file that changed since then has run on the [emulator](../tests/emulator/README.md) and was compiled, no more. "
+        "file whose code changed since then has run on the [emulator](../tests/emulator/README.md) and was compiled, no more. "
         "[GPU status](../benchmarks/results/gpu-status.md) says for each file whether it is still the one that was verified."
     )
     found = sorted(root.glob("benchmarks/results/*/texts.json"))

@@ -3,7 +3,7 @@
 // has the place that it will have in plain decoding, whatever else the step has. With a list of keys the places are
 // those of the list.
 //   sums go by steps of kPlacesOfStep places, and by shares of whole steps; shares are added one after the other
-// Shares begin at fixed places: 256 places each below place 8,192, from there on 16 to each doubling. So few blocks are
+// Shares begin at fixed places: 128 places each below place 4,096, from there on 16 to each doubling. So few blocks are
 // enough for a short text, many work on a long one, and a result does not depend on how many there are.
 #pragma once
 
@@ -18,9 +18,9 @@ constexpr int32_t kPlacesOfStep = 128;
 
 PASS_EXT_HOST_DEVICE int64_t first_place_of_share(int32_t share) {
   constexpr int32_t kEqual = 32, kOfDoubling = 16;
-  if (share < kEqual) return int64_t{256} * share;
+  if (share < kEqual) return int64_t{kPlacesOfStep} * share;
   const int32_t doubling = (share - kEqual) / kOfDoubling, place = (share - kEqual) % kOfDoubling;
-  return (int64_t{8192} << doubling) + place * (int64_t{512} << doubling);
+  return (int64_t{4096} << doubling) + place * (int64_t{256} << doubling);
 }
 
 // The shares of so many places.

@@ -56,7 +56,7 @@ PASS_EXT_DEVICE int64_t owner_of(const AttentionProblem& problem, int64_t row) {
   return -1;
 }
 
-// A place's key before its scale.
+// Numbers of a key, of codes before their scale.
 template <typename T>
 PASS_EXT_DEVICE void load_key(float (&numbers)[kWidthRead], const T* from, CodeType, bool is_wide) {
   static_assert(kWidthRead == 2 * kNumbers, "two units");
@@ -158,7 +158,7 @@ PASS_EXT_DEVICE void add_step(const PlainAttention& plain, const PlainRows& rows
     value = key_row<T>(problem, rows.request, problem.v_cache, problem.v_new, key, rows.head);
     float dots[kRows] = {};
     if (k != nullptr) {
-#pragma unroll 1
+#pragma unroll(kRows > 4 ? 1 : 2)
       for (int32_t i = 0; i < problem.head_dim; i += kWidthRead) {
         float numbers[kWidthRead];
         load_key(numbers, k + (kHasCodes ? kCodeHeader : 0) + i, plain.codes, plain.are_keys_wide);
@@ -212,19 +212,19 @@ PASS_EXT_DEVICE void add_step(const PlainAttention& plain, const PlainRows& rows
   scratch.values[thread] = value;
   sync_block();
   float added[kRows][kColumns] = {};  // added once: thousands of equal terms would all round the same way
-#pragma unroll 2
+#pragma unroll(16 / kColumns)         // so many loads are under way at once
   for (int i = 0; i < kPlacesOfStep; ++i) {
     const T* const from = static_cast<const T*>(scratch.values[i]);
-    if (from == nullptr) continue;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const int32_t column = thread + kPlainThreads * c;
-      if (column >= problem.value_dim) continue;
-      float number;
-      if constexpr (kHasCodes)
-        number = value_of_code(plain.codes, from[kCodeHeader + column]);
-      else
-        number = to_float(from[column]);
+      float number = 0.0f;
+      if (from != nullptr && column < problem.value_dim) {
+        if constexpr (kHasCodes)
+          number = value_of_code(plain.codes, from[kCodeHeader + column]);
+        else
+          number = to_float(from[column]);
+      }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) added[r][c] = fused(scratch.weights[i][r], number, added[r][c]);
     }
@@ -242,7 +242,8 @@ PASS_EXT_DEVICE void add_step(const PlainAttention& plain, const PlainRows& rows
 
 // T: of queries and the result; Stored: of keys and values, uint8_t for codes. kRows: the most heads of a block.
 template <typename T, typename Stored, int kRows, int kColumns>
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads) plain_attention_kernel(PASS_EXT_PARAMETER PlainAttention plain) {
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads, kRows > 4 ? 3 : 4)
+    plain_attention_kernel(PASS_EXT_PARAMETER PlainAttention plain) {
   begin_kernel(plain);
   PASS_EXT_SHARED(PlainScratch<kRows>, scratches, 1);
   const AttentionProblem& problem = plain.problem;

@@ -4,24 +4,31 @@ A launcher (torchrun, Ray, or one that sets torch.distributed's variables RANK, 
 same command several times. What a step reads is drawn alike by all of them, from the seed and the step's number, and each takes
 its share: so the number of ranks changes sums of float32 by their rounding, and nothing else.
 
-A rank that ends says why in the launcher's store, and the others end with that sentence when they next wait for it.
+A rank that fails says why in the launcher's store and closes its connections, so the others' next exchange fails, and they end
+with that sentence.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+# Its functions keep the group that there is when they are defined, and with it the connections of a rank that has ended.
+import torch.distributed.nn.functional
 from torch import Tensor
 
 _FAILED = "pass_ext/failed"  # key of the store: why the first rank that failed did
-_LOOK = timedelta(seconds=5)  # for that reason
+_ENDED = "pass_ext/ended"  # how many ranks have
+_ANSWER = timedelta(seconds=5)  # of the store, at most
 _Value = TypeVar("_Value")
 
 
@@ -100,28 +107,17 @@ class Ranks:
         return self.gather({"rank": self.rank, "host": socket.gethostname(), **self._done})
 
 
+class _Gone(SystemExit):
+    """An exchange failed: another rank has ended, or does not come."""
+
+
 @contextmanager
 def _together(rank: int) -> Iterator[None]:
-    """An exchange that fails ends the program with the reason of the rank that failed."""
+    """An exchange that fails ends the program."""
     try:
         yield
     except RuntimeError as error:  # torch.distributed's are of this kind
-        reason = _reason() or f"another rank is gone: {str(error).splitlines()[0]}"
-        raise SystemExit(f"rank {rank} stops, because {reason}") from error
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
-
-
-def _reason() -> str | None:
-    """Why a rank failed, if it could say so."""
-    try:
-        store = _store()
-        store.set_timeout(_LOOK)
-        return str(store.get(_FAILED).decode())
-    except Exception:  # no such key, or the store's own process is the one that is gone
-        return None
+        raise _Gone(f"rank {rank} stops, because another rank is gone: {str(error).splitlines()[0]}") from error
 
 
 def local_device(name: str) -> str:
@@ -142,23 +138,51 @@ def launched(minutes: float) -> Iterator[Ranks]:
         if torch.cuda.is_available():
             torch.cuda.set_device(local_device("cuda"))
         dist.init_process_group(backend, timeout=timedelta(minutes=minutes))
-    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    ranks, store = Ranks(dist.get_rank(), dist.get_world_size()), dist.distributed_c10d._get_default_store()
+    is_heard = False  # by the others, who can still reach the store
     try:
         yield ranks
-    except Exception as error:
-        _say_why(ranks.rank, f"{type(error).__name__}: {error}")
-        raise
-    except SystemExit as error:
-        _say_why(ranks.rank, str(error.code))
-        raise
+        is_heard = True
+    except (Exception, SystemExit) as error:
+        reason = _reason(store, ranks.rank, error)
+        is_heard = reason is not None
+        _let_go(error)
+        if reason is None or reason.startswith(f"rank {ranks.rank} "):
+            raise
+        raise SystemExit(f"rank {ranks.rank} stops, because {reason}") from error
     finally:
         if not was_there:
             dist.destroy_process_group()
+            if is_heard and not dist.is_torchelastic_launched():
+                _end_in_order(store, ranks, minutes)
 
 
-def _say_why(rank: int, reason: str) -> None:
-    """Keeps the first failure's reason for the other ranks; the store may be gone."""
-    try:
-        _store().compare_set(_FAILED, "", f"rank {rank} ended: {reason}")
-    except Exception:
-        return
+def _reason(store: Any, rank: int, error: BaseException) -> str | None:
+    """Why the first rank that failed did: this one, if no other has said so; None: that rank could not say it."""
+    with suppress(Exception):  # the store's own process is the one that is gone
+        store.set_timeout(_ANSWER)
+        if not isinstance(error, _Gone):
+            own = str(error.code) if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+            store.compare_set(_FAILED, "", f"rank {rank} ended: {own}")
+        if store.check([_FAILED]):
+            return str(store.get(_FAILED).decode())
+    return None
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Clears the frames that an exception keeps: with a group in one of them, its connections stay open, and who waits at their
+    other ends does not hear that this rank ends."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _end_in_order(store: Any, ranks: Ranks, minutes: float) -> None:
+    """The first rank waits until all have ended: where no launcher keeps the store, it ends with this rank, and the others may
+    not have read it yet."""
+    latest = time.monotonic() + 60 * minutes
+    with suppress(Exception):
+        ended = store.add(_ENDED, 1)
+        while ranks.is_first and ended < ranks.count and time.monotonic() < latest:
+            time.sleep(0.05)
+            ended = store.add(_ENDED, 0)

@@ -14,7 +14,7 @@ from pass_ext.reference.attention import attention_mask
 
 # Trees whose columns end within a tile of 64, that begin or end one, and around the end of a chunk of 512.
 PREFIXES = (0, 1, 37, 58, 62, 63, 64, 100, 505, 509, 511, 512, 700, 1020)
-# On a GPU: around the end of a step of 128, of a share of 256, and in the third share.
+# On the emulator: around the ends of shares of 128, and in the sixth.
 FEW_PREFIXES = (0, 37, 125, 250, 700)
 
 

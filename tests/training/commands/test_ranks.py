@@ -62,27 +62,34 @@ def assert_near(state, other):
         torch.testing.assert_close(tensor, other["module"][name], rtol=0, atol=2e-5)
 
 
-def run_ranks(count, lines, folder):
-    """How the lines ended, by rank."""
-    file = folder / f"lines of {count}.json"
+def free_ports(count):
     with ExitStack() as stack:
-        free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in lines]
-        ports = [one.getsockname()[1] for one in free]
-    file.write_text(json.dumps([(planted, port, line) for (planted, line), port in zip(lines, ports, strict=True)]))
+        free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in free]
+
+
+def start_ranks(count, *job):
+    """A Python process for each rank."""
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         **{"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(count)},
         **{"MASTER_ADDR": "127.0.0.1", "HF_HUB_OFFLINE": "1"},
     }
-    job = str(Path(__file__).parent / "ranks_job.py")
-    started = [
-        subprocess.Popen(
-            [sys.executable, job, str(file)], env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE
-        )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [
+        subprocess.Popen([sys.executable, *job], env=environment | {"RANK": str(rank)}, **pipes)
         for rank in range(count)
     ]
-    errors = [process.communicate(timeout=200)[1].decode() for process in started]
+
+
+def run_ranks(count, lines, folder):
+    """How the lines ended, by rank."""
+    file = folder / f"lines of {count}.json"
+    ports = free_ports(len(lines))
+    file.write_text(json.dumps([(planted, port, line) for (planted, line), port in zip(lines, ports, strict=True)]))
+    started = start_ranks(count, str(Path(__file__).parent / "ranks_job.py"), str(file))
+    errors = [process.communicate(timeout=200)[1] for process in started]
     assert [process.returncode for process in started] == [0] * count, "\n".join(errors)
     return [json.loads(Path(f"{file}.{rank}").read_text()) for rank in range(count)]
 
@@ -155,6 +162,41 @@ def test_a_rank_that_fails_ends_the_others_with_its_reason(ranks, folder):
     assert len(state_of(folder, f"failed {count}")["losses"]) == 7, "the steps before are kept"
     main(line_of("train", folder, f"failed {count}"))
     assert_near(state_of(folder, f"failed {count}"), state_of(folder, "whole train"))
+
+
+# Ranks that fail, and one that is killed; exchanges, and what transformers imports, as in a command.
+ENDING = """
+import os, sys, torch
+from pass_ext.training.common.ranks import launched
+
+for port, failing, is_killed in zip(sys.argv[1:], (1, 0, 2), (False, False, True)):
+    os.environ["MASTER_PORT"] = port
+    try:
+        with launched(30) as ranks:
+            import torch.distributed.nn.functional
+            for exchange in range(9):
+                ranks.total_([torch.ones(1000)])
+                ranks.gather(exchange)
+                if ranks.rank == failing and exchange == 5:
+                    os.kill(os.getpid(), 9) if is_killed else 1 / 0
+    except (SystemExit, ArithmeticError) as error:
+        print(error, flush=True)
+"""
+
+
+def test_all_ranks_hear_why_one_of_four_ends():
+    started = start_ranks(4, "-c", ENDING, *map(str, free_ports(3)))
+    try:
+        ends = [process.communicate(timeout=100)[0].splitlines() for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for run, failing in enumerate((1, 0)):
+        for rank in range(4):
+            why = "" if rank == failing else f"rank {rank} stops, because rank {failing} ended: ZeroDivisionError: "
+            assert ends[rank][run] == f"{why}division by zero"
+    for rank in (0, 1, 3):
+        assert ends[rank][2].startswith(f"rank {rank} stops, because another rank is gone: ")
 
 
 def test_a_model_whose_layers_are_divided_gives_the_same_result(ranks, folder):
