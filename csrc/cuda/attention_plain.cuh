@@ -242,7 +242,7 @@ PASS_EXT_DEVICE void add_step(const PlainAttention& plain, const PlainRows& rows
 
 // T: of queries and the result; Stored: of keys and values, uint8_t for codes. kRows: the most heads of a block.
 template <typename T, typename Stored, int kRows, int kColumns>
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads, kRows > 4 ? 3 : 4)
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads, kRows > 4 ? 2 : 4)
     plain_attention_kernel(PASS_EXT_PARAMETER PlainAttention plain) {
   begin_kernel(plain);
   PASS_EXT_SHARED(PlainScratch<kRows>, scratches, 1);
