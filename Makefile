@@ -65,7 +65,7 @@ test-engines: build $(VENV)/.dev $(ENGINES:%=.venv-%/.ready) .venv-vllm/source/.
 	@touch $@
 
 sanitize: $(VENV)/.dev
-	@echo "== Sanitizers: builds of their own in build/sanitize-*, at -O0"
+	@echo "== Sanitizers: builds of their own in build/sanitize-*, at -O1"
 	@PYTHONPATH=tests $(BIN)/python -m sanitize $(SANITIZERS)
 
 mutants: build $(VENV)/.dev

@@ -28,7 +28,8 @@ STABLE_TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
   library.def(
       "attention_tree(Tensor q, Tensor k_cache, Tensor v_cache, Tensor prefix_lens, Tensor cu_nodes, Tensor visible, "
       "SymInt max_nodes, Tensor? k_new, Tensor? v_new, Tensor? block_table, Tensor? depths, float? scale, float "
-      "softcap, int window, Tensor? sinks, int chunk, Tensor? key_lists) -> (Tensor out, Tensor lse)");
+      "softcap, int window, Tensor? sinks, int chunk, Tensor? key_lists, bool batch_invariant) -> (Tensor out, Tensor "
+      "lse)");
   library.def(
       "attention_merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor? sinks) -> (Tensor out, Tensor "
       "lse)");

@@ -15,7 +15,7 @@ from benchmarks.contenders.summary import counted, lines, llama_of, ratios_of
 from benchmarks.contenders.workers import names
 from benchmarks.harness.markdown import has_part, replace_part, table
 from benchmarks.kernel_code.page import RESULT as KERNEL_CODE
-from benchmarks.pages.gpu_status import content_hash, is_verified, kernel_files, read_records
+from benchmarks.pages.gpu_status import claims, content_hash, kernel_files, read_records, read_same_code
 from tools.command import run
 
 NAME = "tools.performance"
@@ -253,10 +253,8 @@ def run_cells(file: Path, command: str, result: Mapping[str, Any]) -> list[str]:
 
 def gpu_sentence(root: Path) -> str:
     """How many kernel files some GPU has run with their present content."""
-    files, records = kernel_files(root), read_records(root)
-    kernels = [entry for record in records for entry in record["kernels"].items()]
-    seen = {(name, kernel["hash"]) for name, kernel in kernels if is_verified(kernel)}
-    verified = [file for file in files if (file.name, content_hash(file, root)) in seen]
+    files, records, same = kernel_files(root), read_records(root), read_same_code(root)
+    verified = [file for file in files if claims(file.name, content_hash(file, root), records, same)]
     if not verified:
         return f"**No GPU has run these kernels yet**: 0 of {len(files)} CUDA files are verified on one."
     return f"GPUs have run {len(verified)} of {len(files)} CUDA files as they are now."

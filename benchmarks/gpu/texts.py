@@ -3,7 +3,7 @@
     models   tiny random models of one family for each kind of layer, float32: the greedy text of every method on the GPU is
              Plain's on the CPU, and methods that draw write the same text for a seed
     bits     PROMPTS prompts, a model of SmolLM2-135M's shape with random weights in bfloat16: how many texts differ from
-             those that Plain writes for each prompt alone, by a method and by the texts in a call
+             those that Plain writes for each prompt alone, by a method and by the texts in a call; then batch-invariant
 
 `--device cpu` runs the same on a CPU, with fewer prompts.
 """
@@ -81,23 +81,31 @@ def differing(model: Any, count: int) -> Iterator[dict[str, Any]]:
         "Speculative": Speculative(model, 3),  # drafts that are right
     }
 
-    def written(method: Any, rows: list[Tensor]) -> list[list[int]]:
+    def written(method: Any, rows: list[Tensor], invariant: bool) -> list[list[int]]:
         longest = max(map(len, rows))
         ids = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in rows]).to(table.device)
         mask = torch.stack([torch.arange(longest) >= longest - len(row) for row in rows]).to(table.device, torch.long)
-        got = pass_ext.generate(model, ids, method, attention_mask=mask, max_new_tokens=TOKENS, eos_token_id=[])
+        session = pass_ext.Session(model, batch_invariant=invariant)
+        options = dict(attention_mask=mask, max_new_tokens=TOKENS, eos_token_id=[], session=session)
+        got = pass_ext.generate(model, ids, method, **options)  # type: ignore[arg-type]
         return got.sequences[:, longest:].tolist()  # type: ignore[no-any-return]
 
-    alone = [written(Plain(), [text])[0] for text in texts]
-    for by, method in contenders.items():
-        for together in (1, 25):
-            if by == "Plain" and together == 1:
-                continue
-            got = [
-                row for first in range(0, count, together) for row in written(method, texts[first : first + together])
-            ]
-            wrong = sum(a != b for a, b in zip(got, alone, strict=True))
-            yield {"method": by, "together": together, "texts": count, "differing": wrong}
+    for invariant in (False, True):
+        alone = [written(Plain(), [text], invariant)[0] for text in texts]
+        for by, method in contenders.items():
+            for together in (1, 25):
+                if by == "Plain" and together == 1:
+                    continue
+                parts = (texts[first : first + together] for first in range(0, count, together))
+                got = [row for part in parts for row in written(method, part, invariant)]
+                wrong = sum(a != b for a, b in zip(got, alone, strict=True))
+                yield {
+                    "method": by,
+                    "together": together,
+                    "batch_invariant": invariant,
+                    "texts": count,
+                    "differing": wrong,
+                }
 
 
 def _tried(call: Callable[[], Any]) -> Any:

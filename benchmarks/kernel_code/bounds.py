@@ -22,7 +22,7 @@ STEPS = ((1, 4), (8, 4), (64, 4), (1, 63))
 
 
 def turns_of(rows: int) -> int:
-    """The number of chunks that a warp scans; scan_blocks_of in cuda/rows.cuh computes the same."""
+    """The number of chunks that a warp scans; scan_blocks_of in cuda/rows_plan.cuh computes the same."""
     blocks = rows * -(-VOCABULARY // CHUNK // 4)
     return min(max(blocks // (4 * 6 * MULTIPROCESSORS), 1), 4)
 

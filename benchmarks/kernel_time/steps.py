@@ -35,6 +35,8 @@ from emulator.ops.attention import attention_tree
 RESIDENT_BLOCKS = 2
 """Blocks of the attention kernel on a multiprocessor: kResidentBlocks of cuda/attention_tile.cuh."""
 
+NOTHING_ELSE: dict[str, Any] = dict(k_new=None, v_new=None, block_table=None, scale=None, softcap=0.0)
+
 
 class Step(NamedTuple):
     """A named call on the emulator, and the check of its result."""
@@ -80,6 +82,7 @@ def record_all(in_flight: Mapping[str, tuple[int, int]], only: str = "") -> list
     blocks = RESIDENT_BLOCKS * MULTIPROCESSORS // KEY_HEADS
     steps = [emulated(call) for call in (*draft_calls(), *accept_calls(), *layer_calls())]
     steps += [attention_step(name, *shape, blocks) for name, shape in ATTENTION.items()]
+    steps += [one_order_step(rows) for rows in (1, 4)]
     records = []
     for step in steps:
         if only in f"{step.kind}, {step.name}":
@@ -103,6 +106,14 @@ def emulated(call: Call) -> Step:
 def attention_step(name: str, keys: int, rows: int, window: int, blocks: int) -> Step:
     """A step of attention with one key head on `blocks` blocks, `RESIDENT_BLOCKS` on a multiprocessor."""
     call = attention_call(name, keys, rows, window, key_heads=1)
-    rest = dict(k_new=None, v_new=None, block_table=None, scale=None, softcap=0.0)
     grid = dict(blocks=blocks, multiprocessors=blocks // RESIDENT_BLOCKS)
-    return Step(call.kind, name, lambda: attention_tree(**call.arguments, **rest, **grid), call.is_right)
+    return Step(call.kind, name, lambda: attention_tree(**call.arguments, **NOTHING_ELSE, **grid), call.is_right)
+
+
+def one_order_step(rows: int, keys: int = 1024) -> Step:
+    """A step of attention in one order, on a whole GPU."""
+    name = f"{keys:,} keys, {rows} row{'s' * (rows > 1)}"
+    call = attention_call(name, keys, rows, -1, KEY_HEADS)
+    options: dict[str, Any] = dict(batch_invariant=True, multiprocessors=MULTIPROCESSORS)
+    run = lambda: attention_tree(**call.arguments, **NOTHING_ELSE, **options)  # noqa: E731
+    return Step("attention in one order", name, run, call.is_right)

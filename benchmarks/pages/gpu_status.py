@@ -2,6 +2,8 @@
 
     a kernel file is verified on a GPU  =  a benchmarks/results/*/verified-<commit>.json has its hash, with tests and no failure
 
+A kernel-code/same-code-<commit>.json can show that a file with another hash has the code of a verified one.
+
 `python -m benchmarks.pages.gpu_status` writes the page, `--check` compares it and writes nothing.
 """
 
@@ -16,13 +18,17 @@ from typing import Any
 from benchmarks import ROOT
 
 PAGE = Path("benchmarks/results/gpu-status.md")
+SAME_CODE = Path("benchmarks/results/kernel-code")
+"""The folder of the records of benchmarks.gpu.same_code."""
 HEADER = """# What was verified on a GPU
 
 Written by `python -m benchmarks.pages.gpu_status`; do not edit. On a machine with a GPU `make gpu` builds the kernels, runs
 their tests and writes a record, `benchmarks/results/<GPU>/verified-<commit>.json`, which this page shows. A kernel file is
 verified if its tests ran on the GPU, none failed, and its hash is still the same. The hash covers the file and every project
-header that it includes, but not argument checks and registration (`csrc/cuda/*.cu`). Elsewhere the tests run the same kernels
-on an emulator, which shows that their logic is right and says nothing about their speed.
+header that it includes, but not argument checks and registration (`csrc/cuda/*.cu`). A file whose text changed stays verified
+where `python -m benchmarks.gpu.same_code` compiled it at both commits and found the same machine code and the same
+code on the host: its records lie in `benchmarks/results/kernel-code/`. Elsewhere the tests run the same kernels on an emulator,
+which shows that their logic is right and says nothing about their speed.
 """
 
 
@@ -65,16 +71,45 @@ def is_verified(entry: dict[str, Any]) -> bool:
     return bool(entry["tests_passed"] > 0 and entry["tests_failed"] == 0)
 
 
-def describe_state(name: str, current: str, records: list[dict[str, Any]]) -> str:
-    """The state of a kernel file whose hash is now `current`, for the page."""
+def read_same_code(root: Path) -> list[dict[str, Any]]:
+    """Every same-code-<commit>.json, oldest first."""
+    paths = sorted((root / SAME_CODE).glob("same-code-*.json"))
+    return sorted((json.loads(path.read_text()) for path in paths), key=lambda record: record["date"])
+
+
+def claims(name: str, current: str, records: list[dict[str, Any]], same: list[dict[str, Any]]) -> list[str]:
+    """What was verified on a GPU about a kernel file whose hash is `current`, or about files whose code it has."""
     entries = [(record, record["kernels"][name]) for record in records if name in record["kernels"]]
-    verified = [(record, entry) for record, entry in entries if is_verified(entry)]
-    claims = [_describe_run(record, entry) for record, entry in verified if entry["hash"] == current]
-    if claims:
-        return "; ".join(claims)
+    found = [
+        _describe_run(record, entry) for record, entry in entries if is_verified(entry) and entry["hash"] == current
+    ]
+    if found:
+        return found
+    for i, code in enumerate(same):
+        entry = code["kernels"].get(name, {})
+        if entry.get("hash") != current:
+            continue
+        on_these = [record for record in records if _runs(code["architecture"], record)]
+        earlier = [claims(file, was, on_these, same[:i]) for file, was in entry["before"].items()]
+        if all(earlier):
+            files = "" if name in entry["before"] else f" as part of {', '.join(entry['before'])}"
+            return [f"{claim}{files}, the same machine code since ({code['commit']})" for claim in earlier[0]]
+    return []
+
+
+def _runs(architecture: str, record: dict[str, Any]) -> bool:
+    """True if the GPU of a record runs machine code of this architecture, such as sm_90."""
+    capability = record["machine"]["gpu"].get("compute_capability", "")
+    return architecture == f"sm_{capability.replace('.', '')}"
+
+
+def describe_state(name: str, current: str, records: list[dict[str, Any]], same: list[dict[str, Any]]) -> str:
+    """The state of a kernel file whose hash is now `current`, for the page."""
+    if found := claims(name, current, records, same):
+        return "; ".join(found)
+    verified = [record for record in records if name in record["kernels"] and is_verified(record["kernels"][name])]
     if verified:
-        last = verified[-1][0]
-        return f"not verified on a GPU since {last['date'][:10]} ({last['commit']})"
+        return f"not verified on a GPU since {verified[-1]['date'][:10]} ({verified[-1]['commit']})"
     return "not verified on a GPU"
 
 
@@ -87,11 +122,11 @@ def _describe_run(record: dict[str, Any], entry: dict[str, Any]) -> str:
 
 def render(root: Path) -> str:
     """The page."""
-    records = read_records(root)
+    records, same = read_records(root), read_same_code(root)
     rows = ["| kernels | hash | on a GPU |", "| --- | --- | --- |"]
     for file in kernel_files(root):
         current = content_hash(file, root)
-        rows.append(f"| {file.relative_to(root)} | {current} | {describe_state(file.name, current, records)} |")
+        rows.append(f"| {file.relative_to(root)} | {current} | {describe_state(file.name, current, records, same)} |")
     return "\n".join([HEADER, *rows, ""])
 
 

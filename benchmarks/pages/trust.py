@@ -246,7 +246,7 @@ def gpu(root: Path) -> str:
     words = (
         f"The last run was on an {last['machine']['gpu']['name']} on {last['date'][:10]}, commit {last['commit']}: "
         f"{every['tests_passed']:,} tests of {len(kernels)} kernel files passed{checked}, {every['tests_failed']} failed. A "
-        "file that changed since then has run on the [emulator](../tests/emulator/README.md) and was compiled, no more. "
+        "file whose code changed since then has run on the [emulator](../tests/emulator/README.md) and was compiled, no more. "
         "[GPU status](../benchmarks/results/gpu-status.md) says for each file whether it is still the one that was verified."
     )
     found = sorted(root.glob("benchmarks/results/*/texts.json"))
@@ -264,7 +264,12 @@ def texts_on_gpu(result: dict[str, Any]) -> list[str]:
     """Texts of every method on a GPU."""
     same = [name for name, outcome in result["models"].items() if outcome == "same"]
     rows = [
-        [line["method"], str(line["together"]), f"{line['differing']} of {line['texts']}"] for line in result["bits"]
+        [
+            line["method"] + ", batch-invariant" * line.get("batch_invariant", False),
+            str(line["together"]),
+            f"{line['differing']} of {line['texts']}",
+        ]
+        for line in result["bits"]
     ]
     return [
         f"Texts, {result['machine']['gpu']['name']}. In float32 {len(same)} of {len(result['models'])} tiny models, one for "

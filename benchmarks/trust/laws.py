@@ -3,8 +3,8 @@
     error = total variation between the distribution of the emitted text and the target's
 
 in worlds of three and four tokens, on chains, stars and trees of up to 11 nodes, with filters, fixed proposals and duplicates.
-The reference is enumerated in float64; the compiled walk of csrc/core/accept.h, whose probabilities are floats, on trees of up
-to five nodes.
+The reference is enumerated in float64; the compiled walk of csrc/core/accept_walk.h, whose probabilities are floats, on trees
+of up to five nodes.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ RESULTS = ROOT / "build" / "mutation" / "results.json"
 PLANNED = 200  # by `make mutants`
 _FACTORS = "equivalent: factors of a product in another order"
 REASONS: dict[str, str] = {
-    "csrc/core/accept.h:396:20 '<' -> '<='": "equivalent: node 0 is nobody's child",
+    "csrc/core/accept_walk.h:255:20 '<' -> '<='": "equivalent: node 0 is nobody's child",
     "csrc/core/elementary-inl.h:81:15 'sum, f' -> 'f, sum'": _FACTORS,
     "csrc/cpu/adapter_kernels-inl.h:19:76 'a, b' -> 'b, a'": _FACTORS,
     "csrc/cpu/rows.cpp:351:60 '3' -> '4'": "equivalent: groups that are looked at before a threshold, which only saves work",

@@ -14,12 +14,18 @@ struct KeyLists {
 };
 
 // The key that entry i of a row's list names, or -1.
-PASS_EXT_HOST_DEVICE int32_t listed_key(const AttentionProblem& problem, const AttentionRequest& request,
-                                        const KeyLists& lists, int32_t node, int32_t i) {
+PASS_EXT_HOST_DEVICE int32_t named_key(const AttentionRequest& request, const KeyLists& lists, int32_t node,
+                                       int32_t i) {
   const int32_t* const list = lists.keys + (request.first + node) * lists.stride;
   const int32_t key = list[i];
-  if (key < 0 || key >= request.keys() || (i > 0 && key <= list[i - 1])) return -1;
-  return visible_keys<true>(problem, request, node, key) & 1 ? key : -1;
+  return key < 0 || key >= request.keys() || (i > 0 && key <= list[i - 1]) ? -1 : key;
+}
+
+// The same if the row sees the key.
+PASS_EXT_HOST_DEVICE int32_t listed_key(const AttentionProblem& problem, const AttentionRequest& request,
+                                        const KeyLists& lists, int32_t node, int32_t i) {
+  const int32_t key = named_key(request, lists, node, i);
+  return key >= 0 && (visible_keys<true>(problem, request, node, key) & 1) ? key : -1;
 }
 
 }  // namespace pass_ext

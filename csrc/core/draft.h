@@ -5,7 +5,7 @@
 //   with     k independent draws
 //   top      the k most probable
 // At temperature 0 every mode gives the limit: tokens in the order of their logits, the first has all the probability.
-// `Rows` as in core/accept.h.
+// `Rows` as in core/accept_walk.h.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,8 @@
 // torch.ops.pass_ext.accept_tree and accept_chain on the CPU: parallel split and registration. The rules:
-// core/accept.h, their work on rows: cpu/rows.h, log probabilities: cpu/logprobs.h, supports: cpu/support.h.
+// core/accept_walk.h, their work on rows: cpu/rows.h, log probabilities: cpu/logprobs.h, supports: cpu/support.h.
 #include <torch/csrc/stable/library.h>
 
+#include "core/accept_walk.h"
 #include "cpu/accept_checks.h"
 #include "cpu/logprobs.h"
 #include "cpu/rows.h"

@@ -247,7 +247,7 @@ void encode_on_cpu(CodeType codes, FloatType type, const void* from, void* to, i
 
 namespace {
 
-void check_and_attend(const AttentionProblem& problem, CodeType codes, const KeyLists& lists, const Tensor&) {
+void check_and_attend(const AttentionProblem& problem, CodeType codes, const KeyLists& lists, bool, const Tensor&) {
   check_attention_values("attention_tree", problem, lists);
   attend_on_cpu(problem, codes, lists);
 }

@@ -1,4 +1,4 @@
-// The accept step on the GPU. The rules: core/accept.h. How a call runs, by the number of its rows (plan_accept):
+// The accept step on the GPU. The rules: core/accept_walk.h. How a call runs, by the number of its rows (plan_accept):
 //
 //   few     accept_step_kernel, one launch. Up to 32 blocks scan a row: a warp summarises 1,024 logits (row_scan.cuh)
 //           and draws noise of the row's race. The last block to come finishes the row: it describes it as a
@@ -7,16 +7,18 @@
 //   more    scan_rows_kernel does the same without the walk; accept_kernel walks, a block for each request.
 //   many    accept_kernel alone: each block scans the rows that its walk visits.
 //
-// One warp walks (core/accept.h, AcceptWalk); what takes a whole row, such as the race behind a rejection, is a job of
-// all warps of its block (accept_rows.cuh). With log-probabilities one more launch follows (logprobs.cuh).
+// One warp walks (core/accept_walk.h); what takes a whole row, such as the race behind a rejection, is a job of
+// all warps of its block (accept_jobs.cuh). With log-probabilities one more launch follows (logprobs.cuh).
 #pragma once
 
 #include <cstdint>
 
 #include "core/accept.h"
+#include "core/accept_walk.h"
 #include "cuda/accept_rows.cuh"
 #include "cuda/primitives.cuh"
 #include "cuda/rows.cuh"
+#include "cuda/rows_plan.cuh"
 
 namespace pass_ext::gpu {
 

@@ -1,11 +1,9 @@
 // torch.ops.pass_ext.attention_tree and attention_merge on CUDA: checks, grid, workspace, launch, registration. The
 // kernels: cuda/attention.cuh and attention_codes.cuh, compiled by the other attention_*.cu, attention_combine.cuh,
-// attention_plain.cuh, attention_codes_plain.cuh, attention_lists.cuh and attention_merge.cuh.
+// attention_plain.cuh and attention_merge.cuh.
 #include <torch/csrc/stable/library.h>
 
-#include "cuda/attention_codes_plain.cuh"
 #include "cuda/attention_codes_plan.cuh"
-#include "cuda/attention_lists.cuh"
 #include "cuda/attention_merge.cuh"
 #include "cuda/attention_plain.cuh"
 #include "cuda/attention_plan.cuh"
@@ -65,18 +63,18 @@ int resident_blocks(const CudaScope& scope, const AttentionProblem& problem, Cod
   });
 }
 
-void attention_on_cuda(const AttentionProblem& problem, CodeType codes, const KeyLists& lists, const Tensor& q) {
+void attention_on_cuda(const AttentionProblem& problem, CodeType codes, const KeyLists& lists, bool batch_invariant,
+                       const Tensor& q) {
   const bool has_codes = codes != CodeType::none;
-  const bool is_plain = lists.keys || (has_codes ? gpu::is_plain_of_codes(problem) : gpu::is_plain(problem));
+  const bool is_plain =
+      batch_invariant || lists.keys || (has_codes ? gpu::is_plain_of_codes(problem) : gpu::is_plain(problem));
   if (!is_plain) check_alignment(problem, codes);
   if (problem.rows == 0 || problem.heads == 0) return;
   const CudaScope scope(q);
-  if (is_plain && has_codes) {
-    gpu::launch_plain_codes_attention(problem, codes, lists, scope.stream());
-  } else if (lists.keys) {
-    gpu::launch_listed_attention(problem, lists, scope.stream());
-  } else if (is_plain) {
-    gpu::launch_plain_attention(problem, scope.stream());
+  if (is_plain) {
+    const gpu::PlainPlan plan = gpu::plan_plain_attention(problem, lists, scope.multiprocessors());
+    const Tensor workspace = empty_of_shape("attention_tree", q, {plan.workspace}, ScalarType::Float);
+    gpu::launch_plain_attention(problem, codes, lists, plan, output_of<float>(workspace), scope.stream());
   } else {
     const int64_t resident = int64_t{scope.multiprocessors()} * resident_blocks(scope, problem, codes);
     const gpu::AttentionPlan plan =

@@ -16,7 +16,7 @@
 
 namespace pass_ext::gpu {
 
-// True if the problem has no kernel with matrix fragments for codes: attention_codes_plain.cuh.
+// True if the problem has no kernel with matrix fragments for codes.
 inline bool is_plain_of_codes(const AttentionProblem& problem) { return is_plain(problem) || problem.chunk >= 0; }
 
 // use(CodesShape), for problems that are not plain.

@@ -1,16 +1,39 @@
-// Attention on the GPU without matrix fragments: in fp32, which has none, and where no kernel with them is compiled.
-// One warp takes one row and head, 32 keys at a time: for the scores a lane has one key, for the result some columns.
-// Correct and simple, not fast.
+// Attention on the GPU without matrix fragments: in fp32, which has none, at widths for which no kernel with them is
+// compiled, to listed keys, and where a row must have the bits that it has alone. Keys and values may be in 8 bits.
+//   step of 128 places:   m' = max(m, its scores)    total, sums = 2^(m - m') (total, sums) + those of the step
+//   row:                  the same over its shares, in their order        out = sums / total
+// A block takes some heads of one row that share a key head, and a step at a time: for the scores a thread has a place,
+// for the result some columns. Keys, steps and shares are those of cuda/attention_places.cuh, so the order in which a
+// row is added up is its own, whatever else the call has and whatever GPU it is. Where there are few rows, blocks take
+// a share each and leave their sums to a second launch; else a block adds up all shares.
 #pragma once
 
 #include <cstdint>
 
 #include "core/attention.h"
+#include "core/attention_lists.h"
+#include "core/quantized.h"
+#include "cuda/attention_places.cuh"
+#include "cuda/numbers.cuh"
 #include "cuda/primitives.cuh"
 
 namespace pass_ext::gpu {
 
-constexpr int kPlainWarps = 4;
+constexpr int kPlainThreads = kPlacesOfStep;
+constexpr int kPlainWarps = kPlainThreads / 32;
+constexpr int kWidthRead = 16;  // numbers of a key at a time
+static_assert(kWidthRead == kWidthStep, "every width is whole");
+
+struct PlainAttention {
+  AttentionProblem problem;
+  CodeType codes;
+  KeyLists lists;
+  bool are_keys_wide;  // rows of keys start at multiples of 16 bytes
+  // [shares, rows, heads, value_dim + 2], sums, then the maximum and the total; null: a block adds up all shares
+  float* parts;
+  int32_t shares;
+};
+
 // True if the problem has no kernel with matrix fragments.
 inline bool is_plain(const AttentionProblem& problem) {
   bool has_size = false;
@@ -33,77 +56,339 @@ PASS_EXT_DEVICE int64_t owner_of(const AttentionProblem& problem, int64_t row) {
   return -1;
 }
 
-// kColumns: of one lane.
-template <typename T, int kColumns>
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kPlainWarps)
-    plain_attention_kernel(PASS_EXT_PARAMETER AttentionProblem problem) {
-  begin_kernel(problem);
-  const int64_t index = int64_t{block_index().x} * kPlainWarps + warp_index();  // row and head
-  if (index >= problem.rows * problem.heads) return;
-  const int64_t row = index / problem.heads, owner = owner_of(problem, row);
-  const int32_t lane = static_cast<int32_t>(lane_index());
-  float sums[kColumns] = {}, highest = -kLargest, total = 0.0f;
-  if (owner >= 0) {
-    const AttentionRequest request = request_of<true>(problem, owner);
-    const int32_t node = static_cast<int32_t>(row - request.first);
-    const int32_t head = static_cast<int32_t>(index % problem.heads) / problem.group;
-    const T* const q = static_cast<const T*>(problem.q) + index * problem.head_dim;
-    for (int32_t first = request.begin / 64 * 64; first < request.keys(); first += 32) {
-      const int32_t key = first + lane;
-      bool is_seen = key < request.keys() && (visible_keys<true>(problem, request, node, first) >> lane & 1);
-      float score = float_of(0xff800000u);
-      if (is_seen) {
-        const T* const k = key_row<T>(problem, request, problem.k_cache, problem.k_new, key, head);
-        float dot = 0.0f;
-        if (k != nullptr)
-          for (int32_t i = 0; i < problem.head_dim; ++i) dot = fused(to_float(q[i]), to_float(k[i]), dot);
-        score = dot * problem.scale;
-        if (problem.softcap > 0.0f) score = softcapped(score, problem.softcap);
-        score *= kLog2E;
-      }
-      float new_highest = score > highest ? score : highest;
-      for (int step = 16; step > 0; step /= 2) {
-        const float other = shuffle_xor(new_highest, step);
-        if (other > new_highest) new_highest = other;
-      }
-      const float shrink = exp2_approximate(highest - new_highest), weight = exp2_approximate(score - new_highest);
-      highest = new_highest;
-      total = fused(total, shrink, weight);  // the weights of this lane's keys
-      float step_sums[kColumns] = {};        // added once: thousands of equal terms would all round the same way
-      for (unsigned keys = ballot(is_seen); keys != 0; keys &= keys - 1) {
-        const int32_t i = first_set_bit(keys);
-        const float p = shuffle(weight, i);
-        const T* const v = key_row<T>(problem, request, problem.v_cache, problem.v_new, first + i, head);
-        if (v == nullptr) continue;
+// Numbers of a key, of codes before their scale.
+template <typename T>
+PASS_EXT_DEVICE void load_key(float (&numbers)[kWidthRead], const T* from, CodeType, bool is_wide) {
+  static_assert(kWidthRead == 2 * kNumbers, "two units");
+  float halves[2][kNumbers];
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c)
-          if (lane + 32 * c < problem.value_dim) step_sums[c] = fused(p, to_float(v[lane + 32 * c]), step_sums[c]);
-      }
+  for (int half = 0; half < 2; ++half) {
+    if (is_wide)
+      load_numbers<true>(halves[half], from + half * kNumbers, kNumbers);
+    else
+      load_numbers<false>(halves[half], from + half * kNumbers, kNumbers);
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) sums[c] = fused(sums[c], shrink, step_sums[c]);
-    }
-    for (int step = 16; step > 0; step /= 2) total += shuffle_xor(total, step);
+    for (int i = 0; i < kNumbers; ++i) numbers[half * kNumbers + i] = halves[half][i];
   }
-  const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+}
+PASS_EXT_DEVICE void load_key(float (&numbers)[kWidthRead], const uint8_t* from, CodeType codes, bool is_wide) {
+  Bytes16 bytes{};
+  if (is_wide) {
+    bytes = load16(from);
+  } else {
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c)
-    if (lane + 32 * c < problem.value_dim)
-      static_cast<T*>(problem.out)[index * problem.value_dim + lane + 32 * c] = from_float<T>(sums[c] * inverse);
-  if (lane == 0) problem.lse[index] = log_of_total(highest, total);
+    for (int i = 0; i < kWidthRead; ++i) bytes.word[i / 4] |= uint32_t{from[i]} << (8 * (i % 4));
+  }
+#pragma unroll
+  for (int i = 0; i < kWidthRead; ++i)
+    numbers[i] = value_of_code(codes, static_cast<uint8_t>(bytes.word[i / 4] >> (8 * (i % 4))));
 }
 
-inline void launch_plain_attention(const AttentionProblem& problem, Stream stream) {
-  const int64_t blocks = (problem.rows * problem.heads + kPlainWarps - 1) / kPlainWarps;
-  const auto run = [&](auto* kernel) {
-    launch("attention_tree", kernel, LaunchShape{{blocks}, {32 * kPlainWarps}}, stream, problem);
+// The sums of kRows heads, of which this thread has the columns thread_rank() + kPlainThreads c.
+template <int kRows, int kColumns>
+struct PlainSums {
+  float highest[kRows], total[kRows], sums[kRows][kColumns];
+
+  PASS_EXT_DEVICE void clear() {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      highest[r] = -kLargest;
+      total[r] = 0.0f;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) sums[r][c] = 0.0f;
+    }
+  }
+
+  // Adds those of row `r` that come behind them. `column(c)`: the sum of column c.
+  template <typename Column>
+  PASS_EXT_DEVICE void add(int r, float other_highest, float other_total, const Column& column) {
+    const float both = other_highest > highest[r] ? other_highest : highest[r];
+    const float shrink = exp2_approximate(highest[r] - both), other_shrink = exp2_approximate(other_highest - both);
+    highest[r] = both;
+    total[r] = fused(total[r], shrink, other_total * other_shrink);
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) sums[r][c] = fused(sums[r][c], shrink, column(c) * other_shrink);
+  }
+
+  template <typename T>
+  PASS_EXT_DEVICE void write(const AttentionProblem& problem, int64_t index, int r) const {
+    const float inverse = total[r] == 0.0f ? 0.0f : 1.0f / total[r];
+    const int32_t thread = static_cast<int32_t>(thread_rank());
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int32_t column = thread + kPlainThreads * c;
+      if (column < problem.value_dim)
+        static_cast<T*>(problem.out)[index * problem.value_dim + column] = from_float<T>(sums[r][c] * inverse);
+    }
+    if (thread == 0) problem.lse[index] = log_of_total(highest[r], total[r]);
+  }
+};
+
+// Shared memory of a block beside its queries.
+template <int kRows>
+struct PlainScratch {
+  alignas(16) float weights[kPlacesOfStep][kRows];
+  const void* values[kPlacesOfStep];  // null: nothing to add
+  float highest[kPlainWarps][kRows], totals[kPlainWarps][kRows];
+};
+
+// The heads that a block takes.
+struct PlainRows {
+  AttentionRequest request;
+  int32_t node, head;  // head: of keys
+  int32_t places;
+  const float* queries;  // [kRows, head_dim], shared memory
+};
+
+// Adds the step of places from `first` on. T: of numbers, or uint8_t of codes.
+template <typename T, int kRows, int kColumns>
+PASS_EXT_DEVICE void add_step(const PlainAttention& plain, const PlainRows& rows, PlainScratch<kRows>& scratch,
+                              int32_t first, PlainSums<kRows, kColumns>& sums) {
+  constexpr bool kHasCodes = sizeof(T) == 1;
+  const AttentionProblem& problem = plain.problem;
+  const int32_t thread = static_cast<int32_t>(thread_rank());
+  const int32_t place = first + thread;
+  const int32_t key = place < rows.places ? key_at(problem, rows.request, plain.lists, rows.node, place) : -1;
+  float scores[kRows];
+#pragma unroll
+  for (float& score : scores) score = float_of(0xff800000u);
+  const T* value = nullptr;
+  if (key >= 0) {
+    const T* const k = key_row<T>(problem, rows.request, problem.k_cache, problem.k_new, key, rows.head);
+    value = key_row<T>(problem, rows.request, problem.v_cache, problem.v_new, key, rows.head);
+    float dots[kRows] = {};
+    if (k != nullptr) {
+#pragma unroll(kRows > 4 ? 1 : 2)
+      for (int32_t i = 0; i < problem.head_dim; i += kWidthRead) {
+        float numbers[kWidthRead];
+        load_key(numbers, k + (kHasCodes ? kCodeHeader : 0) + i, plain.codes, plain.are_keys_wide);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+#pragma unroll
+          for (int j = 0; j < kWidthRead; ++j)
+            dots[r] = fused(rows.queries[r * problem.head_dim + i + j], numbers[j], dots[r]);
+      }
+      if constexpr (kHasCodes) {
+        const float scale = scale_of_codes(k);
+#pragma unroll
+        for (float& dot : dots) dot *= scale;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      scores[r] = dots[r] * problem.scale;
+      if (problem.softcap > 0.0f) scores[r] = softcapped(scores[r], problem.softcap);
+      scores[r] *= kLog2E;
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float highest = scores[r];
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      const float other = shuffle_xor(highest, step);
+      if (other > highest || highest != highest) highest = other;  // NaN is no maximum, but makes the row's sums NaN
+    }
+    if (lane_index() == 0) scratch.highest[warp_index()][r] = highest;
+  }
+  sync_block();  // the maxima are there, and the weights of the step before are read
+  float value_scale = 1.0f, shrink[kRows];
+  if constexpr (kHasCodes)
+    if (value != nullptr) value_scale = scale_of_codes(value);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float highest = sums.highest[r];
+#pragma unroll
+    for (int warp = 0; warp < kPlainWarps; ++warp)
+      if (scratch.highest[warp][r] > highest) highest = scratch.highest[warp][r];
+    shrink[r] = exp2_approximate(sums.highest[r] - highest);
+    sums.highest[r] = highest;
+    float weight = exp2_approximate(scores[r] - highest);
+    scratch.weights[thread][r] = kHasCodes ? weight * value_scale : weight;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) weight += shuffle_xor(weight, step);
+    if (lane_index() == 0) scratch.totals[warp_index()][r] = weight;
+  }
+  scratch.values[thread] = value;
+  sync_block();
+  float added[kRows][kColumns] = {};  // added once: thousands of equal terms would all round the same way
+#pragma unroll(16 / kColumns)         // so many loads are under way at once
+  for (int i = 0; i < kPlacesOfStep; ++i) {
+    const T* const from = static_cast<const T*>(scratch.values[i]);
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int32_t column = thread + kPlainThreads * c;
+      float number = 0.0f;
+      if (from != nullptr && column < problem.value_dim) {
+        if constexpr (kHasCodes)
+          number = value_of_code(plain.codes, from[kCodeHeader + column]);
+        else
+          number = to_float(from[column]);
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) added[r][c] = fused(scratch.weights[i][r], number, added[r][c]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float total = scratch.totals[0][r];
+#pragma unroll
+    for (int warp = 1; warp < kPlainWarps; ++warp) total += scratch.totals[warp][r];
+    sums.total[r] = fused(sums.total[r], shrink[r], total);
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) sums.sums[r][c] = fused(sums.sums[r][c], shrink[r], added[r][c]);
+  }
+}
+
+// T: of queries and the result; Stored: of keys and values, uint8_t for codes. kRows: the most heads of a block.
+template <typename T, typename Stored, int kRows, int kColumns>
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads, kRows > 4 ? 2 : 4)
+    plain_attention_kernel(PASS_EXT_PARAMETER PlainAttention plain) {
+  begin_kernel(plain);
+  PASS_EXT_SHARED(PlainScratch<kRows>, scratches, 1);
+  const AttentionProblem& problem = plain.problem;
+  float* const queries = dynamic_shared<float>();
+  const int32_t thread = static_cast<int32_t>(thread_rank());
+  const int32_t tiles_of_head = (problem.group + kRows - 1) / kRows, tiles = problem.kv_heads * tiles_of_head;
+  const int64_t row = int64_t{block_index().x} / tiles, owner = owner_of(problem, row);
+  const int32_t tile = static_cast<int32_t>(int64_t{block_index().x} % tiles);
+  const int32_t head = tile / tiles_of_head, first = tile % tiles_of_head * kRows;  // of the heads of its key head
+  const int32_t count = problem.group - first < kRows ? problem.group - first : kRows;
+  const int64_t index = row * problem.heads + head * problem.group + first;  // row and head
+  const T* const q = static_cast<const T*>(problem.q) + index * problem.head_dim;
+  for (int32_t i = thread; i < kRows * problem.head_dim; i += kPlainThreads)
+    queries[i] = i < count * problem.head_dim ? to_float(q[i]) : 0.0f;
+  PlainRows rows{};
+  rows.queries = queries;
+  if (owner >= 0) {
+    rows.request = request_of<true>(problem, owner);
+    rows.node = static_cast<int32_t>(row - rows.request.first);
+    rows.head = head;
+    rows.places = places_of(problem, rows.request, plain.lists, rows.node);
+  }
+  sync_block();  // the queries are there
+  const bool is_part = plain.parts != nullptr;
+  PlainSums<kRows, kColumns> sums;
+  sums.clear();
+  const int32_t first_share = is_part ? static_cast<int32_t>(block_index().y) : 0;
+  // Keys before it are hidden: leaving them out changes no sum.
+  const int32_t begin = plain.lists.keys ? 0 : rows.request.begin / kPlacesOfStep * kPlacesOfStep;
+#pragma unroll 1
+  for (int32_t share = first_share; share < (is_part ? first_share + 1 : plain.shares); ++share) {
+    const int64_t from = first_place_of_share(share), to = first_place_of_share(share + 1);
+    if (from >= rows.places) break;
+    if (to <= begin) continue;
+    PlainSums<kRows, kColumns> part;
+    part.clear();
+    const int32_t end = to < rows.places ? static_cast<int32_t>(to) : rows.places;
+#pragma unroll 1
+    for (int32_t step = from > begin ? static_cast<int32_t>(from) : begin; step < end; step += kPlacesOfStep)
+      add_step<Stored>(plain, rows, scratches[0], step, part);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) sums.add(r, part.highest[r], part.total[r], [&](int c) { return part.sums[r][c]; });
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (r >= count) continue;
+    if (!is_part) {
+      sums.template write<T>(problem, index + r, r);
+      continue;
+    }
+    float* const part =
+        plain.parts + (first_share * problem.rows * problem.heads + index + r) * (problem.value_dim + int64_t{2});
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c)
+      if (thread + kPlainThreads * c < problem.value_dim) part[thread + kPlainThreads * c] = sums.sums[r][c];
+    if (thread == 0) {
+      part[problem.value_dim] = sums.highest[r];
+      part[problem.value_dim + 1] = sums.total[r];
+    }
+  }
+}
+
+// Adds the shares of a row and head.
+template <typename T>
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads) plain_combine_kernel(PASS_EXT_PARAMETER PlainAttention plain) {
+  begin_kernel(plain);
+  const AttentionProblem& problem = plain.problem;
+  constexpr int kColumns = kMostValueDim / kPlainThreads;
+  const int64_t index = block_index().x, stride = problem.value_dim + int64_t{2};
+  PlainSums<1, kColumns> sums;
+  sums.clear();
+#pragma unroll 4
+  for (int32_t share = 0; share < plain.shares; ++share) {
+    const float* const part = plain.parts + (share * problem.rows * problem.heads + index) * stride;
+    sums.add(0, part[problem.value_dim], part[problem.value_dim + 1], [&](int c) {
+      const int32_t column = static_cast<int32_t>(thread_rank()) + kPlainThreads * c;
+      return column < problem.value_dim ? part[column] : 0.0f;
+    });
+  }
+  sums.template write<T>(problem, index, 0);
+}
+
+// The host's plan: how many blocks, whether they take a share each, and the floats of their parts.
+struct PlainPlan {
+  int64_t blocks;
+  int32_t shares;
+  int64_t workspace;  // 0: a block adds up all shares
+};
+
+constexpr int kPlainWideRows = 8, kPlainRows = 4;
+
+// The heads of a block.
+inline int32_t plain_rows_of(const AttentionProblem& problem) {
+  return problem.value_dim > kPlainThreads ? kPlainWideRows : problem.group == 1 ? 1 : kPlainRows;
+}
+
+inline PlainPlan plan_plain_attention(const AttentionProblem& problem, const KeyLists& lists, int32_t multiprocessors) {
+  constexpr int64_t kEnoughBlocks = 2;  // of a multiprocessor
+  const int64_t rows = plain_rows_of(problem);
+  PlainPlan plan{};
+  plan.blocks = problem.rows * problem.kv_heads * ((problem.group + rows - 1) / rows);
+  plan.shares = shares_of(lists.keys ? lists.size : problem.slots + (problem.k_new.data ? problem.max_nodes : 0));
+  if (plan.shares > 1 && plan.blocks < kEnoughBlocks * multiprocessors)
+    plan.workspace = plan.shares * problem.rows * problem.heads * (problem.value_dim + int64_t{2});
+  return plan;
+}
+
+template <typename T, typename Stored>
+void launch_plain_attention_of(const PlainAttention& plain, const PlainPlan& plan, Stream stream) {
+  const AttentionProblem& problem = plain.problem;
+  const int64_t rows = plain_rows_of(problem), shares = plan.workspace > 0 ? plan.shares : 1;
+  LaunchShape shape{{plan.blocks, shares}, {kPlainThreads}};
+  shape.dynamic_shared_bytes = rows * problem.head_dim * sizeof(float);
+  auto* const kernel = rows == 1            ? plain_attention_kernel<T, Stored, 1, 1>
+                       : rows == kPlainRows ? plain_attention_kernel<T, Stored, kPlainRows, 1>
+                                            : plain_attention_kernel<T, Stored, kPlainWideRows, 4>;
+  launch("attention_tree", kernel, shape, stream, plain);
+  if (plan.workspace > 0)
+    launch("attention_tree (combine)", plain_combine_kernel<T>,
+           LaunchShape{{problem.rows * problem.heads}, {kPlainThreads}}, stream, plain);
+}
+
+inline bool are_rows_wide(const KeyRows& rows, int64_t bytes) {
+  return is_aligned16(rows.data) && rows.outer * bytes % 16 == 0 && rows.slot * bytes % 16 == 0 &&
+         rows.head * bytes % 16 == 0;
+}
+
+inline void launch_plain_attention(const AttentionProblem& problem, CodeType codes, const KeyLists& lists,
+                                   const PlainPlan& plan, float* workspace, Stream stream) {
+  const int64_t bytes = codes != CodeType::none ? 1 : problem.type == FloatType::float32 ? 4 : 2;
+  const PlainAttention plain{problem,
+                             codes,
+                             lists,
+                             are_rows_wide(problem.k_cache, bytes) && are_rows_wide(problem.k_new, bytes),
+                             plan.workspace > 0 ? workspace : nullptr,
+                             plan.shares};
+  const auto run = [&](auto number) {
+    using T = decltype(number);
+    codes == CodeType::none ? launch_plain_attention_of<T, T>(plain, plan, stream)
+                            : launch_plain_attention_of<T, uint8_t>(plain, plan, stream);
   };
-  constexpr int kFew = kLargestHeadDim / 32, kMost = kMostValueDim / 32;
   switch (problem.type) {
-    case FloatType::bfloat16: return run(plain_attention_kernel<bfloat16, kMost>);
-    case FloatType::float16: return run(plain_attention_kernel<float16, kMost>);
-    case FloatType::float32:
-      return problem.value_dim <= kLargestHeadDim ? run(plain_attention_kernel<float, kFew>)
-                                                  : run(plain_attention_kernel<float, kMost>);
+    case FloatType::bfloat16: return run(bfloat16{});
+    case FloatType::float16: return run(float16{});
+    case FloatType::float32: return run(0.0f);
   }
 }
 

@@ -60,8 +60,7 @@ struct LogprobBlock {
 
   // Sum over the support of exp((z - maximum) scale); NaN if a logit is NaN or +inf.
   PASS_EXT_DEVICE double mass(const LogitRow& row, const Distribution& distribution) const {
-    constexpr float kLog2OfE = 1.44269504f;
-    const float scale = distribution.scale * kLog2OfE;
+    const float scale = distribution.scale * kLog2E;
     double mass = 0.0;
     for_each_piece(row, [&](int32_t first, const float (&z)[kPiece]) {
       float sum = 0.0f;

@@ -9,6 +9,7 @@
 
 #include "core/half.h"
 #include "core/lookahead.h"
+#include "cuda/numbers.cuh"
 #include "cuda/primitives.cuh"
 
 namespace pass_ext::gpu {
@@ -86,8 +87,6 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kWarpsPerBlock) embed_kernel(Lookahe
     if (element < problem.dim) store_chunk(problem.out + row * problem.dim + element, chunk[i]);
   }
 }
-
-inline bool is_aligned16(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
 
 template <typename T, typename S, typename Id, bool wide>
 void launch_embed(const LookaheadEmbed<T, S, Id>& problem, Stream stream) {

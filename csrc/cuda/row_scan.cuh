@@ -19,7 +19,6 @@ constexpr int kChunk = 1024;                      // logits that a warp scans at
 constexpr int kGroupsPerChunk = kChunk / kGroup;  // 16
 constexpr int kPieces = kChunk / kPiece / 32;     // 4
 constexpr int kLanesPerGroup = kGroup / kPiece;   // 8
-constexpr float kLog2E = 1.44269504f;
 
 PASS_EXT_HOST_DEVICE int32_t chunks_of(int32_t vocabulary) { return (vocabulary + kChunk - 1) / kChunk; }
 

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "core/distribution.h"
+#include "cuda/bins.cuh"
 #include "cuda/block.cuh"
 #include "cuda/primitives.cuh"
 
@@ -19,7 +20,7 @@ constexpr int kListed = 2048;
 constexpr int kFewListed = 32;
 
 struct SelectScratch {
-  uint32_t low[kBins], high[kBins];  // 64 bits in two words: an atomic add of shared memory has 32
+  Bins<kBins> bins;
   unsigned long long before;
   int32_t bin, count;
   uint64_t few[kFewListed];
@@ -45,13 +46,6 @@ struct Selected {
   bool reached;  // false: the sum of all measures is too small
 };
 
-PASS_EXT_DEVICE void add_to_bin(SelectScratch& scratch, int bin, unsigned long long measure) {
-  const uint32_t low = static_cast<uint32_t>(measure);
-  const uint32_t carry = atomic_add(&scratch.low[bin], low) + low < low ? 1 : 0;
-  const uint32_t high = static_cast<uint32_t>(measure >> 32) + carry;
-  if (high != 0) atomic_add(&scratch.high[bin], high);
-}
-
 // One warp: finds the first bin at which `before` plus the measures of the bins up to it reaches `needed`; if there is
 // none, the last bin that is not empty.
 PASS_EXT_DEVICE void find_bin(SelectScratch& scratch, unsigned long long needed, unsigned long long before) {
@@ -61,7 +55,7 @@ PASS_EXT_DEVICE void find_bin(SelectScratch& scratch, unsigned long long needed,
   int last = -1;
 #pragma unroll
   for (int i = 0; i < kBinsPerLane; ++i) {
-    measures[i] = static_cast<unsigned long long>(scratch.high[first + i]) << 32 | scratch.low[first + i];
+    measures[i] = scratch.bins.sum(first + i);
     lane_sum += measures[i];
     if (measures[i] > 0) last = first + i;
   }
@@ -97,14 +91,14 @@ template <typename Measure, typename ForEach>
 PASS_EXT_DEVICE void run_pass(SelectScratch& scratch, const Pass& pass, const KeyRange& range, const Measure& measure,
                               const ForEach& for_each) {
   sync_block();
-  for (unsigned i = thread_rank(); i < kBins; i += block_size().x) scratch.low[i] = scratch.high[i] = 0;
+  for (unsigned i = thread_rank(); i < kBins; i += block_size().x) scratch.bins.clear(i);
   if (thread_rank() == 0) scratch.count = 0;
   sync_block();
   for_each([&](uint64_t key) {
     if (key < range.low || key > range.high) return;
     const unsigned long long key_measure = measure(key);
     if (key_measure == 0) return;
-    if (pass.room == 0) return add_to_bin(scratch, static_cast<int>((range.high - key) >> pass.shift), key_measure);
+    if (pass.room == 0) return scratch.bins.add(static_cast<int>((range.high - key) >> pass.shift), key_measure);
     const int32_t place = atomic_add(&scratch.count, 1);
     if (place < pass.room) pass.list[place] = key;
   });

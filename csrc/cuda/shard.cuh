@@ -9,6 +9,8 @@
 #include <cstdint>
 
 #include "core/shard.h"
+#include "core/shard_combine.h"
+#include "cuda/bins.cuh"
 #include "cuda/block.cuh"
 #include "cuda/primitives.cuh"
 #include "cuda/shard_rows.cuh"
@@ -76,25 +78,13 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kShardThreads) shard_peaks_kernel(PASS_EX
   answer[2] = bits_of(has_owner ? logit_of_token(shard, found.request, found.node, found.side) : -kInfinity);
 }
 
-// 64-bit sums in shared memory, as two words: one atomic of 64 bits would be a loop of compare-and-swap.
-struct SelectBins {
-  uint32_t low[kSelectBins], high[kSelectBins];
-
-  PASS_EXT_DEVICE void add(int bin, uint64_t measure) {
-    const uint32_t first = static_cast<uint32_t>(measure);
-    const uint32_t carry = atomic_add(&low[bin], first) + first < first ? 1 : 0;
-    const uint32_t second = static_cast<uint32_t>(measure >> 32) + carry;
-    if (second != 0) atomic_add(&high[bin], second);
-  }
-};
-
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kShardThreads) shard_bins_kernel(PASS_EXT_PARAMETER ShardProblem shard) {
   begin_kernel(shard);
-  PASS_EXT_SHARED(SelectBins, bins, 1);
+  PASS_EXT_SHARED(Bins<kSelectBins>, bins, 1);
   PASS_EXT_SHARED(int32_t, owner, 1);
   const int64_t slot = block_index().x;
   const FoundRow found = find_row(shard, slot, owner);
-  for (int32_t i = thread_rank(); i < kSelectBins; i += kShardThreads) bins->low[i] = bins->high[i] = 0;
+  for (int32_t i = thread_rank(); i < kSelectBins; i += kShardThreads) bins->clear(i);
   sync_block();
   if (found.is_there && is_asked(shard.state.slots[slot], shard.round)) {
     const Distribution distribution = shard.state.slots[slot].distribution;
@@ -114,7 +104,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kShardThreads) shard_bins_kernel(PASS_EXT
   for (int32_t i = thread_rank(); i < kSelectBins; i += kShardThreads) {
     const int64_t place = slot * kSelectBins + i;
     if (shard.shape.is_wide)
-      static_cast<uint64_t*>(shard.answers)[place] = static_cast<uint64_t>(bins->high[i]) << 32 | bins->low[i];
+      static_cast<uint64_t*>(shard.answers)[place] = bins->sum(i);
     else
       static_cast<uint32_t*>(shard.answers)[place] = bins->low[i];
   }
@@ -230,7 +220,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kShardThreads) shard_races_kernel(PASS_EX
                            is_first && asked.rejected != 0 ? deleted : nullptr,
                            {kInfinity, -1}};
       bool is_bad;
-      best = best_of_race(*scratch, race, is_bad);
+      best = best_of_columns(*scratch, race, is_bad);
     }
     if (thread_rank() != 0) continue;
     shard.words_at(slot)[kRaceWords * i] = bits_of(best.score);
@@ -259,9 +249,9 @@ inline void launch_shard_local(const ShardProblem& shard, Stream stream) {
 
 // ---- combining ----
 
-constexpr int kCombineThreads = 128;
+constexpr int kShardCombineThreads = 128;
 
-// find_bin() of core/shard.h by a warp.
+// find_bin() of core/shard_combine.h by a warp.
 PASS_EXT_DEVICE ReachedBin find_bin_of_warp(const Answers& answers, int64_t index, const SelectRange& range) {
   constexpr int kBinsPerLane = kSelectBins / 32;
   const int lane = static_cast<int>(lane_index());
@@ -291,11 +281,11 @@ PASS_EXT_DEVICE ReachedBin find_bin_of_warp(const Answers& answers, int64_t inde
 struct BlockTeam {
   template <typename Function>
   PASS_EXT_DEVICE void each(int32_t count, const Function& function) const {
-    for (int32_t i = thread_rank(); i < count; i += kCombineThreads) function(i);
+    for (int32_t i = thread_rank(); i < count; i += kShardCombineThreads) function(i);
   }
   PASS_EXT_DEVICE void narrow_each(int32_t count, ShardSlot* slots, const Answers& answers, int64_t first,
                                    Round round) const {
-    for (int32_t i = warp_index(); i < count; i += kCombineThreads / 32) {
+    for (int32_t i = warp_index(); i < count; i += kShardCombineThreads / 32) {
       if (!is_asked(slots[i], round)) continue;
       const ReachedBin found = find_bin_of_warp(answers, first + i, slots[i].range);
       sync_warp();  // the range has been read by all lanes
@@ -319,12 +309,12 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kShardThreads)
 }
 
 // judges: memory for one per node.
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kCombineThreads)
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kShardCombineThreads)
     shard_combine_kernel(PASS_EXT_PARAMETER ShardCombination combination, Judge* judges) {
   begin_kernel(combination);
   const AcceptProblem& problem = combination.problem;
   bool broken = false;
-  for (int64_t index = thread_rank(); index < problem.requests; index += kCombineThreads)
+  for (int64_t index = thread_rank(); index < problem.requests; index += kShardCombineThreads)
     broken = broken || breaks_bounds(problem, index);
   const bool divided = sync_block_count(broken) == 0;
   const int64_t index = block_index().x;
@@ -344,7 +334,7 @@ inline void launch_shard_combine(const ShardCombination& combination, void* work
     launch("shard_combine", shard_state_kernel, LaunchShape{{blocks < 1024 ? blocks : 1024}, {kShardThreads}}, stream,
            combination);
   if (requests > 0)
-    launch("shard_combine", shard_combine_kernel, LaunchShape{{requests}, {kCombineThreads}}, stream, combination,
+    launch("shard_combine", shard_combine_kernel, LaunchShape{{requests}, {kShardCombineThreads}}, stream, combination,
            static_cast<Judge*>(workspace));
 }
 
@@ -371,7 +361,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kShardThreads) shard_best_kernel(PASS_EXT
   for (int32_t i = 0; i < draft.count; ++i) {
     Best token{-kInfinity, -1};
     bool is_bad = false;
-    if (!is_over) token = best_of_race(*scratch, race, is_bad);
+    if (!is_over) token = best_of_columns(*scratch, race, is_bad);
     is_over = is_over || token.id < 0;
     if (is_single)
       ++race.noise.draw;

@@ -102,7 +102,7 @@ PASS_EXT_DEVICE float score_of(const ShardRace& race, int32_t id) {
 }
 
 // The best of the tokens behind `behind`, by a block. `is_bad`: a logit is NaN or +inf; then there is no best.
-PASS_EXT_DEVICE_CALL Best best_of_race(BlockScratch& scratch, const ShardRace& race, bool& is_bad) {
+PASS_EXT_DEVICE_CALL Best best_of_columns(BlockScratch& scratch, const ShardRace& race, bool& is_bad) {
   const int32_t vocabulary = race.row.vocabulary, groups = groups_of(vocabulary), lane = lane_index();
   const float offset = 0.001f - (race.judge == nullptr ? 0.0f : race.distribution.log_mass);
   Best best{-kInfinity, -1};

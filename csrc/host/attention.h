@@ -217,7 +217,8 @@ inline AttentionResult prepare_attention(const char* op, const AttentionArgument
 
 // The op with its torch signature; `run` fills in the outputs on its device.
 
-using RunAttention = void (*)(const AttentionProblem& problem, CodeType codes, const KeyLists& lists, const Tensor& q);
+using RunAttention = void (*)(const AttentionProblem& problem, CodeType codes, const KeyLists& lists,
+                              bool batch_invariant, const Tensor& q);
 
 template <RunAttention run>
 AttentionResult attention_tree(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& prefix_lens,
@@ -225,7 +226,7 @@ AttentionResult attention_tree(const Tensor& q, const Tensor& k_cache, const Ten
                                const OptionalTensor& k_new, const OptionalTensor& v_new,
                                const OptionalTensor& block_table, const OptionalTensor& depths,
                                std::optional<double> scale, double softcap, int64_t window, const OptionalTensor& sinks,
-                               int64_t chunk, const OptionalTensor& key_lists) {
+                               int64_t chunk, const OptionalTensor& key_lists, bool batch_invariant) {
   constexpr const char* op = "attention_tree";
   AttentionProblem problem{};
   check_queries(op, q);  // before they are copied
@@ -237,7 +238,7 @@ AttentionResult attention_tree(const Tensor& q, const Tensor& k_cache, const Ten
                         {flat_q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table,
                          depths, scale, softcap, window, sinks, chunk, codes},
                         problem);
-  run(problem, codes, lists, flat_q);
+  run(problem, codes, lists, batch_invariant, flat_q);
   return result;
 }
 

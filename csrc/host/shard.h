@@ -1,10 +1,11 @@
-// Checks the shard ops' arguments, the same on every device, and packs them into the structs of core/shard.h. Both
-// ops take accept_tree's arguments, with this rank's columns as logits.
+// Checks the shard ops' arguments, the same on every device, and packs them into the structs of core/shard.h and
+// core/shard_combine.h. Both ops take accept_tree's arguments, with this rank's columns as logits.
 #pragma once
 
 #include <tuple>
 
 #include "core/shard.h"
+#include "core/shard_combine.h"
 #include "host/accept.h"
 #include "host/draft.h"
 

@@ -1,6 +1,6 @@
 """``accept_tree`` and ``accept_chain``: from logits to accepted tokens. Exact rules keep the target model's distribution.
 
-The formulas: csrc/core/accept.h. How to choose a rule: docs/ops/accept.md. Kernels: csrc/cpu/accept.cpp,
+The formulas: csrc/core/accept_walk.h. How to choose a rule: docs/ops/accept.md. Kernels: csrc/cpu/accept.cpp,
 csrc/cuda/accept.cuh.
 """
 

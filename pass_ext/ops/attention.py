@@ -59,6 +59,7 @@ def attention_tree(
     sinks: Tensor | None = None,
     chunk: int = -1,
     key_lists: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of N packed nodes, ``q [N, Hq, D]``, over the KV cache of B requests: row i sees its request's prefix and the
     nodes in ``visible[i]``. Keys have D numbers, values Dv.
@@ -93,6 +94,9 @@ def attention_tree(
         key_lists: ``[N, L]`` int32: row i sees, of the keys that all of the above leave to it, only those in ``key_lists[i]``,
             and no other is read. Key p is position p of the prefix, key ``prefix_len + j`` is node j; ascending, then -1. Rows
             may be strided. None: all keys.
+        batch_invariant: a row's numbers have the bits that the row has alone, with its path in the cache. On the CPU they
+            always have. On CUDA they always have in float32, with key_lists and at the widths without a fast kernel; for the
+            others this takes a kernel that adds in one order and is slower.
 
     Returns:
         ``(out [N, Hq, Dv] in q's dtype, lse [N, Hq] float32)``; lse is the natural log of the sum of exponentials, without a
@@ -139,7 +143,7 @@ def attention_tree(
         )
     out, lse = call(
         _op, q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale,
-        softcap, window, _in_float32(sinks), chunk, key_lists,
+        softcap, window, _in_float32(sinks), chunk, key_lists, batch_invariant,
     )  # fmt: skip
     return out, lse
 

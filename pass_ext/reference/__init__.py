@@ -1,6 +1,7 @@
 """The specification of every op in plain PyTorch, written to be read, not to be fast. Tests compare all devices with it."""
 
-from pass_ext.reference.accept import accept_chain, accept_logprobs, accept_support, accept_tree
+from pass_ext.reference.accept import accept_chain, accept_tree
+from pass_ext.reference.accept_logprobs import accept_logprobs, accept_support
 from pass_ext.reference.adapter import adapter_rows_
 from pass_ext.reference.attention import attention_merge, attention_tree
 from pass_ext.reference.cache import cache_commit_

@@ -1,5 +1,5 @@
-// The Python module _accept_core: the walk of csrc/core/accept.h on one tree of drafts, for every way that its coins
-// can fall (enumerated/core/noise.h). Rows are summed in plain loops.
+// The Python module _accept_core: the walk of csrc/core/accept_walk.h on one tree of drafts, for every way that its
+// coins can fall (enumerated/core/noise.h). Rows are summed in plain loops.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -9,7 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "core/accept.h"
+#include "core/accept_walk.h"
 #include "cpu/rows.h"
 
 namespace pass_ext {

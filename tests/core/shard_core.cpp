@@ -1,7 +1,7 @@
 // The Python module _shard_core: the rounds of csrc/core/shard.h on one tree of drafts, for every way that its coins
 // can fall (enumerated/core/noise.h). Each rank adds its columns in plain loops; a race answers with its whole
 // distribution.
-#include "core/shard.h"
+#include "core/shard_combine.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>

@@ -1,6 +1,6 @@
-"""The rules of csrc/core/accept.h are exact: an enumeration of the walk that CPU and CUDA kernels share, over every draft that
-can be drawn and every way its coins can fall. The distribution of emitted tokens must equal the target's to within the rounding
-of floats, and the mean number of accepted drafts must equal the reference's.
+"""The rules of csrc/core/accept_walk.h are exact: an enumeration of the walk that CPU and CUDA kernels share, over every draft
+that can be drawn and every way its coins can fall. The distribution of emitted tokens must equal the target's to within the
+rounding of floats, and the mean number of accepted drafts must equal the reference's.
 """
 
 from functools import cache

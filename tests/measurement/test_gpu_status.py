@@ -36,9 +36,15 @@ def record():
     return record
 
 
-def write_record(root, record, cases, date="2031-02-03T04:05:06Z", gpu="Some GPU"):
+def write_record(root, record, cases, date="2031-02-03T04:05:06Z", gpu="Some GPU", capability="9.0"):
     """Writes the record of a run with these tests: (module, test, outcome)."""
-    run = dict(kind="run", date=date, commit="0123456789ab", machine={"gpu": {"name": gpu}}, versions={})
+    run = dict(
+        kind="run",
+        date=date,
+        commit="0123456789ab",
+        machine={"gpu": {"name": gpu, "compute_capability": capability}},
+        versions={},
+    )
     facts = [{**run, "kernels": record.describe_kernels(root)}]
     for module, test, outcome in cases:
         for stage in ("tests", "memcheck", "racecheck"):
@@ -145,3 +151,136 @@ def test_every_gpu_has_its_claim(tree, record):
         tree, record, [("lookahead", "test_a[1-cuda]", "passed")], date="2032-01-01T00:00:00Z", gpu="Other GPU"
     )
     assert [claim.split(", ")[1] for claim in state_of("lookahead.cuh", tree).split("; ")] == ["Some GPU", "Other GPU"]
+
+
+# ---- a changed text with the same code ----
+
+VERIFIED = "2031-02-03, Some GPU, commit 0123456789ab: 1 tests, 1 under memcheck"
+
+
+def copy_of(tree, folder):
+    shutil.copytree(tree / "csrc", folder / "csrc")
+    return folder
+
+
+def edit(file, old="", new="// a comment\n"):
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new) if old else text + new)
+
+
+def write_same_code(tree, base, found, commit="aaaaaaaaaaaa", architecture="sm_90", date="2031-03-01T00:00:00Z"):
+    """Writes the record of a comparison that found these differences; those of other .cu are none."""
+    from benchmarks.gpu import same_code
+    from benchmarks.pages import gpu_status
+
+    units = {path.name: [] for path in (tree / "csrc/cuda").glob("*.cu")} | found
+    record = dict(date=date, commit=commit, base="bbbbbbbbbbbb", architecture=architecture)
+    record["kernels"] = same_code.describe_files(tree, base, units)
+    folder = tree / gpu_status.SAME_CODE
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"same-code-{commit}.json").write_text(json.dumps(record))
+    return record["kernels"]
+
+
+def test_a_changed_file_with_the_same_code_stays_verified(tree, record, tmp_path_factory):
+    write_record(tree, record, [("lookahead", "test_a[cuda]", "passed")])
+    base = copy_of(tree, tmp_path_factory.mktemp("base"))
+    edit(tree / "csrc/cuda/lookahead.cuh")
+    assert state_of("lookahead.cuh", tree).startswith("not verified on a GPU since")
+    assert [*write_same_code(tree, base, {})] == ["lookahead.cuh"]
+    assert state_of("lookahead.cuh", tree) == f"{VERIFIED}, the same machine code since (aaaaaaaaaaaa)"
+    again = copy_of(tree, tmp_path_factory.mktemp("again"))
+    edit(tree / "csrc/cuda/lookahead.cuh")
+    assert state_of("lookahead.cuh", tree).startswith("not verified on a GPU since")
+    write_same_code(tree, again, {}, commit="cccccccccccc", date="2031-04-01T00:00:00Z")
+    assert state_of("lookahead.cuh", tree).startswith(f"{VERIFIED}, the same machine code since (aaaaaaaaaaaa), ")
+
+
+@pytest.mark.parametrize("found", [["embed_kernel"], None])
+def test_other_code_is_not_verified(tree, record, tmp_path_factory, found):
+    """A difference in one .cu counts for each file that it includes, and for no other."""
+    write_record(tree, record, [("lookahead", "test_a[cuda]", "passed"), ("tree", "test_a[cuda]", "passed")])
+    base = copy_of(tree, tmp_path_factory.mktemp("base"))
+    edit(tree / "csrc/cuda/lookahead.cuh")
+    edit(tree / "csrc/cuda/tree.cuh")
+    assert [*write_same_code(tree, base, {"lookahead.cu": found})] == ["tree.cuh"]
+    assert state_of("lookahead.cuh", tree).startswith("not verified on a GPU since")
+    assert "the same machine code" in state_of("tree.cuh", tree)
+
+
+def test_code_for_another_architecture_says_nothing(tree, record, tmp_path_factory):
+    write_record(tree, record, [("lookahead", "test_a[cuda]", "passed")], capability="8.0")
+    base = copy_of(tree, tmp_path_factory.mktemp("base"))
+    edit(tree / "csrc/cuda/lookahead.cuh")
+    write_same_code(tree, base, {})
+    assert state_of("lookahead.cuh", tree).startswith("not verified on a GPU since")
+
+
+def test_code_that_no_record_verified_is_not_verified(tree, tmp_path_factory):
+    base = copy_of(tree, tmp_path_factory.mktemp("base"))
+    edit(tree / "csrc/cuda/lookahead.cuh")
+    write_same_code(tree, base, {})
+    assert state_of("lookahead.cuh", tree) == "not verified on a GPU"
+
+
+def test_a_new_file_is_verified_as_part_of_all_that_include_it(tree, record, tmp_path_factory):
+    write_record(tree, record, [("lookahead", "test_a[cuda]", "passed")])
+    base = copy_of(tree, tmp_path_factory.mktemp("base"))
+    (tree / "csrc/cuda/part.cuh").write_text("#pragma once\n")
+    edit(tree / "csrc/cuda/lookahead.cuh", new='#include "cuda/part.cuh"\n')
+    assert [*write_same_code(tree, base, {})] == ["lookahead.cuh", "part.cuh"]
+    expected = f"{VERIFIED} as part of lookahead.cuh, the same machine code since (aaaaaaaaaaaa)"
+    assert state_of("part.cuh", tree) == expected
+    edit(tree / "csrc/cuda/tree.cuh", new='#include "cuda/part.cuh"\n')  # whose tests did not run
+    write_same_code(tree, base, {})
+    assert state_of("part.cuh", tree) == "not verified on a GPU"
+
+
+TINY = """
+#include <cstdio>
+template <int kStep> __global__ void scale(float* x, int n) {
+  for (int i = threadIdx.x; i < n; i += kStep) x[i] *= 3.0f;
+}
+inline const char* name_of(int n) { return n > 9 ? "many" : "few"; }
+inline void launch_scale(float* x, int n) {
+  std::printf("%s\\n", name_of(n));
+  scale<64><<<n > 4 ? 8 : 1, 64>>>(x, n);
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
+def test_planted_differences_are_seen_and_another_text_is_not(tmp_path):
+    """Of the kernel, and of the function that launches it."""
+    from benchmarks.gpu import same_code
+    from benchmarks.kernel_code import disassembler
+
+    if missing := disassembler.missing_tools():
+        pytest.skip(f"no {', '.join(missing)}: pip install pass_ext[dev]")
+
+    def unit(name, *pairs):
+        root = tmp_path / name
+        (root / "csrc/cuda").mkdir(parents=True)
+        text = TINY
+        for old, new in pairs:
+            assert old in text
+            text = text.replace(old, new)
+        (root / "csrc/cuda/tiny.cuh").write_text(text)
+        (root / "csrc/cuda/tiny.cu").write_text(
+            '#include "cuda/tiny.cuh"\nvoid run(float* x, int n) { launch_scale(x, n); }\n'
+        )
+        return same_code.compile_unit(root / "csrc/cuda/tiny.cu", root, tmp_path)
+
+    base = unit("base")
+    assert len(base.kernels) == 1 and any("run" in name for name in base.host)
+    other = 'inline const char* other(int n) { return n > 5 ? "one more" : "text"; }\ninline void launch_scale'
+    same = unit("same", ("kStep", "kDistance"), ("inline void launch_scale", other))
+    assert same.differences(base) == []
+    (kernel,) = unit("kernel", ("3.0f", "4.0f")).differences(base)
+    assert "scale" in kernel
+    (host,) = unit("host", ("? 8 : 1", "? 9 : 1")).differences(base)
+    assert "run" in host
+    (words,) = unit("words", ("many", "lots")).differences(base)
+    assert "run" in words
+    assert (tmp_path / "same").exists() and len([*tmp_path.glob("tiny-*.json")]) == 5

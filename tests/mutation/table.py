@@ -70,6 +70,7 @@ def _files_of_families() -> dict[str, tuple[list[str], list[str]]]:
 # Path below csrc/ -> the sources in cpu/ that are built again, the tests. A new op family needs no line here.
 _CPP = _files_of_families() | {
     "core/accept.h": (["accept"], _ACCEPT),
+    "core/accept_walk.h": (["accept"], _ACCEPT),
     "core/inverse.h": (["rows", "accept"], [*_CORE, *_ACCEPT]),
     "core/weights-inl.h": (["rows", "accept"], _ACCEPT),
     "core/distribution.h": (["rows", "accept", "draft"], _ROWS),
@@ -95,6 +96,7 @@ _CPP = _files_of_families() | {
     "cpu/quota.h": ([], ["tests/core/test_quota.py"]),
     "cpu/attention.h": (["attention"], _ATTENTION),
     "cpu/attention.cpp": (["attention"], _ATTENTION),
+    "cpu/attention_codes-inl.h": (["attention"], _CODES),
     "cpu/attention_kernels-inl.h": (["attention"], [*_ATTENTION, *_CODES]),
     "cpu/attention_tiles.h": (["attention"], _ATTENTION),
     "cpu/linear_kernels-inl.h": (["linear"], ["tests/ops/test_linear.py", "tests/ops/layer"]),
@@ -122,6 +124,7 @@ _CPP = _files_of_families() | {
     "cpu/state.cpp": (["state"], _STATES),
     "cpu/state_kernels-inl.h": (["state"], _STATES),
     "core/shard.h": (["shard"], [*_SHARD, "tests/core/test_shard_core.py"]),
+    "core/shard_combine.h": (["shard"], [*_SHARD, "tests/core/test_shard_core.py"]),
     "cpu/shard.cpp": (["shard"], _SHARD),
     "cpu/accept_checks.h": (["accept", "shard"], _ACCEPT),
     "cpu/product-inl.h": (["linear"], ["tests/ops/test_linear.py"]),

@@ -70,7 +70,7 @@ def test_what_is_planted(source, lines):
 
 
 def test_the_choice_depends_on_the_seed_alone():
-    faults = faults_of((ROOT / "csrc/core/accept.h").read_text(), False)
+    faults = faults_of((ROOT / "csrc/core/accept_walk.h").read_text(), False)
     assert len(faults) > 300 and choose(faults, 20, "1") == choose(faults, 20, "1") != choose(faults, 20, "2")
     assert len({fault.kind for fault in choose(faults, 20, "1")}) == 6
 
@@ -132,7 +132,7 @@ def test_known_faults_are_told_from_none():
 def test_a_seeded_sample_is_noticed():
     """Of the rules and the drafting: none of these may survive."""
     faults = []
-    for name in ("csrc/core/accept.h", "pass_ext/decoding/drafting/from_ngrams.py"):
+    for name in ("csrc/core/accept_walk.h", "pass_ext/decoding/drafting/from_ngrams.py"):
         source = (ROOT / name).read_text()
         faults += [(name, fault) for fault in choose(faults_of(source, name.endswith(".py")), 4, "a sample")]
     for (name, fault), got in zip(faults, outcomes(faults), strict=True):

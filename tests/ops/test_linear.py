@@ -216,6 +216,10 @@ class Twice(nn.Linear):
         return super().forward(input) * 2
 
 
+def takes(rows, most, *, is_heavy):
+    return not is_heavy and are_few(rows, most)
+
+
 def make_model():
     torch.manual_seed(0)
     return nn.Sequential(
@@ -244,7 +248,7 @@ def test_plain_layers_compute_through_the_op(calls):
     model, x = make_model(), torch.randn(2, 3, 16).bfloat16()
     with torch.no_grad():
         expected = model(x)
-        computes_by_ops(model, are_few)
+        computes_by_ops(model, takes)
         assert has_own_forward(model) == ["0", "2.0"]
         hidden = functional.gelu(pass_ext.layers.linear_rows(x, model[0].weight, model[0].bias))
         middle = pass_ext.layers.linear_rows(hidden, model[2][0].weight)
@@ -257,7 +261,7 @@ def test_many_rows_and_gradients_go_where_they_went(calls, monkeypatch):
     monkeypatch.setattr(module_ops, "most_few_rows", lambda dtype, is_cpu: 100)
     model = make_model()
     few, most, more = (torch.randn(rows, 16).bfloat16() for rows in (1, 100, 101))
-    computes_by_ops(model, are_few)
+    computes_by_ops(model, takes)
     model(few).sum().backward()
     assert calls == [] and model[0].weight.grad is not None
     with torch.inference_mode():
@@ -303,11 +307,11 @@ def test_layers_that_are_not_plain_are_left_alone():
         (make_model().double(), []),
         (make_model().to("meta"), []),
     ):
-        computes_by_ops(model, are_few)
+        computes_by_ops(model, takes)
         assert has_own_forward(model) == changed
     assert own[0].forward is forward
     with torch.autocast("cpu", torch.bfloat16):
-        computes_by_ops(model := make_model().float(), are_few)
+        computes_by_ops(model := make_model().float(), takes)
     assert has_own_forward(model) == []
 
 
@@ -319,8 +323,12 @@ def test_a_layer_with_one_heavy_product_keeps_all_of_them(monkeypatch):
         return nn.ModuleDict({"q": nn.Linear(16, outputs), "k": nn.Linear(16, 8), "norm": nn.LayerNorm(16)})
 
     model = nn.ModuleDict({"layers": nn.ModuleList([layer(32), layer(64)]), "head": nn.Linear(16, 20)})
-    computes_by_ops(model, are_few)
-    assert has_own_forward(model) == ["layers.0.q", "layers.0.k", "head"]
+    asked = []
+    computes_by_ops(model, lambda *_, is_heavy: asked.append(is_heavy))
+    with torch.no_grad():
+        for part in (*(layer[name] for layer in model["layers"] for name in "qk"), model["head"]):
+            part(torch.ones(1, 16))
+    assert asked == [False, False, True, True, False]
     monkeypatch.undo()
     assert not module_ops.is_heavy(torch.empty(1 << 25)), "the limit is one of GPUs"
 
@@ -333,7 +341,7 @@ def test_weights_that_are_no_plain_tensors_are_left_alone():
     def changed(change):
         model = make_model()
         change(model[0])
-        computes_by_ops(model, are_few)
+        computes_by_ops(model, takes)
         return has_own_forward(model)
 
     def own_weight(layer):
@@ -361,7 +369,7 @@ def test_weights_that_are_replaced_meanwhile_are_used(calls):
     model, x = make_model(), torch.randn(3, 16).bfloat16()
     layer = model[0]
     first, other = layer.weight, nn.Parameter(torch.randn(32, 16).bfloat16())
-    computes_by_ops(model, are_few)
+    computes_by_ops(model, takes)
     with torch.no_grad():
         layer.weight = other
         assert_same_bits(layer(x), functional.linear(x, other, layer.bias))

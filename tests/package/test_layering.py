@@ -22,8 +22,9 @@ CPP_INCLUDES = {
             "cuda/primitives.cuh",
             "cuda/numbers.cuh",
             "cuda/block.cuh",
+            "cuda/bins.cuh",
             "cuda/row",
-            "cuda/accept_rows.cuh",
+            "cuda/accept_",
             "cuda/shard_rows.cuh",
             "cuda/attention_",
             "cuda/attention.cuh",  # attention to codes differs in its tiles alone

@@ -41,7 +41,7 @@ def check_text(names):
 
 def test_the_blocks_of_the_page_run(names, capsys):
     blocks = [block for block in blocks_of(PAGE) if block[0] == "python"]
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     run_blocks(PAGE, blocks[:1], names)
     check_text(names)
     first = names.pop("model")

@@ -143,8 +143,9 @@ def test_the_page_claims_a_gpu_only_where_a_record_does(tree):
         record.unlink()
     assert "No GPU has run these kernels yet" in performance.text(tree)
     file = tree / "csrc/cuda/lookahead.cuh"
-    kernel = {"hash": content_hash(file, tree), "tests_passed": 3, "tests_failed": 0}
-    record = {"date": "2031-02-03", "kernels": {file.name: kernel}}
+    kernel = {"hash": content_hash(file, tree), "tests_passed": 3, "tests_failed": 0, "sanitized": {}}
+    machine = {"gpu": {"name": "Some GPU", "compute_capability": "9.0"}}
+    record = {"date": "2031-02-03", "commit": "0123456789ab", "machine": machine, "kernels": {file.name: kernel}}
     folder = tree / "benchmarks/results/some-gpu"
     folder.mkdir()
     (folder / "verified-0123456789ab.json").write_text(json.dumps(record))

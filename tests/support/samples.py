@@ -48,13 +48,14 @@ def attention_tree(device):
         q, nodes = (torch.randn(5, heads, 64, device=device).to(dtype) for heads in (4, 2))
         cache = torch.randn(2, 8, 2, 64, device=device).to(dtype)
         shared = (prefixes, bounds, visible, 3)
-        yield q, cache, cache, *shared, None, None, None, None, None, 0.0, -1, None, -1, None
+        yield q, cache, cache, *shared, None, None, None, None, None, 0.0, -1, None, -1, None, False
         table = torch.tensor([[1], [0]], **integers)
         lists = torch.tensor([[0, 3], [2, -1], [-1, -1], [1, -1], [0, 2]], **integers)
-        given = (0.1, 5.0, 2, torch.ones(4, device=device), 3, lists)
+        given = (0.1, 5.0, 2, torch.ones(4, device=device), 3, lists, False)
+        yield q, cache, cache, *shared, None, None, None, None, None, 0.0, -1, None, -1, None, True
         yield q, cache, cache.clone(), *shared, nodes, nodes.clone(), table, depths, *given
     empty = q[:0], cache, cache, prefixes, bounds * 0, visible[:0], 3
-    yield *empty, None, None, None, None, None, 0.0, -1, None, -1, None
+    yield *empty, None, None, None, None, None, 0.0, -1, None, -1, None, False
 
 
 @sample

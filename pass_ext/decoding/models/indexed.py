@@ -25,6 +25,7 @@ from torch.nn import functional
 from pass_ext.decoding.models.latents import latent_layers
 from pass_ext.decoding.models.shadow import current_call
 from pass_ext.ops import linear  # noqa: F401, which registers the op
+from pass_ext.ops.attention import WIDTH_STEP
 
 _linear = torch.ops.pass_ext.linear_rows.default
 
@@ -156,6 +157,12 @@ def unserved(model: nn.Module) -> str | None:
     latents = latent_layers(model)
     for part, indexer in _indexers(model):
         name = type(indexer).__name__
+        if hasattr(indexer, "compress_ratio"):
+            return (
+                f"attends to the keys that {name} chooses for each row, whole blocks of tokens by the means of their keys, and "
+                "gives attention a mask of them; pass_ext chooses single tokens and gives it lists, so it cannot decode this "
+                "model"
+            )
         if not _is_right(indexer):
             return (
                 f"attends to the keys that {name} chooses for each row, by scores of another form than DeepSeek-V3.2's, or "
@@ -163,8 +170,8 @@ def unserved(model: nn.Module) -> str | None:
             )
         if part.layer_idx not in latents:
             return (
-                f"attends to the keys that {name} chooses for each row, and pass_ext decodes that for layers on the CPU that "
-                "attend by latents (kv_b_proj is a plain linear layer without bias)"
+                f"attends to the keys that {name} chooses for each row, and pass_ext decodes that for layers that attend by "
+                "latents (kv_b_proj is a plain linear layer without bias)"
             )
     return None
 
@@ -198,6 +205,28 @@ def _chooses_alike(indexer: Any) -> bool:
     return torch.allclose(chosen, highest, rtol=0.0, atol=1e-4 * float(scores.tril().abs().max()))
 
 
+# ---- an indexer's keys in a cache ----
+
+
+def with_index_keys(rows: Tensor, of_indexer: Tensor) -> Tensor:
+    """Rows of keys ``[..., D]``, padded to a multiple of 16 numbers, or of their codes; and behind them the keys of an indexer
+    ``[..., d]`` as they are, whatever the dtype of the rows: rounded keys would choose other tokens."""
+    rows, behind = functional.pad(rows, (0, _padding(rows.shape[-1]))), _padding(of_indexer.shape[-1])
+    parts = rows, functional.pad(of_indexer, (behind, 0))
+    return torch.cat([x.view(torch.uint8) for x in parts], -1).view(rows.dtype)
+
+
+def split_index_keys(rows: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What ``with_index_keys`` has joined, as views: the rows without the keys of an indexer, and these, ``[..., count]``."""
+    numbers, size = rows.view(torch.uint8), dtype.itemsize
+    front = numbers[..., : -(count + _padding(count)) * size]
+    return front.view(rows.dtype), numbers[..., -count * size :].view(dtype)
+
+
+def _padding(count: int) -> int:
+    return -count % WIDTH_STEP
+
+
 # ---- choosing ----
 
 
@@ -205,6 +234,8 @@ def chosen_keys(
     rows: IndexRows, held: Tensor | None, prefix_lens: Tensor, cu_nodes: Tensor, visible: Tensor, tokens: Tensor
 ) -> ChosenKeys:
     """The keys of each row of a step, which is as ``attention_tree`` takes it.
+
+    Reads lengths on the host, for which a GPU is waited for.
 
     Args:
         held: ``[B, S, D]``, the indexer's keys in the cache; None: there are none yet.
@@ -215,14 +246,14 @@ def chosen_keys(
     bounds, parts = cu_nodes.tolist(), []
     for b, prefix in enumerate(prefix_lens.tolist()):
         mine = slice(bounds[b], bounds[b + 1])
-        numbers = torch.arange(bounds[b + 1] - bounds[b])
+        numbers = torch.arange(bounds[b + 1] - bounds[b], device=cu_nodes.device)
         if not len(numbers):
             continue
         keys = rows.keys[mine] if held is None or not prefix else torch.cat((held[b, :prefix], rows.keys[mine]))
         sees = visible[mine, numbers // 64] >> numbers % 64 & 1 == 1
         part = rows._replace(q=rows.q[mine], keys=rows.keys[mine], weights=rows.weights[mine])
         parts.append(_lists(part, keys, sees, prefix))
-    lists = torch.full((len(rows.q), max(part.shape[1] for part in parts)), -1, dtype=torch.int32)
+    lists = parts[0].new_full((len(rows.q), max(part.shape[1] for part in parts)), -1)
     first = bounds[0]
     for some in parts:
         lists[first : first + len(some), : some.shape[1]] = some
@@ -236,7 +267,7 @@ def _lists(rows: IndexRows, keys: Tensor, sees: Tensor, prefix: int) -> Tensor:
     count, heads, numbers = len(rows.q), rows.q.shape[1], keys.float()
     step = max(1, _MOST_PRODUCTS // (heads * len(keys)))
     most = min(rows.most, len(keys))
-    lists = torch.full((count, most), -1, dtype=torch.int32)
+    lists = torch.full((count, most), -1, dtype=torch.int32, device=keys.device)
     for first in range(0, count, step):
         some = slice(first, first + step)
         scores = _scores(rows.q[some], numbers, rows.weights[some], rows.factor)

@@ -7,7 +7,8 @@ value ``W_v[h] c``. Queries and results can be multiplied instead:
 
 So the few rows of a step attend with one head of keys (c, r), whose first numbers are its values. The many rows of a prompt
 attend faster to the expanded heads, which are made for the call alone. On a GPU no kernel with matrix fragments has rows of 576
-numbers, so layers there keep their expanded heads.
+numbers, so layers there keep their expanded heads, but for those of models whose indexers choose keys: lists of keys have one
+kernel for all widths.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.module_ops import is_autocast_enabled, is_plain, is_untouched, most_few_rows
-from pass_ext.decoding.models.shadow import are_few_of_our_call
+from pass_ext.decoding.models.shadow import takes_rows_of_our_call
 from pass_ext.ops import linear  # noqa: F401, which registers the op
 
 _linear = torch.ops.pass_ext.linear_rows.default
@@ -33,27 +34,29 @@ _believed: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
 
 def latent_layers(model: nn.Module) -> dict[int, tuple[int, int]]:
     """The layers of a transformers model that attend by latents -> the numbers of a latent and of a rotated key."""
-    if is_autocast_enabled():
-        return {}
-    parts: list[Any] = [part for part in model.modules() if _expands_latents(part)]
-    return {part.layer_idx: (part.kv_lora_rank, part.qk_rope_head_dim) for part in parts}
+    return {part.layer_idx: (part.kv_lora_rank, part.qk_rope_head_dim) for part in _latent_parts(model)}
 
 
 def attend_by_latents(shadow: nn.Module) -> None:
     """Has the layers of a model's shadow that expand latents give them to attention as they are."""
-    layers = latent_layers(shadow)
-    for part in shadow.modules() if layers else ():
-        if _expands_latents(part):
-            vars(part)["expand_kv"] = Latents(part)
+    for part in _latent_parts(shadow):
+        vars(part)["expand_kv"] = Latents(part)
 
 
-def _expands_latents(part: Any) -> bool:
-    """True for attention that expands latents by the weights of one linear layer."""
+def _latent_parts(model: nn.Module) -> list[Any]:
+    if is_autocast_enabled():
+        return []
+    any_device = any(part._modules.get("indexer") is not None for part in model.modules())
+    return [part for part in model.modules() if _expands_latents(part, any_device=any_device)]
+
+
+def _expands_latents(part: Any, *, any_device: bool) -> bool:
+    """True for attention that expands latents by the weights of one linear layer, on the CPU or on any device."""
     method, layer = getattr(type(part), "expand_kv", None), part._modules.get("kv_b_proj")
     if method is None or "expand_kv" in vars(part) or type(layer) is not nn.Linear or not is_untouched(layer):
         return False
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    if weight is None or not is_plain(weight) or not weight.is_cpu or bias is not None:
+    if weight is None or not is_plain(weight) or not (weight.is_cpu or any_device) or bias is not None:
         return False
     if not all(isinstance(getattr(part, name, None), int) for name in _SIZES):
         return False
@@ -108,7 +111,7 @@ class Latents:
 
     def takes(self, rows: Tensor) -> bool:
         """True for few rows, which attend to the latents."""
-        return are_few_of_our_call(len(rows), most_few_rows(rows.dtype, is_cpu=True))
+        return takes_rows_of_our_call(len(rows), most_few_rows(rows.dtype, rows.is_cpu))
 
     def heads(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's keys ``[T, heads, D]`` and values of tokens with keys ``[T, 1, rank + D of r]``."""

@@ -34,6 +34,10 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
             f"{name} {lost}: pass_ext gives the model packed rows of its own making, which would leave it out; use "
             "the model's own generate, or an adapter that changes layers only, as LoRA"
         )
+    if getattr(text, "ple_layer_ids", None):
+        raise ValueError(
+            f"{name} looks up n-grams of tokens in its layers (ple_layer_ids), so look-ahead rows cannot be given to it"
+        )
     reason = indexed.unserved(unwrapped(model))
     if reason is not None:
         raise ValueError(f"{name} {reason}")

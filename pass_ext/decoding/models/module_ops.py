@@ -15,7 +15,7 @@ import inspect
 import platform
 import sys
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple, TypeGuard
 
@@ -43,20 +43,23 @@ MOST_BYTES_ON_CUDA = 8 << 20
 two."""
 
 
-def computes_by_ops(module: nn.Module, takes: Callable[[int, int], bool]) -> None:
+def computes_by_ops(module: nn.Module, takes: Callable[..., bool]) -> None:
     """Gives every recognised part of a model's shadow a forward that computes by its op.
 
-    Linear layers take rows if ``takes(rows, most_few_rows(...))``. Calls that are compiled, that record gradients or that have
-    tensors of another dtype compute as before, and so does a part whose weight was replaced. Modules whose ``forward``
-    somebody replaced stay as they are; hooks of norms and MLPs run as before. Under autocast nothing changes.
+    Linear layers take rows if ``takes(rows, most_few_rows(...), is_heavy=...)``. Calls that are compiled, that record gradients
+    or that have tensors of another dtype compute as before, and so does a part whose weight was replaced. Modules whose
+    ``forward`` somebody replaced stay as they are; hooks of norms and MLPs run as before. Under autocast nothing changes.
     """
     if is_autocast_enabled():
         return
-    heavy = _in_heavy_layers(module)
+    heavy = _heavy_products(module)
     for part in module.modules():
-        if part not in heavy and "forward" not in vars(part) and type(type(part).forward) is FunctionType:
+        if "forward" not in vars(part) and type(type(part).forward) is FunctionType:
             forward: Any = (
-                _linear_forward(part, takes) or _norm_forward(part) or _gate_forward(part) or _attention_forward(part)
+                _linear_forward(part, partial(takes, is_heavy=part in heavy))
+                or _norm_forward(part)
+                or _gate_forward(part)
+                or _attention_forward(part)
             )
             if forward is not None:
                 part.forward = forward
@@ -135,21 +138,25 @@ def is_heavy(weight: Tensor) -> bool:
     return weight.is_cuda and weight.nbytes > MOST_BYTES_ON_CUDA
 
 
-def _in_heavy_layers(module: nn.Module) -> set[nn.Module]:
-    """The linear layers beside a heavy one in an element of a ``ModuleList``: all products of a decoder layer by one library.
-    Else keys and values of a large model would be ours and its queries not: k and v are its smallest weights."""
-    found: set[nn.Module] = set()
+def _linear_layers(module: nn.Module) -> list[nn.Linear]:
+    return [part for part in module.modules() if type(part) is nn.Linear and "weight" in part._parameters]
+
+
+def _heavy_products(module: nn.Module) -> set[nn.Module]:
+    """The heavy linear layers, and those beside one in an element of a ``ModuleList``: all products of a decoder layer by one
+    library. Else keys and values of a large model would be ours and its queries not: k and v are its smallest weights."""
+    found: set[nn.Module] = {part for part in _linear_layers(module) if is_heavy(part.weight)}
     for layers in module.modules():
         for layer in layers if isinstance(layers, nn.ModuleList) else ():
-            linears = [part for part in layer.modules() if type(part) is nn.Linear and "weight" in part._parameters]
-            if any(is_heavy(part.weight) for part in linears):
+            linears = _linear_layers(layer)
+            if not found.isdisjoint(linears):
                 found.update(linears)
     return found
 
 
 def is_plain_linear(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
     """True for exactly an ``nn.Linear`` without hooks, without a forward of its own, and with plain weights that
-    ``linear_rows`` takes and computes quickly."""
+    ``linear_rows`` takes."""
     if type(layer) is not nn.Linear:
         return False
     weight = layer._parameters.get("weight")  # missing where a parametrization computes it
@@ -157,7 +164,6 @@ def is_plain_linear(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
         weight is not None
         and is_plain(weight)
         and (weight.is_cpu or weight.is_cuda)
-        and not is_heavy(weight)
         and weight.dtype in _FLOATS
         and (layer.bias is None or (is_plain(layer.bias) and layer.bias.dtype == weight.dtype))
         and (weight.shape[1] < 2 or weight.stride(1) == 1)
@@ -165,7 +171,12 @@ def is_plain_linear(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
     )
 
 
-def _linear_forward(layer: nn.Module, takes: Callable[[int, int], bool]) -> Callable[[Tensor], Tensor] | None:
+def is_light_linear(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """``is_plain_linear`` of a layer that ``linear_rows`` computes quickly."""
+    return is_plain_linear(layer) and not is_heavy(layer.weight)
+
+
+def _linear_forward(layer: nn.Module, takes: Callable[..., bool]) -> Callable[[Tensor], Tensor] | None:
     """``linear_rows`` for rows that it takes, ``torch.nn.functional.linear`` otherwise."""
     if not is_plain_linear(layer):
         return None

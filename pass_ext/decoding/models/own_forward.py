@@ -54,10 +54,11 @@ class OwnForward:
     Args:
         plan: the model's parts.
         model: the model itself.
-        tail: ``[1, R, d]`` -> logits ``[1, R, V]``, the model's own norm and head, for a plan without these.
+        tail: the model's own norm and head, for a plan without these: ``[1, R, d]`` and whether the call is batch-invariant ->
+            logits ``[1, R, V]``.
     """
 
-    def __init__(self, plan: ModelPlan, model: Any, tail: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, plan: ModelPlan, model: Any, tail: Callable[[Tensor, bool], Tensor]) -> None:
         self.plan, self._tail = plan, tail
         self._rotary: Any = decoder_of(model).rotary_emb
         types = getattr(self._rotary, "rope_type", None)
@@ -108,7 +109,8 @@ class OwnForward:
             out = self._layers(rows, positions, attend, slots, halves)
         if out is None:
             return None
-        return self._scaled(self._tail((out if wanted is None else out[wanted])[None])[0])
+        hidden = out if wanted is None else out[wanted]
+        return self._scaled(self._tail(hidden[None], attend.batch_invariant)[0])
 
     def _scaled(self, logits: Tensor) -> Tensor:
         """What a model does to its logits after its head."""

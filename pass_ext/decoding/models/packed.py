@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -62,6 +63,8 @@ class StepAttend(Attend, Protocol):
 
     is_first: bool
     """The session has no caches yet; this call makes them."""
+    batch_invariant: bool
+    """As ``Session`` takes it."""
     may_have_changed: bool
     """The caller's code may have run since the session's last call."""
     options: list[dict[str, Any]]
@@ -168,6 +171,8 @@ class Adapted:
     """The number of layers that attend; None: unknown."""
     numbers: Mapping[int, int] | None = None
     """The number of each layer that attends among those that do; None: all layers attend."""
+    index_widths: Mapping[int, int] = MappingProxyType({})
+    """The layers that have an indexer, by their number among those that attend -> the numbers of its keys."""
     keeps_states: bool = False
     """Some layers keep a state."""
     most_positions: int = sys.maxsize

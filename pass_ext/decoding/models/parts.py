@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.module_ops import Norm, gate_of, is_plain_linear, is_untouched, norm_of
+from pass_ext.decoding.models.module_ops import Norm, gate_of, is_light_linear, is_untouched, norm_of
 
 # ---- the model ----
 
@@ -157,7 +157,7 @@ def _untouched_norm(part: nn.Module | None) -> Norm | None:
 
 def _linear_at(parent: nn.Module, name: str) -> Linear | None:
     part = parent._modules.get(name)
-    return (part.weight, part.bias) if is_plain_linear(part) else None
+    return (part.weight, part.bias) if is_light_linear(part) else None
 
 
 def _attention_products(attention: nn.Module) -> tuple[Any, ...]:
@@ -278,7 +278,7 @@ def _ends(norm: nn.Module, head: Any, stack: StackArguments | None) -> tuple[Ten
     known = None if "forward" in vars(norm) else norm_of(norm)
     if stack is None or known is None or known[1:] != stack.numbers[1:3]:
         return None, None
-    return (known.weight, head.weight) if is_plain_linear(head) and head.bias is None else (None, None)
+    return (known.weight, head.weight) if is_light_linear(head) and head.bias is None else (None, None)
 
 
 def _stack_of(layers: Sequence[LayerParts], attention: Sequence[dict[str, Any]]) -> StackArguments | None:

@@ -47,6 +47,8 @@ class OurCall(NamedTuple):
     """As ``StepAttend`` has it, of a call of many rows."""
     positions: Any = None
     """``[N]``, of the rows in the text."""
+    batch_invariant: bool = False
+    """As ``Session`` takes it."""
 
 
 current_call: ContextVar[OurCall | None] = ContextVar("current_call", default=None)
@@ -62,10 +64,10 @@ def our_call(call: OurCall) -> Iterator[None]:
         current_call.reset(token)
 
 
-def are_few_of_our_call(rows: int, most: int) -> bool:
-    """``are_few`` inside ``our_call``; else False."""
+def takes_rows_of_our_call(rows: int, most: int, *, is_heavy: bool = False) -> bool:
+    """Inside ``our_call``, True for few rows of a product that is not heavy, and for all of a batch-invariant call."""
     call = current_call.get()
-    return call is not None and are_few(rows, most, call.text_rows)
+    return call is not None and (call.batch_invariant or (not is_heavy and are_few(rows, most, call.text_rows)))
 
 
 def add_adapters(shadow: Any, places: Iterable[str]) -> None:
@@ -92,10 +94,15 @@ def _shifted(number: int, forward: Callable[..., Any], *inputs: Tensor, **named:
     call = current_call.get()
     if call is None or call.slots is None or call.slots.offsets is None:
         return forward(*inputs, **named)
-    offsets = call.slots.offsets[number]
+    hidden, offsets = inputs[0] if inputs else named["hidden_states"], call.slots.offsets[number]
+    if hidden.numel() != offsets.numel():
+        raise ValueError(
+            f"{call.model}: these look-ahead slots have vectors for the inputs of layers, for these rows "
+            f"{list(offsets.shape)}, and layer {number}'s input is {list(hidden.shape)}: use slots without"
+        )
     if inputs:
-        return forward(inputs[0] + offsets, *inputs[1:], **named)
-    return forward(**{**named, "hidden_states": named["hidden_states"] + offsets})
+        return forward(hidden + offsets, *inputs[1:], **named)
+    return forward(**{**named, "hidden_states": hidden + offsets})
 
 
 # ---- a shadow ----

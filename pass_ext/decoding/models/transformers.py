@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models import limits, states
-from pass_ext.decoding.models.indexed import choose_by_rows
+from pass_ext.decoding.models.indexed import choose_by_rows, index_widths
 from pass_ext.decoding.models.latents import attend_by_latents, latent_layers
 from pass_ext.decoding.models.module_ops import are_few, computes_by_ops, is_plain, is_untouched, most_few_rows
 from pass_ext.decoding.models.own_forward import OwnForward, is_hooked
@@ -27,10 +27,10 @@ from pass_ext.decoding.models.row_attention import attend_by_rows, is_being_reco
 from pass_ext.decoding.models.shadow import (
     OurCall,
     add_adapters,
-    are_few_of_our_call,
     our_call,
     shadow_of,
     shift_layers,
+    takes_rows_of_our_call,
 )
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
 from pass_ext.decoding.models.vocabulary import logit_shards_of
@@ -52,6 +52,8 @@ class TransformersModel(Adapted):
         text = model.config.get_text_config(decoder=True)
         self.numbers = states.attending_layers(text)
         self.layers = getattr(text, "num_hidden_layers", None) if self.numbers is None else len(self.numbers)
+        widths = index_widths(unwrapped(model))
+        self.index_widths = {(self.numbers or {}).get(layer, layer): width for layer, width in widths.items()}
         self.keeps_states = states.keeps_states(text)
         self._takes_positions = limits.takes_positions(model)
         self.most_positions = getattr(text, "max_position_embeddings", None) or self.most_positions
@@ -131,7 +133,7 @@ class TransformersModel(Adapted):
                 attend_by_rows(inner)
                 attend_by_latents(inner)
                 choose_by_rows(inner)
-            computes_by_ops(inner, are_few_of_our_call)
+            computes_by_ops(inner, takes_rows_of_our_call)
             if self.keeps_states:
                 states.serve_states(inner)
             head = inner.get_output_embeddings()
@@ -232,7 +234,9 @@ class TransformersModel(Adapted):
             self._adapted |= added
         seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
         places = {"position_ids": positions[None]} if self._takes_positions else {}
-        call = OurCall(attend, self.name, self._kept, seen, slots, self.numbers, text_rows, positions)
+        call = OurCall(
+            attend, self.name, self._kept, seen, slots, self.numbers, text_rows, positions, attend.batch_invariant
+        )
         with our_call(call):
             logits: Tensor = shadow(
                 inputs_embeds=rows[None],
@@ -254,10 +258,10 @@ class TransformersModel(Adapted):
                 "cannot decode this model"
             )
 
-    def _tail(self, hidden: Tensor) -> Tensor:
+    def _tail(self, hidden: Tensor, batch_invariant: bool) -> Tensor:
         """Norm and head of the shadow."""
         shadow = self._its_shadow()
-        with our_call(OurCall(None)):  # few rows, as they are in such a call
+        with our_call(OurCall(None, batch_invariant=batch_invariant)):  # few rows, as they are in such a call
             logits: Tensor = shadow.get_output_embeddings()(decoder_of(shadow).norm(hidden))
         return logits
 

@@ -24,7 +24,7 @@ from pass_ext.decoding.models.parts import ModelPlan, Unlike, layers_of, plan_of
 
 MACHINE = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 """Errors that say nothing about the model."""
-Tail = Callable[[Tensor], Tensor]
+Tail = Callable[[Tensor, bool], Tensor]
 _COMPARED = 8  # rows
 _FAR = 1 << 20  # positions
 

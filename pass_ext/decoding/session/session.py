@@ -16,13 +16,14 @@ from torch import Tensor
 
 from pass_ext.decoding.arguments import instance, type_of, whole_number
 from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.indexed import split_index_keys, with_index_keys
 from pass_ext.decoding.models.packed import Adapted, NewRows
 from pass_ext.decoding.models.slots import PlacedSlots
 from pass_ext.decoding.models.step_states import StatePlace, StepStates, Update
 from pass_ext.decoding.session.recording import Called, RecordedCalls
 from pass_ext.decoding.session.step_attention import StepAttention, is_front, padded
 from pass_ext.modules.lookahead import LookaheadEmbedding
-from pass_ext.ops.attention import MOST_KEY_DIM, padded_widths
+from pass_ext.ops.attention import padded_widths
 from pass_ext.ops.cache import cache_commit_
 from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES, quantize_rows
 from pass_ext.ops.state import state_commit_
@@ -60,6 +61,10 @@ class Session:
         cache_dtype: torch.int8, torch.float8_e4m3fn or torch.float8_e5m2: keys and values are stored in 8 bits with a scale for
             each token and head (``quantize_rows``). All rows attend to the stored numbers, so every method writes ``Plain``'s
             text over the same cache. None: in the model's dtype.
+        batch_invariant: True: each row of a call has the bits that it has alone, on a GPU too, and rows of prompts as well: so
+            every method writes ``Plain``'s text to the token, alone and in any batch. Slower: linear layers of any size and of
+            any number of rows are ``linear_rows``, and on a GPU attention adds in one order. False: on the CPU rows of steps
+            have these bits anyway.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class Session:
         cuda_graphs: bool | None = None,
         run_ahead: bool | None = None,
         cache_dtype: torch.dtype | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         if past is not None and not (isinstance(past, (list, tuple)) and len(past) in (2, 3)):
             raise TypeError(
@@ -83,13 +89,14 @@ class Session:
                 whole_number(f"Session: {name}, if not None,", number, most=_MOST)
         for name, switch in (("cuda_graphs", cuda_graphs), ("run_ahead", run_ahead)):
             instance(f"Session: {name}", switch, (bool, NoneType), "True, False or None")
+        instance("Session: batch_invariant", batch_invariant, bool, "True or False")
         if cache_dtype is not None and not (isinstance(cache_dtype, torch.dtype) and cache_dtype in MOST_OF_CODES):
             raise ValueError(
                 f"Session: cache_dtype must be {', '.join(map(str, MOST_OF_CODES))} or None, got {cache_dtype!r}"
             )
         self.past, self.cuda_graphs, self.run_ahead = past, cuda_graphs, run_ahead
         self.model: Adapted = packed_model(model)
-        self.cache_dtype = cache_dtype
+        self.cache_dtype, self.batch_invariant = cache_dtype, batch_invariant
         self.caches: list[tuple[Tensor, Tensor]] = []
         self._stack: Tensor | None = None  # all caches, if all layers' are alike
         self.states: list[Tensor] = []
@@ -329,7 +336,7 @@ class Session:
         self._hold(min(length, self.room))
         for layer, given in enumerate(past):
             is_shared = is_front(given[1], given[0])
-            pair = given if samples == 1 else [x.repeat_interleave(samples, 0) for x in given]
+            pair = list(given) if samples == 1 else [x.repeat_interleave(samples, 0) for x in given]
             for x in pair:
                 if x.dim() != 4 or x.shape[0] != self.requests or x.shape[1] < length:
                     raise ValueError(
@@ -337,14 +344,17 @@ class Session:
                         f"{list(x.shape)}"
                     )
             header = CODE_HEADER if pair[0].dtype in MOST_OF_CODES else 0
-            # Keys that are wider have an indexer's behind them, and are padded already.
-            dims = min(pair[0].shape[-1] - header, MOST_KEY_DIM), pair[1].shape[-1] - header
+            of_indexer, count = None, self.model.index_widths.get(layer, 0)
+            if count:
+                dtype = self.model.table.dtype if header else pair[0].dtype
+                pair[0], of_indexer = split_index_keys(pair[0], count, dtype)
+            dims = pair[0].shape[-1] - header, pair[1].shape[-1] - header
             widths = padded_widths(*dims, self.device)
-            rows = [
-                padded(x[:, :length], max(header + width, x.shape[-1])) for x, width in zip(pair, widths, strict=True)
-            ]
+            rows = [padded(x[:, :length], header + width) for x, width in zip(pair, widths, strict=True)]
             if self.cache_dtype is not None and not header:
                 rows = [quantize_rows(x, self.cache_dtype) for x in rows]
+            if of_indexer is not None:
+                rows[0] = with_index_keys(rows[0], of_indexer[:, :length].to(self.model.table.dtype))
             if first:
                 self.add_layer(rows[0][0], None if is_shared else rows[1][0], dims)
             self.check_rows(layer, *(x[0] for x in rows))
@@ -429,7 +439,9 @@ class FirstLayers(Session):
     nothing."""
 
     def __init__(self, whole: Session, model: Adapted, count: int) -> None:
-        super().__init__(model, whole.requests, whole.room, cache_dtype=whole.cache_dtype)
+        super().__init__(
+            model, whole.requests, whole.room, cache_dtype=whole.cache_dtype, batch_invariant=whole.batch_invariant
+        )
         self._whole, self._count = whole, count
         self.prefix_lens = whole.prefix_lens
 

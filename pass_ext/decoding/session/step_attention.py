@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows, chosen_keys
+from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows, chosen_keys, split_index_keys, with_index_keys
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.packed import NewRows, StepAttend
+from pass_ext.decoding.models.row_attention import is_being_recorded
 from pass_ext.ops.attention import MOST_VALUE_DIM, WIDTH_STEP, attention_tree, padded_widths
 from pass_ext.ops.quantized import CODE_HEADER, dequantize_rows, quantize_rows
 from pass_ext.tree import PackedTrees
@@ -25,13 +26,14 @@ class StepAttention(StepAttend):
         self.layers = 0
         self.options: list[dict[str, Any]] = []
         self.may_have_changed = may_have_changed
-        self.is_first = session.is_new
+        self.is_first, self.batch_invariant = session.is_new, session.batch_invariant
         self.states = session.step_states(trees, is_first=self.is_first)
         self._session, self._trees = session, trees
         self._new: list[Tensor] = []
         self._stacked: Tensor | None = None
         self._ids = ids
         self._index_keys: Tensor | None = None
+        self._header = 0 if session.cache_dtype is None else CODE_HEADER
 
     @property
     def text_rows(self) -> int:
@@ -72,30 +74,27 @@ class StepAttention(StepAttend):
         dims = k.shape[-1], v.shape[-1]
         widths = padded_widths(*dims, q.device)
         is_shared = is_front(v, k)
-        q, k = padded(q, widths[0]), self._row_of_cache(padded(k, widths[0]))
+        q, k = padded(q, widths[0]), padded(k, widths[0])
         v = k[..., : widths[1]] if is_shared else padded(v, widths[1])
         k, v = self._stored(k, v, is_shared=is_shared)
         self._keep(layer, k, v, dims, options, is_shared=is_shared)
         keys, values = self._session.caches[layer]
-        width = k.shape[-1] if self._index_keys is None else widths[0]
-        self._index_keys = None
+        width = self._header + widths[0]
         out = self._attended(q, keys[..., :width], values, k[..., :width], v, key_lists=lists, **options)
         return out[..., : dims[1]].contiguous()  # models call view() on it
 
     def choose(self, rows: IndexRows) -> ChosenKeys:
-        session, trees = self._session, self._trees
-        if session.cache_dtype is not None:
-            raise ValueError(
-                f"{session.model.name}: Session(cache_dtype=…) is for models without an indexer, whose keys choose what a row "
-                "attends to and stay as they are"
+        session, trees, held = self._session, self._trees, None
+        if is_being_recorded(rows.q):
+            raise RuntimeError(
+                f"{session.model.name}: its indexers' choice of keys depends on the lengths of the texts, which the host reads"
             )
-        self._index_keys = rows.keys
-        held = None if self.is_first else session.caches[self.layers][0][:, :, 0, -rows.keys.shape[-1] :]
+        keys = rows.keys.to(session.model.table.dtype)
+        if not self.is_first:
+            _, held = split_index_keys(session.caches[self.layers][0][:, :, 0], keys.shape[-1], keys.dtype)
+        self._index_keys = keys
+        rows = rows._replace(keys=keys)
         return chosen_keys(rows, held, session.prefix_lens, trees.cu_nodes, trees.visible, self._tokens())
-
-    def _row_of_cache(self, k: Tensor) -> Tensor:
-        """Padded keys ``[N, 1, D]`` with those of the layer's indexer behind them, if it has one."""
-        return k if self._index_keys is None else with_index_keys(k, self._index_keys[:, None])
 
     def of_latents(
         self, layer: int, q: Tensor, k: Tensor, latents: Latents, chosen: ChosenKeys | None = None, **options: Any
@@ -103,21 +102,21 @@ class StepAttention(StepAttend):
         if options["scale"] is None:
             options["scale"] = q.shape[-1] ** -0.5
         lists = None if chosen is None else chosen.lists
-        requests = self._trees.cu_nodes.diff().nonzero().flatten().tolist()
-        if lists is not None or latents.takes(q) or len(requests) != 1:
+        requests = () if lists is not None or latents.takes(q) else self._requests()
+        if len(requests) != 1:
             queries, values = latents.absorbed(q), k[..., : latents.rank]
             return latents.expanded(self._of_layer(layer, queries, k, values, lists, options))
         dims = k.shape[-1], latents.rank
         widths = padded_widths(*dims, q.device)
-        kept = self._row_of_cache(padded(k, widths[0]))
-        self._index_keys = None
+        kept = padded(k, widths[0])
         kept, front = self._stored(kept, kept[..., : widths[1]], is_shared=True)
         self._keep(layer, kept, front, dims, options, is_shared=True)
         session, (request,) = self._session, requests
         rows = torch.cat((session.caches[layer][0][request, : session.prefix_lens[request]], kept))
+        rows = rows[..., : self._header + dims[0]]
         if session.cache_dtype is not None:
             rows = dequantize_rows(rows, k.dtype)
-        keys, values = latents.heads(rows[..., : dims[0]])
+        keys, values = latents.heads(rows)
         dims = keys.shape[-1], values.shape[-1]
         widths = padded_widths(*dims, q.device)
         q, keys, values = padded(q, widths[0]), padded(keys, widths[0]), padded(values, widths[1])
@@ -126,19 +125,26 @@ class StepAttention(StepAttend):
         )  # one request reads them
         return self._attended(q, all_keys, all_values, None, None, **options)[..., : dims[1]].contiguous()
 
+    def _requests(self) -> list[int]:
+        """Those that have rows."""
+        return self._trees.cu_nodes.diff().nonzero().flatten().tolist()
+
     def _stored(self, k: Tensor, v: Tensor, *, is_shared: bool) -> tuple[Tensor, Tensor]:
-        """Padded keys and values as the caches have them. is_shared: values are the first numbers of keys."""
-        dtype = self._session.cache_dtype
+        """Padded keys and values as the caches have them, an indexer's keys behind the layer's. is_shared: values are the first
+        numbers of keys."""
+        dtype, width = self._session.cache_dtype, self._header + v.shape[-1]
         if dtype is None:
-            return k, v
-        if is_shared:
-            width = v.shape[-1]
+            pass
+        elif is_shared:
             k = quantize_rows(k, dtype)
-            return k, k[..., : CODE_HEADER + width]
-        if k.shape == v.shape:
+        elif k.shape == v.shape:
             k, v = quantize_rows(torch.stack((k, v)), dtype)
-            return k, v
-        return quantize_rows(k, dtype), quantize_rows(v, dtype)
+        else:
+            k, v = quantize_rows(k, dtype), quantize_rows(v, dtype)
+        if self._index_keys is not None:
+            k = with_index_keys(k, self._index_keys[:, None])
+            self._index_keys = None
+        return k, k[..., :width] if is_shared else v
 
     def _keep(
         self, layer: int, k: Tensor, v: Tensor, dims: tuple[int, int], options: dict[str, Any], *, is_shared: bool
@@ -172,7 +178,7 @@ class StepAttention(StepAttend):
         depths = trees.depths if max(options["window"], options["chunk"]) >= 0 else None
         out, _ = attention_tree(
             q, keys, values, self._session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes, k_new=k, v_new=v,
-            depths=depths, **options,
+            depths=depths, batch_invariant=self.batch_invariant, **options,
         )  # fmt: skip
         return out
 
@@ -222,10 +228,3 @@ def is_front(values: Tensor, keys: Tensor) -> bool:
 def padded(x: Tensor, width: int) -> Tensor:
     """Pads rows with zeros, which add nothing to a product."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
-
-
-def with_index_keys(keys: Tensor, of_indexer: Tensor) -> Tensor:
-    """Keys ``[..., D]``, padded to a multiple of 16, and at the end of the row those of an indexer ``[..., d]``."""
-    widths = [-(-x.shape[-1] // WIDTH_STEP) * WIDTH_STEP for x in (keys, of_indexer)]
-    behind = F.pad(of_indexer.to(keys.dtype), (widths[1] - of_indexer.shape[-1], 0))
-    return torch.cat((padded(keys, widths[0]), behind), -1)

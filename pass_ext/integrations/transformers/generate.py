@@ -17,14 +17,13 @@ from pass_ext.decoding.drafting.drafter import DraftingMethod
 from pass_ext.decoding.generation import Generation, generate
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.early_exit import packed_model
-from pass_ext.decoding.models.indexed import index_widths
+from pass_ext.decoding.models.indexed import index_widths, split_index_keys, with_index_keys
 from pass_ext.decoding.models.latents import latent_layers
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.parts import cache_name, given_cache, unwrapped
 from pass_ext.decoding.models.states import places_of
 from pass_ext.decoding.requests.processors import NodeProcessor
 from pass_ext.decoding.session.session import Past, Session
-from pass_ext.decoding.session.step_attention import with_index_keys
 from pass_ext.decoding.stats import GenerationStats
 from pass_ext.integrations.grammar import grammars_of
 from pass_ext.integrations.transformers.cache import cache_length, read_cache, read_states, write_cache, write_states
@@ -420,7 +419,8 @@ def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> A
             keys, values = keys.split(latents[layer], -1)
         write_cache(cache, layer, keys, values)
         if layer in indexers:
-            of_indexer = _gathered(tensors[0][..., -indexers[layer] :], rows)[:, :, 0]
+            _, of_indexer = split_index_keys(tensors[0], indexers[layer], tensors[0].dtype)
+            of_indexer = _gathered(of_indexer, rows)[:, :, 0]
             cache.layers[layer].lazy_initialization_indexer(of_indexer)
             cache.layers[layer].indexer_keys = of_indexer
     return cache

@@ -1,6 +1,6 @@
 """The accept rules: whether each is exact, and which drafts it can judge.
 
-Formulas: csrc/core/accept.h. How to choose a rule: docs/ops/accept.md.
+Formulas: csrc/core/accept_walk.h. How to choose a rule: docs/ops/accept.md.
 """
 
 from __future__ import annotations

@@ -6,24 +6,30 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from emulator.ops import KERNELS
 from support.generation import greedy_of_transformers, methods_for, slots_for
 from support.small_models import prompts, ragged_prompts
 
 import pass_ext
 from benchmarks.architectures.models import tiny_model
-from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Session, Speculative, Tree, generate
+from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Session, Speculative, Tree, generate, testing
 from pass_ext.decoding.models import indexed
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.parts import cache_name
 from pass_ext.decoding.session import session as sessions
+from pass_ext.decoding.session import step_attention
 from pass_ext.integrations.transformers.processors import NotedRows
-from pass_ext.testing import assert_same_bits
+from pass_ext.layers import dequantize_rows, quantize_rows
+from pass_ext.ops.attention import padded_widths
+from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES
+from pass_ext.testing import assert_error_within, assert_same_bits
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers.cache_utils, "DynamicIndexedLayer"), reason="before transformers 5.24"
 )
 
 FAMILIES = ("deepseek_v32", "axk2", "dots3_note_text", "glm_moe_dsa", "hy_v4")
+CODES = tuple(MOST_OF_CODES)
 NEW = 12
 GREEDY = dict(eos_token_id=None, pad_token_id=0)
 # A row attends to 4 tokens of up to 20. Of 16 numbers of a latent, 8 of a rotated key and 16 of an indexer's key.
@@ -61,6 +67,26 @@ def test_every_family_writes_transformers_texts(family):
         assert torch.equal(greedy_of_transformers(model, ids, mask, NEW, **GREEDY, custom_generate=custom), want), (
             method
         )
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_differ_by_ties_alone(family, heads, monkeypatch):
+    """With one head of the indexer half of all scores are 0, with four many, and which of equal ones PyTorch's topk takes
+    nobody promises. Where transformers takes the earlier tokens too, it writes the same texts."""
+    model = tiny_model(family, index_n_heads=heads)
+    ids, mask = ragged_prompts(8)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "topk", earliest_of_equals)  # of indexers; experts are chosen by torch.topk
+        want = greedy_of_transformers(model, ids, mask, 2 * NEW, **GREEDY)
+    options = dict(max_new_tokens=2 * NEW, attention_mask=mask, eos_token_id=[])
+    for method in (Plain(), NGram(shortest=1)):
+        assert torch.equal(generate(model, ids, method, **options).sequences, want), method
+
+
+def earliest_of_equals(scores, count, dim=-1):
+    values, places = scores.sort(dim=dim, descending=True, stable=True)
+    return torch.return_types.topk((values.narrow(dim, 0, count), places.narrow(dim, 0, count)))
 
 
 @pytest.mark.parametrize("family", ["glm_moe_dsa", "hy_v4"])
@@ -143,6 +169,20 @@ def test_of_equal_scores_the_earlier_tokens_count_more():
     )
 
 
+def test_all_lists_are_made_where_the_rows_are():
+    """A tensor that is made without a device is without numbers here."""
+    generator, tree = torch.Generator().manual_seed(0), pass_ext.pack_trees([Tree([-1, 0, 0, 1, 2]), Tree.chain(2)])
+    q, weights, keys, held = (
+        torch.randn(shape, generator=generator) for shape in ((8, 4, 8), (8, 4), (8, 8), (2, 20, 8))
+    )
+    step = torch.tensor([9, 17], dtype=torch.int32), tree.cu_nodes, tree.visible, torch.tensor([5, 3])
+    rows = indexed.IndexRows(q, keys, weights, 1.0, 6)
+    want = indexed.chosen_keys(rows, held, *step).lists
+    with torch.device("meta"):
+        lists = indexed.chosen_keys(rows, held, *step).lists
+    assert lists.device == q.device and torch.equal(lists, want)
+
+
 def test_sampled_texts_are_a_function_of_the_seed(deepseek):
     ids, mask = ragged_prompts(8)
     options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[], temperature=0.9, seeds=5)
@@ -207,6 +247,31 @@ def test_transformers_caches_go_in_and_out(family):
         assert torch.equal(result.sequences, want)
 
 
+def test_an_indexers_keys_of_any_width():
+    """20 numbers, padded to 32 in the cache, of layers whose other keys are padded to 32 too."""
+    model = tiny_model("deepseek_v32", index_head_dim=20)
+    ids, mask = ragged_prompts(4)
+    want = greedy_of_transformers(model, ids, mask, NEW, **GREEDY)
+    options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
+    session = Session(model)
+    assert torch.equal(generate(model, ids, NGram(shortest=1), session=session, **options).sequences, want)
+    assert widths(session) == [(32 + 32, 16)] * 2
+    texts = want[:, ids.shape[1] :]
+    fresh = dict(max_new_tokens=4, attention_mask=torch.ones_like(texts), eos_token_id=[])
+    for codes in (None, torch.int8):
+        session = Session(model, cache_dtype=codes)
+        alone = generate(model, texts, session=session, **fresh).sequences
+        past = [(keys[:, :5], values[:, :5]) for keys, values in session.caches]
+        begun = Session(model, past=(past, 5), cache_dtype=codes)
+        assert torch.equal(generate(model, texts, session=begun, **fresh).sequences, alone)
+    cache, own = (transformers.DynamicCache(config=model.config) for _ in range(2))
+    name, custom = cache_name(type(model).forward), pass_ext.custom_generate(NGram(shortest=1))
+    greedy_of_transformers(model, texts[:, :8], None, 2, **GREEDY, custom_generate=custom, **{name: cache})
+    model(texts[:, :8], **{name: own})
+    for layer, theirs in zip(cache.layers, own.layers, strict=True):
+        torch.testing.assert_close(layer.indexer_keys[:, :8], theirs.indexer_keys, rtol=1e-5, atol=1e-5)
+
+
 def test_real_head_sizes():
     """Latents of 512 and 64 numbers, and 128 of an indexer's key: rows of 704."""
     model = tiny_model("deepseek_v32")
@@ -234,27 +299,208 @@ def test_real_head_sizes():
     assert torch.equal(generate(model, texts, max_new_tokens=4, eos_token_id=[], session=begun).sequences, alone)
 
 
+# ---- caches in 8 bits ----
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_every_method_writes_plains_text_over_codes(family, codes):
+    model = tiny_model(family)
+    ids, mask = ragged_prompts(6)
+    options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
+    session = Session(model, cache_dtype=codes)
+    want = generate(model, ids, session=session, **options).sequences
+    assert widths(session) == [(16 + 32 + 4 * 16, 16 + 16)] * 2, "two headers of 16 bytes, an indexer's keys in float32"
+    assert all(keys.dtype is codes and values.data_ptr() == keys.data_ptr() for keys, values in session.caches)
+    methods = methods_for(model)
+    if family == "deepseek_v32":
+        methods |= {"early exit": Speculative(EarlyExitDraft(model, 1), 3)}
+    for name, method in methods.items():
+        got = generate(model, ids, method, session=Session(model, cache_dtype=codes), **options).sequences
+        assert torch.equal(got, want), name
+    sampled = dict(options, temperature=0.9, seeds=3)
+    want = generate(model, ids, session=Session(model, cache_dtype=codes), **sampled).sequences
+    got = generate(model, ids, NGram(shortest=1), session=Session(model, cache_dtype=codes), **sampled).sequences
+    assert torch.equal(got, want)
+
+
+def test_layers_that_share_a_choice_over_codes():
+    model = shared("glm_moe_dsa", ["full", "shared", "full", "shared"])
+    ids, mask = ragged_prompts(4)
+    options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
+    session = Session(model, cache_dtype=torch.int8)
+    want = generate(model, ids, session=session, **options).sequences
+    assert widths(session) == [(16 + 32 + 4 * 16, 16 + 16), (16 + 32, 16 + 16)] * 2
+    for method in (NGram(shortest=1), PaSS(slots_for(model), tree=Tree.from_branching((2, 2)), rows=24)):
+        got = generate(model, ids, method, session=Session(model, cache_dtype=torch.int8), **options).sequences
+        assert torch.equal(got, want), method
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("one_thread")
+def test_a_row_over_codes_has_the_bits_that_it_has_alone(dtype):
+    model = tiny_model("deepseek_v32", mlp_layer_types=["dense"] * 2).to(dtype)
+    ids, mask = ragged_prompts(3, longest=9)
+    options = dict(max_new_tokens=NEW, eos_token_id=[])
+    for method in (NGram(shortest=1, tokens=4), PaSS(slots_for(model), tree=Tree.from_branching((3, 2)), rows=24)):
+        together, session = NotedRows(), Session(model, cache_dtype=torch.float8_e4m3fn)
+        batch = generate(model, ids, method, attention_mask=mask, logits_processor=together, session=session, **options)
+        for row, seen in enumerate(mask.bool()):
+            alone, session = NotedRows(), Session(model, cache_dtype=torch.float8_e4m3fn)
+            text = generate(model, ids[row][seen][None], logits_processor=alone, session=session, **options)
+            for mine, theirs in zip(together.of(batch), alone.of(text), strict=True):
+                assert_same_bits(mine[row], theirs[0])
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+def test_attention_over_codes_against_float64_of_what_is_stored(codes, monkeypatch):
+    """The listed keys' latents, decoded, of draft rows too."""
+    compared, attend = [], step_attention.attention_tree
+
+    def attended(q, keys, values, prefix_lens, cu_nodes, *rest, k_new, key_lists, scale, **options):
+        result = attend(
+            q, keys, values, prefix_lens, cu_nodes, *rest, k_new=k_new, key_lists=key_lists, scale=scale, **options
+        )
+        bounds, width = cu_nodes.tolist(), values.shape[-1] - CODE_HEADER
+        for row, owner in enumerate(rows_of(cu_nodes) if key_lists is not None else ()):
+            stored = torch.cat((keys[owner, : prefix_lens[owner]], k_new[bounds[owner] : bounds[owner + 1]]))[:, 0]
+            numbers = dequantize_rows(stored[key_lists[row][key_lists[row] >= 0].long()])
+            plain, exact = (
+                (q[row].to(dtype) @ numbers.to(dtype).T * scale).softmax(1) @ numbers[:, :width].to(dtype)
+                for dtype in (torch.float32, torch.float64)
+            )
+            compared.append((result[0][row], plain, exact))
+        return result
+
+    monkeypatch.setattr(step_attention, "attention_tree", attended)
+    ids, mask = ragged_prompts(4)
+    model = tiny_model("deepseek_v32")
+    options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
+    generate(model, ids, NGram(shortest=1), session=Session(model, cache_dtype=codes), **options)
+    assert len(compared) > 100
+    assert_error_within(*(torch.stack(results) for results in zip(*compared, strict=True)))
+
+
+def rows_of(cu_nodes):
+    """The request of each row."""
+    return torch.repeat_interleave(torch.arange(len(cu_nodes) - 1), cu_nodes.diff()).tolist()
+
+
+def test_codes_of_latents_and_an_indexers_own_keys_are_kept(monkeypatch):
+    """Where a cache grows, in `past`, and in one whose numbers are coded as it is taken."""
+    monkeypatch.setattr(sessions, "_FIRST_POSITIONS", 10)
+    codes, model, ids = torch.float8_e4m3fn, tiny_model("deepseek_v32"), prompts(3, 8)[0]
+    options = dict(max_new_tokens=NEW, eos_token_id=[])
+    session, whole = Session(model, room=40, cache_dtype=codes), Session(model, room=40)
+    want = generate(model, ids, session=session, **options).sequences
+    generate(model, ids, session=whole, **options)
+    stored, numbers = (x.caches[0][0][:, :8] for x in (session, whole))
+    assert torch.equal(stored[..., -64:].view(torch.float32), numbers[..., -16:])
+    assert torch.equal(stored[..., :-64].view(torch.uint8), quantize_rows(numbers[..., :-16], codes).view(torch.uint8))
+    assert torch.equal(generate(model, ids, NGram(shortest=1), session=session, **options).sequences, want)
+    views = [(keys[:, :5], values[:, :5]) for keys, values in session.caches]
+    for past in (views, [(keys.clone(), values.clone()) for keys, values in views]):
+        begun = Session(model, past=(past, [5, 3, 4]), cache_dtype=codes)
+        assert torch.equal(generate(model, ids, NGram(shortest=1), session=begun, **options).sequences, want)
+    session.past = views, 4
+    assert torch.equal(generate(model, ids, session=session, **options).sequences, want)
+    in_numbers = [(keys[:, :5], values[:, :5]) for keys, values in whole.caches]
+    for past in (in_numbers, [(keys.clone(), values.clone()) for keys, values in in_numbers]):
+        begun = Session(model, past=(past, 5), cache_dtype=codes)
+        generate(model, ids, session=begun, **options)
+        assert torch.equal(begun.caches[0][0][:, :5].view(torch.uint8), views[0][0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("most", [100, 500])
+def test_long_prompts_over_codes(most, monkeypatch):
+    """Pieces attend to heads that are expanded from what is stored, or by lists, as few rows do."""
+    model = tiny_model("deepseek_v32", index_topk=most, max_position_embeddings=1024)
+    ids = torch.randint(3, 90, (2, 600), generator=torch.Generator().manual_seed(0))
+    rows = []
+    for piece in (1024, 200):
+        monkeypatch.setattr("pass_ext.decoding.session.reading.MAX_TREE_NODES", piece)
+        noted, session = NotedRows(), Session(model, cache_dtype=torch.int8)
+        result = generate(model, ids, max_new_tokens=2, eos_token_id=[], session=session, logits_processor=noted)
+        rows.append(noted.of(result)[0])
+    assert (rows[0] - rows[1]).abs().max() < 0.01 * rows[0].std()
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.parametrize("codes", [None, torch.int8], ids=str)
+@pytest.mark.usefixtures("one_thread")
+def test_kernels_and_widths_of_a_gpu_on_the_emulator(codes, monkeypatch):
+    """Caches as wide as on a GPU, which pads rows of latents to the heads of its kernels."""
+    model = tiny_model("deepseek_v32", index_topk=10, mlp_layer_types=["dense"] * 2)
+    ids, mask = ragged_prompts(2, longest=9)
+    options = dict(max_new_tokens=6, attention_mask=mask, eos_token_id=[])
+    want = generate(model, ids, session=Session(model, cache_dtype=codes), **options).sequences
+    for module in (sessions, step_attention):
+        monkeypatch.setattr(module, "padded_widths", lambda *dims: padded_widths(*dims[:2], torch.device("cuda")))
+    lists = set()
+
+    def noted(*arguments):
+        *_, key_lists, _ = arguments
+        lists.add(key_lists is not None)
+        return KERNELS["attention_tree"](*arguments)
+
+    with testing.rerouted_backend("emulated", KERNELS | {"attention_tree": noted}).active():
+        for method in (Plain(), NGram(shortest=1, tokens=3)):
+            session = Session(model, cache_dtype=codes)
+            assert torch.equal(generate(model, ids, method, session=session, **options).sequences, want), method
+            behind = 16 if codes is None else 16 + 4 * 16
+            assert widths(session) == [(64 + behind, 64 if codes is None else 16 + 64)] * 2
+    assert lists == {False, True}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_a_gpu(family):
+    """The CPU's texts, and over codes Plain's. A model whose steps wait for the host has no graph."""
+    model, (ids, mask) = tiny_model(family), ragged_prompts(6)
+    options = dict(max_new_tokens=NEW, eos_token_id=[])
+    want = {None: generate(model, ids, attention_mask=mask, **options).sequences}
+    model, ids, mask = model.cuda(), ids.cuda(), mask.cuda()
+    for codes in (None, torch.int8):
+        for method in (Plain(), NGram(shortest=1), PaSS(slots_for(model), tree=Tree.from_branching((2, 2)), rows=24)):
+            session = Session(model, cache_dtype=codes, cuda_graphs=False)
+            got = generate(model, ids, method, session=session, attention_mask=mask, **options).sequences.cpu()
+            assert torch.equal(got, want.setdefault(codes, got)), (codes, method)
+    with pytest.warns(UserWarning, match="cannot be a CUDA graph.*choice of keys"):
+        got = generate(model, ids, session=Session(model), attention_mask=mask, **options).sequences
+    assert torch.equal(got.cpu(), want[None])
+    custom = pass_ext.custom_generate(NGram(shortest=1))
+    own = model.generate(
+        ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, custom_generate=custom, **GREEDY
+    )
+    assert torch.equal(own.cpu(), want[None])
+
+
 # ---- refused ----
 
 
-def test_caches_in_8_bits_are_refused(deepseek):
-    session = Session(deepseek, cache_dtype=torch.int8)
-    with pytest.raises(ValueError, match=r"deepseek_v32: Session\(cache_dtype=…\) is for models without an indexer"):
-        generate(deepseek, prompts(1, 5)[0], session=session, max_new_tokens=2)
+def test_indexers_of_blocks_are_refused():
+    with pytest.raises(ValueError, match=r"qwen4_exp_text attends .*QSAIndexer chooses for each row, whole blocks of"):
+        generate(tiny_model("qwen4_exp_text"), prompts(1, 5)[0], max_new_tokens=2)
+    n_grams = dict(ple_layer_ids=[1], ple_embed_dim=16, heads_per_ngram=2, ngram_vocab_size_base=50)
+    with pytest.raises(ValueError, match=r"qwen4_exp_text looks up n-grams of tokens in its layers \(ple_layer_ids\)"):
+        generate(tiny_model("qwen4_exp_text", **n_grams), prompts(1, 5)[0], max_new_tokens=2)
 
 
-@pytest.mark.parametrize("family", ["qwen4_exp_text"])
-def test_indexers_that_give_no_list_are_refused(family):
+def test_vectors_of_slots_for_layers_with_several_streams_are_refused():
+    model = tiny_model("hy_v4")
+    slots = methods_for(model)["one pass, deep"]
     with pytest.raises(
-        ValueError, match=rf"{family} attends to the keys that \w+Indexer chooses for each row, by scores"
+        ValueError, match=r"hy_v4: these look-ahead slots have vectors .* layer 0's input is \[1, \d+, 4, "
     ):
-        generate(tiny_model(family), prompts(1, 5)[0], max_new_tokens=2)
+        generate(model, prompts(1, 5)[0], slots, max_new_tokens=4)
 
 
 def test_layers_that_keep_expanded_heads_are_refused():
     model = tiny_model("deepseek_v32")
     model.model.layers[1].self_attn.kv_b_proj.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="decodes that for layers on the CPU that attend by latents"):
+    with pytest.raises(ValueError, match="decodes that for layers that attend by latents"):
         generate(model, prompts(1, 5)[0], max_new_tokens=2)
 
 

@@ -2,9 +2,7 @@
 // calls them.
 #include "cuda/attention.cuh"
 
-#include "cuda/attention_codes_plain.cuh"
 #include "cuda/attention_codes_plan.cuh"
-#include "cuda/attention_lists.cuh"
 #include "cuda/attention_merge.cuh"
 #include "cuda/attention_plain.cuh"
 #include "cuda/attention_plan.cuh"
@@ -56,11 +54,25 @@ pass_ext::gpu::AttentionPlan attention_plan(const Arguments& given, const pass_e
   return pass_ext::gpu::plan_attention(problem, given("most_blocks"), static_cast<int32_t>(given("multiprocessors")));
 }
 
+pass_ext::KeyLists key_lists(const Arguments& given) {
+  return {given.at<int32_t>("key_lists"), given("list_stride"), static_cast<int32_t>(given("list_size"))};
+}
+
+bool is_plain(const Arguments& given, const pass_ext::AttentionProblem& problem) {
+  const bool has_codes = given("codes") != 0;
+  return given("batch_invariant") != 0 || key_lists(given).keys ||
+         (has_codes ? pass_ext::gpu::is_plain_of_codes(problem) : pass_ext::gpu::is_plain(problem));
+}
+
+pass_ext::gpu::PlainPlan plain_plan(const Arguments& given, const pass_ext::AttentionProblem& problem) {
+  return pass_ext::gpu::plan_plain_attention(problem, key_lists(given), static_cast<int32_t>(given("multiprocessors")));
+}
+
 // The floats of the workspace.
 int64_t attention_workspace(const Arguments& given) {
   const pass_ext::AttentionProblem problem = attention_problem(given);
-  if (pass_ext::gpu::is_plain(problem)) return 0;
-  return attention_plan(given, problem).workspace;
+  if (problem.rows == 0 || problem.heads == 0) return 0;
+  return is_plain(given, problem) ? plain_plan(given, problem).workspace : attention_plan(given, problem).workspace;
 }
 
 void attention_tree(const Arguments& given) {
@@ -68,20 +80,14 @@ void attention_tree(const Arguments& given) {
   problem.scale = static_cast<float>(given.number("scale"));
   problem.softcap = static_cast<float>(given.number("softcap"));
   if (problem.rows == 0 || problem.heads == 0) return;
-  const pass_ext::KeyLists lists{given.at<int32_t>("key_lists"), given("list_stride"),
-                                 static_cast<int32_t>(given("list_size"))};
   const auto codes = static_cast<pass_ext::CodeType>(given("codes"));
-  if (codes != pass_ext::CodeType::none && (lists.keys || pass_ext::gpu::is_plain_of_codes(problem)))
-    pass_ext::gpu::launch_plain_codes_attention(problem, codes, lists, {});
-  else if (lists.keys)
-    pass_ext::gpu::launch_listed_attention(problem, lists, {});
+  float* const workspace = given.at<float>("workspace");
+  if (is_plain(given, problem))
+    pass_ext::gpu::launch_plain_attention(problem, codes, key_lists(given), plain_plan(given, problem), workspace, {});
   else if (codes != pass_ext::CodeType::none)
-    pass_ext::gpu::launch_codes_attention(problem, codes, attention_plan(given, problem), given.at<float>("workspace"),
-                                          {});
-  else if (pass_ext::gpu::is_plain(problem))
-    pass_ext::gpu::launch_plain_attention(problem, {});
+    pass_ext::gpu::launch_codes_attention(problem, codes, attention_plan(given, problem), workspace, {});
   else
-    pass_ext::gpu::launch_attention(problem, attention_plan(given, problem), given.at<float>("workspace"), {});
+    pass_ext::gpu::launch_attention(problem, attention_plan(given, problem), workspace, {});
   pass_ext::gpu::launch_sinks(problem, {});
 }
 

@@ -23,7 +23,8 @@ def strides_of(name: str, rows: Tensor | None) -> dict[str, int]:
 
 def attention_tree(
     q, k_cache, v_cache, prefix_lens, cu_nodes, visible, max_nodes, k_new, v_new, block_table, depths, scale, softcap,
-    window, sinks=None, chunk=-1, key_lists=None, blocks=None, seed=None, record=None, multiprocessors=None,
+    window, sinks=None, chunk=-1, key_lists=None, batch_invariant=False, blocks=None, seed=None, record=None,
+    multiprocessors=None,
 ):  # fmt: skip
     """``blocks``: those that fit on the GPU at once; ``multiprocessors``: of them, by default one for each block.
 
@@ -50,7 +51,7 @@ def attention_tree(
         requests=cu_nodes.numel() - 1, max_nodes=max_nodes,
         slots=pages_of_one * k_cache.shape[1], page_size=k_cache.shape[1], pages=k_cache.shape[0],
         table_stride=0 if block_table is None else block_table.stride(0), window=window, chunk=chunk,
-        type=FLOAT_TYPES[q.dtype], codes=codes,
+        type=FLOAT_TYPES[q.dtype], codes=codes, batch_invariant=int(batch_invariant),
         visible_stride=visible.stride(0),
         list_stride=0 if key_lists is None else key_lists.stride(0),
         list_size=0 if key_lists is None else key_lists.shape[1],

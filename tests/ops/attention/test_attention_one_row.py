@@ -1,16 +1,21 @@
-"""On the CPU a row of a tree has the bits that it has alone, with its path in the cache: so a text of many tokens a step is
-the text of one token a step, in bf16 too.
+"""A row of a tree has the bits that it has alone, with its path in the cache: so a text of many tokens a step is the text of
+one token a step, in bf16 too. On the CPU always; on a GPU where attention is batch-invariant, whatever the GPU's size.
 """
+
+from itertools import pairwise
 
 import pytest
 import torch
 from attention_cases import BUSHY, CATERPILLAR, CHAIN, ORDERED, RANDOM, UNIFORM, attention_case
-from attention_checks import FLOATS, assert_same_runs, run
+from attention_checks import FLOATS, assert_same_runs, is_small, run, sized, solved
+from emulator.ops.attention import attention_tree
 
 from pass_ext.reference.attention import attention_mask
 
 # Trees whose columns end within a tile of 64, that begin or end one, and around the end of a chunk of 512.
 PREFIXES = (0, 1, 37, 58, 62, 63, 64, 100, 505, 509, 511, 512, 700, 1020)
+# On the emulator: around the ends of shares of 128, and in the sixth.
+FEW_PREFIXES = (0, 37, 125, 250, 700)
 
 
 def one_row(case, node, bits):
@@ -30,17 +35,15 @@ def one_row(case, node, bits):
 
 
 def assert_rows_are_alone(backend, prefix, nodes, **options):
-    case = attention_case([prefix], [nodes], new=True, **options)
+    case = attention_case([prefix], [nodes], new=True, **options) | {"batch_invariant": True}
     bits = attention_mask(0, case["visible"])[:, :nodes]
     together = run(backend, case)
-    for node in range(nodes):
+    for node in range(0, nodes, sized(backend, max(1, nodes // 4), 1)):
         assert_same_runs([tensor[node : node + 1] for tensor in together], run(backend, one_row(case, node, bits)))
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu(backend):
-    if not backend.name.startswith("cpu"):
-        pytest.skip("a GPU divides the work by its amount")
+def some(backend, prefixes):
+    return sized(backend, FEW_PREFIXES, prefixes)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -49,27 +52,27 @@ def _on_the_cpu(backend):
 def test_a_row_of_a_tree_has_the_bits_of_a_row_alone(backend, dtype, mask, inputs):
     if inputs == ORDERED and dtype == torch.float16:
         pytest.skip("its largest number is 65504")
-    for prefix in PREFIXES:
+    for prefix in some(backend, PREFIXES):
         assert_rows_are_alone(backend, prefix, 11, dtype=dtype, mask=mask, heads=(1, 3), seed=prefix, inputs=inputs)
 
 
 @pytest.mark.parametrize("window", [1, 3, 50, 64, 600])
 def test_in_a_window(backend, window):
-    for prefix in (0, 37, 60, 130, 509, 1020):
+    for prefix in some(backend, (0, 37, 60, 130, 509, 1020)):
         assert_rows_are_alone(backend, prefix, 9, mask=UNIFORM, window=window, seed=prefix)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 50, 64, 600])
 def test_in_chunks(backend, chunk):
-    for prefix in (0, 37, 60, 130, 509, 1020):
+    for prefix in some(backend, (0, 37, 60, 130, 509, 1020)):
         assert_rows_are_alone(backend, prefix, 9, mask=UNIFORM, chunk=chunk, seed=prefix)
 
 
 def test_in_large_trees(backend):
     """Up to 64 nodes beside up to 63 keys of the prefix in one tile, and a chain through several tiles."""
-    for prefix in (0, 30, 63, 127):
+    for prefix in sized(backend, (127,), (0, 30, 63, 127)):
         assert_rows_are_alone(backend, prefix, 64, mask=UNIFORM, seed=prefix)
-    assert_rows_are_alone(backend, 40, 150, mask=CHAIN)
+    assert_rows_are_alone(backend, 40, sized(backend, 70, 150), mask=CHAIN, heads=sized(backend, (1, 1), (2, 2)))
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
@@ -77,3 +80,21 @@ def test_in_large_trees(backend):
 def test_with_a_softcap_sinks_and_another_head_size(backend, softcap, sinks):
     assert_rows_are_alone(backend, 61, 12, mask=UNIFORM, softcap=softcap, sinks=sinks, dim=80, seed=3)
     assert_rows_are_alone(backend, 61, 12, mask=UNIFORM, softcap=softcap, sinks=sinks, dim=192, value_dim=128, seed=3)
+    assert_rows_are_alone(backend, 253, 5, mask=BUSHY, softcap=softcap, sinks=sinks, heads=(1, 9), dim=256, seed=3)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_in_any_batch_and_on_any_gpu(backend, dtype):
+    """Many rows: a block takes all shares of a row, few: a share each; one request of others whose lengths differ."""
+    case, _ = solved([700, 9, 0, 64], [5, 3, 0, 1], dtype=dtype, heads=(1, 3), new=True)
+    together = run(backend, case | {"batch_invariant": True})
+    for multiprocessors in (1, 16, 108, 132) if is_small(backend) else ():
+        again = attention_tree(**case, batch_invariant=True, multiprocessors=multiprocessors)
+        assert_same_runs(together, again)
+    for b, (first, last) in enumerate(pairwise(case["cu_nodes"].tolist())):
+        rows = slice(first, last)
+        alone = case | {name: case[name][rows] for name in ("q", "visible", "k_new", "v_new")} | {
+            "prefix_lens": case["prefix_lens"][b : b + 1], "k_cache": case["k_cache"][b : b + 1],
+            "v_cache": case["v_cache"][b : b + 1], "cu_nodes": torch.tensor([0, last - first], dtype=torch.int32),
+        }  # fmt: skip
+        assert_same_runs([tensor[rows] for tensor in together], run(backend, alone | {"batch_invariant": True}))

@@ -222,7 +222,7 @@ def test_the_op_has_a_shape_for_compilers(backend):
     names = ("q", "k_cache", "v_cache", "prefix_lens", "cu_nodes", "visible", "max_nodes", "k_new", "v_new")
     arguments = [case[name] for name in names]
     checks = ("test_schema", "test_faketensor")
-    options = None, None, None, 0.0, -1, None, -1, None
+    options = None, None, None, 0.0, -1, None, -1, None, False
     torch.library.opcheck(torch.ops.pass_ext.attention_tree.default, (*arguments, *options), test_utils=checks)
 
 

@@ -1,4 +1,4 @@
-// Replaces csrc/core/noise.h to enumerate core/accept.h: a coin is not thrown but compared with its bound, and a script
+// Replaces csrc/core/noise.h to enumerate core/accept_walk.h: a coin is not thrown but compared with its bound, and a script
 // decides the outcome. Both outcomes are tried in turn, with the probability of each.
 #pragma once
 

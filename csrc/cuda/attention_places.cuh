@@ -1,0 +1,89 @@
+// The keys of a row of attention in the order of its text, and the order in which a row's sums are added. The places of
+// a row are the prefix and behind it the nodes that its bits name, ascending: on a path, its nodes by depth. So a key
+// has the place that it will have in plain decoding, whatever else the step has. With a list of keys the places are
+// those of the list.
+//   sums go by steps of kPlacesOfStep places, and by shares of whole steps; shares are added one after the other
+// Shares begin at fixed places: 128 places each below place 4,096, from there on 16 to each doubling. So few blocks are
+// enough for a short text, many work on a long one, and a result does not depend on how many there are.
+#pragma once
+
+#include <cstdint>
+
+#include "core/attention.h"
+#include "core/attention_lists.h"
+
+namespace pass_ext::gpu {
+
+constexpr int32_t kPlacesOfStep = 128;
+
+PASS_EXT_HOST_DEVICE int64_t first_place_of_share(int32_t share) {
+  constexpr int32_t kEqual = 32, kOfDoubling = 16;
+  if (share < kEqual) return int64_t{kPlacesOfStep} * share;
+  const int32_t doubling = (share - kEqual) / kOfDoubling, place = (share - kEqual) % kOfDoubling;
+  return (int64_t{4096} << doubling) + place * (int64_t{256} << doubling);
+}
+
+// The shares of so many places.
+PASS_EXT_HOST_DEVICE int32_t shares_of(int64_t places) {
+  int32_t shares = 0;
+  while (first_place_of_share(shares) < places) ++shares;
+  return shares;
+}
+
+// The nodes of the request that a row's bits name, window and chunk aside.
+PASS_EXT_HOST_DEVICE uint64_t named_nodes(const AttentionProblem& problem, const AttentionRequest& request,
+                                          int32_t node, int32_t word) {
+  return visible_word(problem, request, node, word) & ones_below(int64_t{request.nodes} - 64 * word);
+}
+
+PASS_EXT_HOST_DEVICE int32_t count_bits(uint64_t bits) {
+  bits -= bits >> 1 & 0x5555555555555555u;  // of pairs, then of four, then of bytes, which the product adds up
+  bits = (bits & 0x3333333333333333u) + (bits >> 2 & 0x3333333333333333u);
+  bits = (bits + (bits >> 4)) & 0x0f0f0f0f0f0f0f0fu;
+  return static_cast<int32_t>(bits * 0x0101010101010101u >> 56);
+}
+
+PASS_EXT_HOST_DEVICE int32_t lowest_bit(uint64_t bits) { return count_bits((bits & -bits) - 1); }
+
+// The places of a row.
+PASS_EXT_HOST_DEVICE int32_t places_of(const AttentionProblem& problem, const AttentionRequest& request,
+                                       const KeyLists& lists, int32_t node) {
+  if (lists.keys) return lists.size;
+  int32_t places = request.prefix;
+  for (int32_t i = 0; 64 * i < request.nodes; ++i) places += count_bits(named_nodes(problem, request, node, i));
+  return places;
+}
+
+// True if window and chunk leave the key to the row.
+PASS_EXT_HOST_DEVICE bool is_in_reach(const AttentionProblem& problem, const AttentionRequest& request, int32_t node,
+                                      int32_t key) {
+  if (!has_reach<true>(problem)) return true;
+  const int32_t depth = depth_of(problem, request, node);
+  const int32_t window = window_at<true>(problem, request.prefix + depth);
+  if (key < request.prefix) return key > int64_t{request.prefix} + depth - window;
+  return depth - depth_of(problem, request, key - request.prefix) < window;
+}
+
+// The key at a place of a row, or -1: it is not seen.
+PASS_EXT_HOST_DEVICE int32_t key_at(const AttentionProblem& problem, const AttentionRequest& request,
+                                    const KeyLists& lists, int32_t node, int32_t place) {
+  int32_t key = place;
+  if (lists.keys) {
+    key = named_key(request, lists, node, place);
+    if (key < 0) return -1;
+    const int32_t other = key - request.prefix;
+    if (other >= 0 && !(named_nodes(problem, request, node, other / 64) >> other % 64 & 1)) return -1;
+  } else if (place >= request.prefix) {
+    int32_t skipped = place - request.prefix, word = 0;
+    uint64_t nodes = named_nodes(problem, request, node, 0);
+    for (int32_t count = count_bits(nodes); skipped >= count; count = count_bits(nodes)) {
+      skipped -= count;
+      nodes = named_nodes(problem, request, node, ++word);
+    }
+    for (; skipped > 0; --skipped) nodes &= nodes - 1;
+    key = request.prefix + 64 * word + lowest_bit(nodes);
+  }
+  return is_in_reach(problem, request, node, key) ? key : -1;
+}
+
+}  // namespace pass_ext::gpu
