@@ -65,9 +65,7 @@ int resident_blocks(const CudaScope& scope, const AttentionProblem& problem, Cod
 
 void attention_on_cuda(const AttentionProblem& problem, CodeType codes, const KeyLists& lists, bool batch_invariant,
                        const Tensor& q) {
-  const bool has_codes = codes != CodeType::none;
-  const bool is_plain =
-      batch_invariant || lists.keys || (has_codes ? gpu::is_plain_of_codes(problem) : gpu::is_plain(problem));
+  const bool is_plain = gpu::is_plain(problem, codes, lists, batch_invariant);
   if (!is_plain) check_alignment(problem, codes);
   if (problem.rows == 0 || problem.heads == 0) return;
   const CudaScope scope(q);
@@ -80,7 +78,7 @@ void attention_on_cuda(const AttentionProblem& problem, CodeType codes, const Ke
     const gpu::AttentionPlan plan =
         gpu::plan_attention(problem, between(resident, 1, gpu::kMostBlocks), scope.multiprocessors());
     const Tensor workspace = empty_of_shape("attention_tree", q, {plan.workspace}, ScalarType::Float);
-    if (has_codes)
+    if (codes != CodeType::none)
       gpu::launch_codes_attention(problem, codes, plan, output_of<float>(workspace), scope.stream());
     else
       gpu::launch_attention(problem, plan, output_of<float>(workspace), scope.stream());

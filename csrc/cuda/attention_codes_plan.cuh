@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/attention.h"
+#include "core/attention_lists.h"
 #include "core/quantized.h"
 #include "cuda/attention_codes_tile.cuh"
 #include "cuda/attention_combine.cuh"
@@ -16,8 +17,11 @@
 
 namespace pass_ext::gpu {
 
-// True if the problem has no kernel with matrix fragments for codes.
-inline bool is_plain_of_codes(const AttentionProblem& problem) { return is_plain(problem) || problem.chunk >= 0; }
+// True if attention_plain.cuh computes the problem: no kernel with matrix fragments does, or its sums have no one
+// order.
+inline bool is_plain(const AttentionProblem& problem, CodeType codes, const KeyLists& lists, bool batch_invariant) {
+  return batch_invariant || lists.keys || is_plain(problem) || (codes != CodeType::none && problem.chunk >= 0);
+}
 
 // use(CodesShape), for problems that are not plain.
 template <typename Use>

@@ -30,12 +30,6 @@ PASS_EXT_HOST_DEVICE int32_t shares_of(int64_t places) {
   return shares;
 }
 
-// The nodes of the request that a row's bits name, window and chunk aside.
-PASS_EXT_HOST_DEVICE uint64_t named_nodes(const AttentionProblem& problem, const AttentionRequest& request,
-                                          int32_t node, int32_t word) {
-  return visible_word(problem, request, node, word) & ones_below(int64_t{request.nodes} - 64 * word);
-}
-
 PASS_EXT_HOST_DEVICE int32_t count_bits(uint64_t bits) {
   bits -= bits >> 1 & 0x5555555555555555u;  // of pairs, then of four, then of bytes, which the product adds up
   bits = (bits & 0x3333333333333333u) + (bits >> 2 & 0x3333333333333333u);
@@ -54,26 +48,12 @@ PASS_EXT_HOST_DEVICE int32_t places_of(const AttentionProblem& problem, const At
   return places;
 }
 
-// True if window and chunk leave the key to the row.
-PASS_EXT_HOST_DEVICE bool is_in_reach(const AttentionProblem& problem, const AttentionRequest& request, int32_t node,
-                                      int32_t key) {
-  if (!has_reach<true>(problem)) return true;
-  const int32_t depth = depth_of(problem, request, node);
-  const int32_t window = window_at<true>(problem, request.prefix + depth);
-  if (key < request.prefix) return key > int64_t{request.prefix} + depth - window;
-  return depth - depth_of(problem, request, key - request.prefix) < window;
-}
-
 // The key at a place of a row, or -1: it is not seen.
 PASS_EXT_HOST_DEVICE int32_t key_at(const AttentionProblem& problem, const AttentionRequest& request,
                                     const KeyLists& lists, int32_t node, int32_t place) {
+  if (lists.keys) return listed_key(problem, request, lists, node, place);
   int32_t key = place;
-  if (lists.keys) {
-    key = named_key(request, lists, node, place);
-    if (key < 0) return -1;
-    const int32_t other = key - request.prefix;
-    if (other >= 0 && !(named_nodes(problem, request, node, other / 64) >> other % 64 & 1)) return -1;
-  } else if (place >= request.prefix) {
+  if (place >= request.prefix) {
     int32_t skipped = place - request.prefix, word = 0;
     uint64_t nodes = named_nodes(problem, request, node, 0);
     for (int32_t count = count_bits(nodes); skipped >= count; count = count_bits(nodes)) {

@@ -84,14 +84,14 @@ PASS_EXT_DEVICE void load_key(float (&numbers)[kWidthRead], const uint8_t* from,
     numbers[i] = value_of_code(codes, static_cast<uint8_t>(bytes.word[i / 4] >> (8 * (i % 4))));
 }
 
-// The sums of kRows heads, of which this thread has the columns thread_rank() + kPlainThreads c.
-template <int kRows, int kColumns>
+// The sums of kHeads heads, of which this thread has the columns thread_rank() + kPlainThreads c.
+template <int kHeads, int kColumns>
 struct PlainSums {
-  float highest[kRows], total[kRows], sums[kRows][kColumns];
+  float highest[kHeads], total[kHeads], sums[kHeads][kColumns];
 
   PASS_EXT_DEVICE void clear() {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kHeads; ++r) {
       highest[r] = -kLargest;
       total[r] = 0.0f;
 #pragma unroll
@@ -125,48 +125,66 @@ struct PlainSums {
 };
 
 // Shared memory of a block beside its queries.
-template <int kRows>
+template <int kHeads>
 struct PlainScratch {
-  alignas(16) float weights[kPlacesOfStep][kRows];
+  alignas(16) float weights[kPlacesOfStep][kHeads];
   const void* values[kPlacesOfStep];  // null: nothing to add
-  float highest[kPlainWarps][kRows], totals[kPlainWarps][kRows];
+  float highest[kPlainWarps][kHeads], totals[kPlainWarps][kHeads];
 };
 
-// The heads that a block takes.
-struct PlainRows {
+// A row of q, for one key head.
+struct PlainRow {
   AttentionRequest request;
-  int32_t node, head;  // head: of keys
-  int32_t places;
-  const float* queries;  // [kRows, head_dim], shared memory
+  int32_t node, head;     // head: of keys
+  int32_t begin, places;  // it sees nothing before `begin`, the first place of a step
+
+  // True if a share has places that the row may see. Others change no sum.
+  PASS_EXT_DEVICE bool has_share(int32_t share) const {
+    return first_place_of_share(share) < places && first_place_of_share(share + 1) > begin;
+  }
 };
 
-// Adds the step of places from `first` on. T: of numbers, or uint8_t of codes.
-template <typename T, int kRows, int kColumns>
-PASS_EXT_DEVICE void add_step(const PlainAttention& plain, const PlainRows& rows, PlainScratch<kRows>& scratch,
-                              int32_t first, PlainSums<kRows, kColumns>& sums) {
+// Every lane of the warp must call it. A row of no request has no places.
+PASS_EXT_DEVICE PlainRow plain_row(const PlainAttention& plain, int64_t row, int32_t head) {
+  PlainRow found{};
+  const int64_t owner = owner_of(plain.problem, row);
+  if (owner < 0) return found;
+  found.request = request_of<true>(plain.problem, owner);
+  found.node = static_cast<int32_t>(row - found.request.first);
+  found.head = head;
+  found.begin = plain.lists.keys ? 0 : found.request.begin / kPlacesOfStep * kPlacesOfStep;
+  found.places = places_of(plain.problem, found.request, plain.lists, found.node);
+  return found;
+}
+
+// Adds the step of places from `first` on. T: of numbers, or uint8_t of codes. queries: [kHeads, head_dim], shared
+// memory.
+template <typename T, int kHeads, int kColumns>
+PASS_EXT_DEVICE void add_step(const PlainAttention& plain, const PlainRow& row, const float* queries,
+                              PlainScratch<kHeads>& scratch, int32_t first, PlainSums<kHeads, kColumns>& sums) {
   constexpr bool kHasCodes = sizeof(T) == 1;
   const AttentionProblem& problem = plain.problem;
   const int32_t thread = static_cast<int32_t>(thread_rank());
   const int32_t place = first + thread;
-  const int32_t key = place < rows.places ? key_at(problem, rows.request, plain.lists, rows.node, place) : -1;
-  float scores[kRows];
+  const int32_t key = place < row.places ? key_at(problem, row.request, plain.lists, row.node, place) : -1;
+  float scores[kHeads];
 #pragma unroll
   for (float& score : scores) score = float_of(0xff800000u);
   const T* value = nullptr;
   if (key >= 0) {
-    const T* const k = key_row<T>(problem, rows.request, problem.k_cache, problem.k_new, key, rows.head);
-    value = key_row<T>(problem, rows.request, problem.v_cache, problem.v_new, key, rows.head);
-    float dots[kRows] = {};
+    const T* const k = key_row<T>(problem, row.request, problem.k_cache, problem.k_new, key, row.head);
+    value = key_row<T>(problem, row.request, problem.v_cache, problem.v_new, key, row.head);
+    float dots[kHeads] = {};
     if (k != nullptr) {
-#pragma unroll(kRows > 4 ? 1 : 2)
+#pragma unroll(kHeads > 4 ? 1 : 2)
       for (int32_t i = 0; i < problem.head_dim; i += kWidthRead) {
         float numbers[kWidthRead];
         load_key(numbers, k + (kHasCodes ? kCodeHeader : 0) + i, plain.codes, plain.are_keys_wide);
 #pragma unroll
-        for (int r = 0; r < kRows; ++r)
+        for (int r = 0; r < kHeads; ++r)
 #pragma unroll
           for (int j = 0; j < kWidthRead; ++j)
-            dots[r] = fused(rows.queries[r * problem.head_dim + i + j], numbers[j], dots[r]);
+            dots[r] = fused(queries[r * problem.head_dim + i + j], numbers[j], dots[r]);
       }
       if constexpr (kHasCodes) {
         const float scale = scale_of_codes(k);
@@ -175,14 +193,14 @@ PASS_EXT_DEVICE void add_step(const PlainAttention& plain, const PlainRows& rows
       }
     }
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kHeads; ++r) {
       scores[r] = dots[r] * problem.scale;
       if (problem.softcap > 0.0f) scores[r] = softcapped(scores[r], problem.softcap);
       scores[r] *= kLog2E;
     }
   }
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kHeads; ++r) {
     float highest = scores[r];
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) {
@@ -192,11 +210,11 @@ PASS_EXT_DEVICE void add_step(const PlainAttention& plain, const PlainRows& rows
     if (lane_index() == 0) scratch.highest[warp_index()][r] = highest;
   }
   sync_block();  // the maxima are there, and the weights of the step before are read
-  float value_scale = 1.0f, shrink[kRows];
+  float value_scale = 1.0f, shrink[kHeads];
   if constexpr (kHasCodes)
     if (value != nullptr) value_scale = scale_of_codes(value);
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kHeads; ++r) {
     float highest = sums.highest[r];
 #pragma unroll
     for (int warp = 0; warp < kPlainWarps; ++warp)
@@ -211,8 +229,8 @@ PASS_EXT_DEVICE void add_step(const PlainAttention& plain, const PlainRows& rows
   }
   scratch.values[thread] = value;
   sync_block();
-  float added[kRows][kColumns] = {};  // added once: thousands of equal terms would all round the same way
-#pragma unroll(16 / kColumns)         // so many loads are under way at once
+  float added[kHeads][kColumns] = {};  // added once: thousands of equal terms would all round the same way
+#pragma unroll(16 / kColumns)          // so many loads are under way at once
   for (int i = 0; i < kPlacesOfStep; ++i) {
     const T* const from = static_cast<const T*>(scratch.values[i]);
 #pragma unroll
@@ -226,11 +244,11 @@ PASS_EXT_DEVICE void add_step(const PlainAttention& plain, const PlainRows& rows
           number = to_float(from[column]);
       }
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) added[r][c] = fused(scratch.weights[i][r], number, added[r][c]);
+      for (int r = 0; r < kHeads; ++r) added[r][c] = fused(scratch.weights[i][r], number, added[r][c]);
     }
   }
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kHeads; ++r) {
     float total = scratch.totals[0][r];
 #pragma unroll
     for (int warp = 1; warp < kPlainWarps; ++warp) total += scratch.totals[warp][r];
@@ -240,55 +258,48 @@ PASS_EXT_DEVICE void add_step(const PlainAttention& plain, const PlainRows& rows
   }
 }
 
-// T: of queries and the result; Stored: of keys and values, uint8_t for codes. kRows: the most heads of a block.
-template <typename T, typename Stored, int kRows, int kColumns>
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads, kRows > 4 ? 2 : 4)
+// T: of queries and the result; Stored: of keys and values, uint8_t for codes. kHeads: the most heads of a block.
+template <typename T, typename Stored, int kHeads, int kColumns>
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads, kHeads > 4   ? 2
+                                                      : kHeads > 1 ? 3
+                                                                   : 4)
     plain_attention_kernel(PASS_EXT_PARAMETER PlainAttention plain) {
   begin_kernel(plain);
-  PASS_EXT_SHARED(PlainScratch<kRows>, scratches, 1);
+  PASS_EXT_SHARED(PlainScratch<kHeads>, scratches, 1);
   const AttentionProblem& problem = plain.problem;
   float* const queries = dynamic_shared<float>();
   const int32_t thread = static_cast<int32_t>(thread_rank());
-  const int32_t tiles_of_head = (problem.group + kRows - 1) / kRows, tiles = problem.kv_heads * tiles_of_head;
-  const int64_t row = int64_t{block_index().x} / tiles, owner = owner_of(problem, row);
+  const int32_t tiles_of_head = (problem.group + kHeads - 1) / kHeads, tiles = problem.kv_heads * tiles_of_head;
   const int32_t tile = static_cast<int32_t>(int64_t{block_index().x} % tiles);
-  const int32_t head = tile / tiles_of_head, first = tile % tiles_of_head * kRows;  // of the heads of its key head
-  const int32_t count = problem.group - first < kRows ? problem.group - first : kRows;
-  const int64_t index = row * problem.heads + head * problem.group + first;  // row and head
-  const T* const q = static_cast<const T*>(problem.q) + index * problem.head_dim;
-  for (int32_t i = thread; i < kRows * problem.head_dim; i += kPlainThreads)
-    queries[i] = i < count * problem.head_dim ? to_float(q[i]) : 0.0f;
-  PlainRows rows{};
-  rows.queries = queries;
-  if (owner >= 0) {
-    rows.request = request_of<true>(problem, owner);
-    rows.node = static_cast<int32_t>(row - rows.request.first);
-    rows.head = head;
-    rows.places = places_of(problem, rows.request, plain.lists, rows.node);
-  }
-  sync_block();  // the queries are there
+  const int32_t head = tile / tiles_of_head, first = tile % tiles_of_head * kHeads;  // first: of the key head's
+  const int32_t count = problem.group - first < kHeads ? problem.group - first : kHeads;
+  const PlainRow row = plain_row(plain, int64_t{block_index().x} / tiles, head);
   const bool is_part = plain.parts != nullptr;
-  PlainSums<kRows, kColumns> sums;
-  sums.clear();
   const int32_t first_share = is_part ? static_cast<int32_t>(block_index().y) : 0;
-  // Keys before it are hidden: leaving them out changes no sum.
-  const int32_t begin = plain.lists.keys ? 0 : rows.request.begin / kPlacesOfStep * kPlacesOfStep;
+  if (is_part && !row.has_share(first_share)) return;  // plain_combine_kernel does not ask for it
+  const int64_t index = int64_t{block_index().x} / tiles * problem.heads + head * problem.group + first;
+  const T* const q = static_cast<const T*>(problem.q) + index * problem.head_dim;
+  for (int32_t i = thread; i < kHeads * problem.head_dim; i += kPlainThreads)
+    queries[i] = i < count * problem.head_dim ? to_float(q[i]) : 0.0f;
+  sync_block();  // the queries are there
+  PlainSums<kHeads, kColumns> sums;
+  sums.clear();
 #pragma unroll 1
   for (int32_t share = first_share; share < (is_part ? first_share + 1 : plain.shares); ++share) {
+    if (!row.has_share(share)) continue;
     const int64_t from = first_place_of_share(share), to = first_place_of_share(share + 1);
-    if (from >= rows.places) break;
-    if (to <= begin) continue;
-    PlainSums<kRows, kColumns> part;
+    const int32_t end = to < row.places ? static_cast<int32_t>(to) : row.places;
+    PlainSums<kHeads, kColumns> part;
     part.clear();
-    const int32_t end = to < rows.places ? static_cast<int32_t>(to) : rows.places;
 #pragma unroll 1
-    for (int32_t step = from > begin ? static_cast<int32_t>(from) : begin; step < end; step += kPlacesOfStep)
-      add_step<Stored>(plain, rows, scratches[0], step, part);
+    for (int32_t step = from > row.begin ? static_cast<int32_t>(from) : row.begin; step < end; step += kPlacesOfStep)
+      add_step<Stored>(plain, row, queries, scratches[0], step, part);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) sums.add(r, part.highest[r], part.total[r], [&](int c) { return part.sums[r][c]; });
+    for (int r = 0; r < kHeads; ++r)
+      sums.add(r, part.highest[r], part.total[r], [&](int c) { return part.sums[r][c]; });
   }
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kHeads; ++r) {
     if (r >= count) continue;
     if (!is_part) {
       sums.template write<T>(problem, index + r, r);
@@ -313,10 +324,12 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads) plain_combine_kernel(PASS_
   const AttentionProblem& problem = plain.problem;
   constexpr int kColumns = kMostValueDim / kPlainThreads;
   const int64_t index = block_index().x, stride = problem.value_dim + int64_t{2};
+  const PlainRow row = plain_row(plain, index / problem.heads, 0);
   PlainSums<1, kColumns> sums;
   sums.clear();
 #pragma unroll 4
   for (int32_t share = 0; share < plain.shares; ++share) {
+    if (!row.has_share(share)) continue;
     const float* const part = plain.parts + (share * problem.rows * problem.heads + index) * stride;
     sums.add(0, part[problem.value_dim], part[problem.value_dim + 1], [&](int c) {
       const int32_t column = static_cast<int32_t>(thread_rank()) + kPlainThreads * c;
@@ -326,25 +339,26 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads) plain_combine_kernel(PASS_
   sums.template write<T>(problem, index, 0);
 }
 
-// The host's plan: how many blocks, whether they take a share each, and the floats of their parts.
+// The host's plan: how many blocks, whether they take a share each, and the floats of their parts. Shapes alone decide,
+// so there are shares for all slots of the cache; blocks of those that a text has not end at once.
 struct PlainPlan {
   int64_t blocks;
   int32_t shares;
   int64_t workspace;  // 0: a block adds up all shares
 };
 
-constexpr int kPlainWideRows = 8, kPlainRows = 4;
-
-// The heads of a block.
-inline int32_t plain_rows_of(const AttentionProblem& problem) {
-  return problem.value_dim > kPlainThreads ? kPlainWideRows : problem.group == 1 ? 1 : kPlainRows;
+// The heads of a block: the more, the fewer times a key is read, as far as registers hold the sums of their columns.
+constexpr int kPlainHeads = 4, kPlainWideHeads = 8;
+inline int32_t plain_heads_of(const AttentionProblem& problem) {
+  if (problem.value_dim > 2 * kPlainThreads) return kPlainWideHeads;  // most often latents, which all heads share
+  return problem.group == 1 && problem.value_dim <= kPlainThreads ? 1 : kPlainHeads;
 }
 
 inline PlainPlan plan_plain_attention(const AttentionProblem& problem, const KeyLists& lists, int32_t multiprocessors) {
   constexpr int64_t kEnoughBlocks = 2;  // of a multiprocessor
-  const int64_t rows = plain_rows_of(problem);
+  const int64_t heads = plain_heads_of(problem);
   PlainPlan plan{};
-  plan.blocks = problem.rows * problem.kv_heads * ((problem.group + rows - 1) / rows);
+  plan.blocks = problem.rows * problem.kv_heads * ((problem.group + heads - 1) / heads);
   plan.shares = shares_of(lists.keys ? lists.size : problem.slots + (problem.k_new.data ? problem.max_nodes : 0));
   if (plan.shares > 1 && plan.blocks < kEnoughBlocks * multiprocessors)
     plan.workspace = plan.shares * problem.rows * problem.heads * (problem.value_dim + int64_t{2});
@@ -354,12 +368,13 @@ inline PlainPlan plan_plain_attention(const AttentionProblem& problem, const Key
 template <typename T, typename Stored>
 void launch_plain_attention_of(const PlainAttention& plain, const PlainPlan& plan, Stream stream) {
   const AttentionProblem& problem = plain.problem;
-  const int64_t rows = plain_rows_of(problem), shares = plan.workspace > 0 ? plan.shares : 1;
+  const int64_t heads = plain_heads_of(problem), shares = plan.workspace > 0 ? plan.shares : 1;
   LaunchShape shape{{plan.blocks, shares}, {kPlainThreads}};
-  shape.dynamic_shared_bytes = rows * problem.head_dim * sizeof(float);
-  auto* const kernel = rows == 1            ? plain_attention_kernel<T, Stored, 1, 1>
-                       : rows == kPlainRows ? plain_attention_kernel<T, Stored, kPlainRows, 1>
-                                            : plain_attention_kernel<T, Stored, kPlainWideRows, 4>;
+  shape.dynamic_shared_bytes = heads * problem.head_dim * sizeof(float);
+  auto* const kernel = heads == kPlainWideHeads            ? plain_attention_kernel<T, Stored, kPlainWideHeads, 4>
+                       : problem.value_dim > kPlainThreads ? plain_attention_kernel<T, Stored, kPlainHeads, 2>
+                       : heads == 1                        ? plain_attention_kernel<T, Stored, 1, 1>
+                                                           : plain_attention_kernel<T, Stored, kPlainHeads, 1>;
   launch("attention_tree", kernel, shape, stream, plain);
   if (plan.workspace > 0)
     launch("attention_tree (combine)", plain_combine_kernel<T>,

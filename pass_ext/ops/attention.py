@@ -95,8 +95,8 @@ def attention_tree(
             and no other is read. Key p is position p of the prefix, key ``prefix_len + j`` is node j; ascending, then -1. Rows
             may be strided. None: all keys.
         batch_invariant: a row's numbers have the bits that the row has alone, with its path in the cache. On the CPU they
-            always have. On CUDA they always have in float32, with key_lists and at the widths without a fast kernel; for the
-            others this takes a kernel that adds in one order and is slower.
+            always have, in trees of up to 64 nodes. On CUDA they always have in float32, with key_lists and at the widths
+            without a fast kernel; for the others this takes a kernel that adds in one order and is slower.
 
     Returns:
         ``(out [N, Hq, Dv] in q's dtype, lse [N, Hq] float32)``; lse is the natural log of the sum of exponentials, without a

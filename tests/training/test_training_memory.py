@@ -1,47 +1,17 @@
 """The memory of a training step: the plan of a dry run against the bytes of all tensors that are alive at once."""
 
 import dataclasses
-import weakref
 
 import pytest
 import torch
+from support.alive import Alive
 from support.training_models import SETTINGS, Letters, counting, slots_for
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pass_ext.training.common.run import Windows
 from pass_ext.training.lookahead.dry_run import memory_of
 from pass_ext.training.lookahead.loop import LookaheadTrainer
 
 transformers = pytest.importorskip("transformers")
-
-
-class Alive(TorchDispatchMode):
-    """Counts the bytes of storages that operations made and that live; ``peak`` is the most."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-        self._known = set()
-
-    def add(self, tensor):
-        storage = tensor.untyped_storage()
-        key, size = id(storage), storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._drop, key, size)
-
-    def _drop(self, key, size):
-        self._known.discard(key)
-        self.now -= size
-
-    def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        found = function(*arguments, **(named or {}))
-        for part in torch.utils._pytree.tree_leaves(found):
-            if isinstance(part, torch.Tensor):
-                self.add(part)
-        return found
 
 
 @pytest.mark.parametrize("loss", ["kl", "total-variation", "cross-entropy"])

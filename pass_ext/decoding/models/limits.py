@@ -36,7 +36,7 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
         )
     if getattr(text, "ple_layer_ids", None):
         raise ValueError(
-            f"{name} looks up n-grams of tokens in its layers (ple_layer_ids), so look-ahead rows cannot be given to it"
+            f"{name} looks up n-grams of tokens in its layers (ple_layer_ids), which rows of a tree have not in front of them"
         )
     reason = indexed.unserved(unwrapped(model))
     if reason is not None:

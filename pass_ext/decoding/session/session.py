@@ -62,9 +62,9 @@ class Session:
             each token and head (``quantize_rows``). All rows attend to the stored numbers, so every method writes ``Plain``'s
             text over the same cache. None: in the model's dtype.
         batch_invariant: True: each row of a call has the bits that it has alone, on a GPU too, and rows of prompts as well: so
-            every method writes ``Plain``'s text to the token, alone and in any batch. Slower: linear layers of any size and of
-            any number of rows are ``linear_rows``, and on a GPU attention adds in one order. False: on the CPU rows of steps
-            have these bits anyway.
+            greedy and coupled texts are ``Plain``'s to the token, alone and in any batch. Slower: linear layers of any size and
+            of any number of rows are ``linear_rows``, and on a GPU attention adds in one order. False: on the CPU rows of
+            steps have these bits anyway.
     """
 
     def __init__(

@@ -113,10 +113,10 @@ class StepAttention(StepAttend):
         self._keep(layer, kept, front, dims, options, is_shared=True)
         session, (request,) = self._session, requests
         rows = torch.cat((session.caches[layer][0][request, : session.prefix_lens[request]], kept))
-        rows = rows[..., : self._header + widths[0]]
+        rows = rows[..., : self._header + dims[0]]
         if session.cache_dtype is not None:
             rows = dequantize_rows(rows, k.dtype)
-        keys, values = latents.heads(rows[..., : dims[0]])
+        keys, values = latents.heads(rows)
         dims = keys.shape[-1], values.shape[-1]
         widths = padded_widths(*dims, q.device)
         q, keys, values = padded(q, widths[0]), padded(keys, widths[0]), padded(values, widths[1])

@@ -29,6 +29,7 @@ from torch import Tensor
 _FAILED = "pass_ext/failed"  # key of the store: why the first rank that failed did
 _ENDED = "pass_ext/ended"  # how many ranks have
 _ANSWER = timedelta(seconds=5)  # of the store, at most
+_OTHERS_END = 60.0  # seconds that the first rank gives the others to read the store
 _Value = TypeVar("_Value")
 
 
@@ -149,12 +150,13 @@ def launched(minutes: float) -> Iterator[Ranks]:
         _let_go(error)
         if reason is None or reason.startswith(f"rank {ranks.rank} "):
             raise
-        raise SystemExit(f"rank {ranks.rank} stops, because {reason}") from error
+        here = "" if isinstance(error, _Gone) else f"; here {type(error).__name__}: {error}"
+        raise SystemExit(f"rank {ranks.rank} stops, because {reason}{here}") from error
     finally:
         if not was_there:
             dist.destroy_process_group()
             if is_heard and not dist.is_torchelastic_launched():
-                _end_in_order(store, ranks, minutes)
+                _end_in_order(store, ranks)
 
 
 def _reason(store: Any, rank: int, error: BaseException) -> str | None:
@@ -177,10 +179,10 @@ def _let_go(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _end_in_order(store: Any, ranks: Ranks, minutes: float) -> None:
+def _end_in_order(store: Any, ranks: Ranks) -> None:
     """The first rank waits until all have ended: where no launcher keeps the store, it ends with this rank, and the others may
     not have read it yet."""
-    latest = time.monotonic() + 60 * minutes
+    latest = time.monotonic() + _OTHERS_END
     with suppress(Exception):
         ended = store.add(_ENDED, 1)
         while ranks.is_first and ended < ranks.count and time.monotonic() < latest:

@@ -2,7 +2,8 @@
 
 memory of a device = model + 16 bytes a trained parameter (itself, gradient, Adam's two moments) + what the slots' pass keeps
 for its gradient + a chunk of the loss: logits of rows and of teachers, and three times as many numbers in float32; with
---loss cross-entropy logits of rows, and as many. Of offloaded tensors, which come one by one, the model has the largest.
+--loss cross-entropy logits of rows, and as many. Quantised and offloaded weights come in full one by one: the model has the
+largest of them besides.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ def plan_of(
 def memory_of(trainer: LookaheadTrainer, model: Any, *, rows: int, loss: str) -> dict[str, int]:
     """Bytes that a step of so many rows of slots takes, by what they are for."""
     trained, weights = list(trainer.module.parameters()), list(model.parameters())
-    offloaded = [weight.numel() * weight.element_size() for weight in weights if weight.is_meta]
+    head = model.get_output_embeddings().weight
+    in_full = [weight.numel() * head.element_size() for weight in weights if not is_plain(weight)]
     return {
-        "model": sum(map(bytes_of, weights)) + max(offloaded, default=0),
+        "model": sum(map(bytes_of, weights)) + max(in_full, default=0),
         "trained": 16 * sum(parameter.numel() for parameter in trained),
         "kept for the gradient": kept_bytes(lambda: trainer.loss(0), [*weights, *trained]),
-        "loss": chunk_bytes(model.get_output_embeddings().weight, rows, loss),
+        "loss": chunk_bytes(head, rows, loss),
     }
 
 

@@ -247,6 +247,31 @@ def test_transformers_caches_go_in_and_out(family):
         assert torch.equal(result.sequences, want)
 
 
+def test_an_indexers_keys_of_any_width():
+    """20 numbers, padded to 32 in the cache, of layers whose other keys are padded to 32 too."""
+    model = tiny_model("deepseek_v32", index_head_dim=20)
+    ids, mask = ragged_prompts(4)
+    want = greedy_of_transformers(model, ids, mask, NEW, **GREEDY)
+    options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
+    session = Session(model)
+    assert torch.equal(generate(model, ids, NGram(shortest=1), session=session, **options).sequences, want)
+    assert widths(session) == [(32 + 32, 16)] * 2
+    texts = want[:, ids.shape[1] :]
+    fresh = dict(max_new_tokens=4, attention_mask=torch.ones_like(texts), eos_token_id=[])
+    for codes in (None, torch.int8):
+        session = Session(model, cache_dtype=codes)
+        alone = generate(model, texts, session=session, **fresh).sequences
+        past = [(keys[:, :5], values[:, :5]) for keys, values in session.caches]
+        begun = Session(model, past=(past, 5), cache_dtype=codes)
+        assert torch.equal(generate(model, texts, session=begun, **fresh).sequences, alone)
+    cache, own = (transformers.DynamicCache(config=model.config) for _ in range(2))
+    name, custom = cache_name(type(model).forward), pass_ext.custom_generate(NGram(shortest=1))
+    greedy_of_transformers(model, texts[:, :8], None, 2, **GREEDY, custom_generate=custom, **{name: cache})
+    model(texts[:, :8], **{name: own})
+    for layer, theirs in zip(cache.layers, own.layers, strict=True):
+        torch.testing.assert_close(layer.indexer_keys[:, :8], theirs.indexer_keys, rtol=1e-5, atol=1e-5)
+
+
 def test_real_head_sizes():
     """Latents of 512 and 64 numbers, and 128 of an indexer's key: rows of 704."""
     model = tiny_model("deepseek_v32")
@@ -432,20 +457,16 @@ def test_kernels_and_widths_of_a_gpu_on_the_emulator(codes, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_a_gpu(family):
-    """The CPU's texts, over the model's own cache and over codes. A model whose steps wait for the host has no graph."""
+    """The CPU's texts, and over codes Plain's. A model whose steps wait for the host has no graph."""
     model, (ids, mask) = tiny_model(family), ragged_prompts(6)
     options = dict(max_new_tokens=NEW, eos_token_id=[])
-    want = {}
-    for codes in (None, torch.int8):
-        session = Session(model, cache_dtype=codes)
-        want[codes] = generate(model, ids, session=session, attention_mask=mask, **options).sequences
+    want = {None: generate(model, ids, attention_mask=mask, **options).sequences}
     model, ids, mask = model.cuda(), ids.cuda(), mask.cuda()
-    methods = Plain(), NGram(shortest=1), PaSS(slots_for(model), tree=Tree.from_branching((2, 2)), rows=24)
-    for codes, text in want.items():
-        for method in methods:
+    for codes in (None, torch.int8):
+        for method in (Plain(), NGram(shortest=1), PaSS(slots_for(model), tree=Tree.from_branching((2, 2)), rows=24)):
             session = Session(model, cache_dtype=codes, cuda_graphs=False)
-            got = generate(model, ids, method, session=session, attention_mask=mask, **options).sequences
-            assert torch.equal(got.cpu(), text), (codes, method)
+            got = generate(model, ids, method, session=session, attention_mask=mask, **options).sequences.cpu()
+            assert torch.equal(got, want.setdefault(codes, got)), (codes, method)
     with pytest.warns(UserWarning, match="cannot be a CUDA graph.*choice of keys"):
         got = generate(model, ids, session=Session(model), attention_mask=mask, **options).sequences
     assert torch.equal(got.cpu(), want[None])

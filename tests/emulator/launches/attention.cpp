@@ -59,9 +59,8 @@ pass_ext::KeyLists key_lists(const Arguments& given) {
 }
 
 bool is_plain(const Arguments& given, const pass_ext::AttentionProblem& problem) {
-  const bool has_codes = given("codes") != 0;
-  return given("batch_invariant") != 0 || key_lists(given).keys ||
-         (has_codes ? pass_ext::gpu::is_plain_of_codes(problem) : pass_ext::gpu::is_plain(problem));
+  return pass_ext::gpu::is_plain(problem, static_cast<pass_ext::CodeType>(given("codes")), key_lists(given),
+                                 given("batch_invariant") != 0);
 }
 
 pass_ext::gpu::PlainPlan plain_plan(const Arguments& given, const pass_ext::AttentionProblem& problem) {
@@ -71,7 +70,6 @@ pass_ext::gpu::PlainPlan plain_plan(const Arguments& given, const pass_ext::Atte
 // The floats of the workspace.
 int64_t attention_workspace(const Arguments& given) {
   const pass_ext::AttentionProblem problem = attention_problem(given);
-  if (problem.rows == 0 || problem.heads == 0) return 0;
   return is_plain(given, problem) ? plain_plan(given, problem).workspace : attention_plan(given, problem).workspace;
 }
 

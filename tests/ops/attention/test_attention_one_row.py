@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 from attention_cases import BUSHY, CATERPILLAR, CHAIN, ORDERED, RANDOM, UNIFORM, attention_case
-from attention_checks import FLOATS, assert_same_runs, is_small, run, sized, solved
+from attention_checks import FLOATS, assert_right, assert_same_runs, is_small, run, sized, solved
 from emulator.ops.attention import attention_tree
 
-from pass_ext.reference.attention import attention_mask
+from pass_ext.reference.attention import attention_mask, attention_terms
 
 # Trees whose columns end within a tile of 64, that begin or end one, and around the end of a chunk of 512.
 PREFIXES = (0, 1, 37, 58, 62, 63, 64, 100, 505, 509, 511, 512, 700, 1020)
@@ -38,6 +38,7 @@ def assert_rows_are_alone(backend, prefix, nodes, **options):
     case = attention_case([prefix], [nodes], new=True, **options) | {"batch_invariant": True}
     bits = attention_mask(0, case["visible"])[:, :nodes]
     together = run(backend, case)
+    assert_right(together, case, attention_terms(**{name: case[name] for name in case if name != "batch_invariant"}))
     for node in range(0, nodes, sized(backend, max(1, nodes // 4), 1)):
         assert_same_runs([tensor[node : node + 1] for tensor in together], run(backend, one_row(case, node, bits)))
 
@@ -66,6 +67,12 @@ def test_in_a_window(backend, window):
 def test_in_chunks(backend, chunk):
     for prefix in some(backend, (0, 37, 60, 130, 509, 1020)):
         assert_rows_are_alone(backend, prefix, 9, mask=UNIFORM, chunk=chunk, seed=prefix)
+
+
+def test_far_behind_the_start(backend):
+    """Where shares hold several steps: around the end of one in a window, and over all that is in front."""
+    assert_rows_are_alone(backend, 9214, 5, mask=BUSHY, window=50)
+    assert_rows_are_alone(backend, 4350, 3, mask=CHAIN, heads=(1, 2))
 
 
 def test_in_large_trees(backend):

@@ -6,15 +6,17 @@ from functools import partial
 
 import pytest
 import torch
+from support.alive import Alive
 from support.small_models import BYTES, byte_tokenizer, small_model
-from support.training_models import WEIGHTS, counting, slots_for, windows_of
+from support.training_models import SETTINGS, WEIGHTS, Letters, counting, slots_for, windows_of
 
 from pass_ext.__main__ import main
 from pass_ext.checkpoint import load_checkpoint
 from pass_ext.training.common.frozen_model import bytes_of
 from pass_ext.training.common.options import PACKAGES
-from pass_ext.training.lookahead.dry_run import kept_bytes
-from pass_ext.training.lookahead.loop import step_loss
+from pass_ext.training.common.run import Windows
+from pass_ext.training.lookahead.dry_run import kept_bytes, memory_of
+from pass_ext.training.lookahead.loop import LookaheadTrainer, step_loss
 
 pytest.importorskip("transformers")
 for package in ("accelerate", *PACKAGES):
@@ -113,6 +115,34 @@ def test_gradients_are_those_of_the_same_weights_in_full_and_no_weight_is_kept(f
     bits = {"int8": 8, "fp8": 8, "int4": 10}  # torchao keeps four bits in eight, and scales of groups
     linear = model.model.layers[1].mlp.up_proj.weight
     assert bytes_of(linear) == pytest.approx(linear.numel() * bits.get(form, 0 if "disk" in form else 32) / 8, rel=0.15)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A model that is more than half of a step's memory in 8 bits."""
+    path = tmp_path_factory.mktemp("wide")
+    sizes = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, head_dim=64)
+    small_model("llama", vocab_size=256, **sizes).save_pretrained(path / "model")
+    byte_tokenizer().save_pretrained(path / "model")
+    return path
+
+
+@pytest.mark.parametrize("form", sorted({*FORMS} - {"device_map"}))  # on one CPU a plain model
+def test_a_step_takes_the_memory_that_the_plan_says(wide, form):
+    keywords = arguments_of(form, wide)
+    if "disk" in form:
+        keywords["device_map"] = {**PLACES, **{f"model.layers.{layer}": "disk" for layer in (1, 2, 3)}}
+    model, _ = load_checkpoint(wide / "model", torch.float32, **keywords)
+    model.requires_grad_(False)
+    windows = Windows(Letters(), (), counting(9, 96), 1.0, 96, 2, 4, 4, 0)
+    trainer = LookaheadTrainer(model, slots_for(model, 4, adapters=1).float(), windows, SETTINGS)
+    plan = memory_of(trainer, model, rows=2 * 4 * 4, loss="kl")
+    assert plan["model"] > 0.5 * sum(plan.values())
+    with Alive() as alive:
+        for parameter in (*model.parameters(), *trainer.module.parameters()):
+            alive.add(parameter)
+        trainer.run(2)
+    assert alive.peak == pytest.approx(sum(plan.values()), rel=0.15)
 
 
 @pytest.mark.parametrize(

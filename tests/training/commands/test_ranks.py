@@ -89,7 +89,7 @@ def run_ranks(count, lines, folder):
     ports = free_ports(len(lines))
     file.write_text(json.dumps([(planted, port, line) for (planted, line), port in zip(lines, ports, strict=True)]))
     started = start_ranks(count, str(Path(__file__).parent / "ranks_job.py"), str(file))
-    errors = [process.communicate(timeout=200)[1] for process in started]
+    errors = [process.communicate(timeout=400)[1] for process in started]
     assert [process.returncode for process in started] == [0] * count, "\n".join(errors)
     return [json.loads(Path(f"{file}.{rank}").read_text()) for rank in range(count)]
 
