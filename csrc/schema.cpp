@@ -40,6 +40,9 @@ STABLE_TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
       "cache_commit_(Tensor(a!)[] caches, Tensor prefix_lens, Tensor cu_nodes, Tensor path, Tensor num_accepted, "
       "Tensor[] new, Tensor? block_table) -> ()");
 
+  // quantized
+  library.def("quantize_rows(Tensor rows, ScalarType dtype) -> Tensor");
+
   // draft
   library.def(
       "draft_sample(Tensor logits, int k, int mode, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, "

@@ -10,6 +10,7 @@
 
 #include "core/half.h"
 #include "core/platform.h"
+#include "core/step.h"
 
 namespace pass_ext {
 
@@ -17,6 +18,15 @@ namespace pass_ext {
 enum class CodeType : int32_t { none, int8, float8_e4m3, float8_e5m2 };
 
 constexpr int32_t kCodeHeader = 16;  // bytes; pass_ext.ops.quantized.CODE_HEADER
+
+// Rows of numbers of type T, and the same as codes.
+template <typename T>
+struct QuantizeRows {
+  RowGroups<T> from;  // [rows, dim]
+  uint8_t* to;        // [rows, kCodeHeader + dim]
+  int64_t rows, dim;
+  CodeType codes;
+};
 
 PASS_EXT_HOST_DEVICE float scale_of_codes(const uint8_t* row) {
   float scale;
@@ -36,6 +46,12 @@ PASS_EXT_HOST_DEVICE float value_of_code(CodeType type, uint8_t code) {
 // The largest code; pass_ext.ops.quantized.MOST_OF_CODES.
 PASS_EXT_HOST_DEVICE float most_of_codes(CodeType type) {
   return type == CodeType::int8 ? 127.0f : type == CodeType::float8_e4m3 ? 448.0f : 57344.0f;
+}
+
+// The scale of a row whose largest size has these bits, in whose order a NaN is above all numbers.
+PASS_EXT_HOST_DEVICE float scale_for(uint32_t highest, float most) {
+  constexpr uint32_t kInfinityBits = 0x7f800000u;
+  return highest > kInfinityBits ? float_of(0x7fc00000u) : float_of(highest) / most;
 }
 
 // The code in fp8 nearest to a number of at most the largest code, ties to even. kFraction bits of fraction: 3 in e4m3,

@@ -233,18 +233,6 @@ void attend_on_cpu(const AttentionProblem& problem, CodeType codes, const KeyLis
   for_each_piece(std::max<int64_t>(1, threads), run);
 }
 
-void encode_on_cpu(CodeType codes, FloatType type, const void* from, void* to, int64_t rows, int32_t dim) {
-  const auto run = [&](auto number) {
-    const auto* numbers = static_cast<const decltype(number)*>(from);
-    PASS_EXT_AT_ISA(encode_rows(codes, numbers, static_cast<uint8_t*>(to), rows, dim));
-  };
-  switch (type) {
-    case FloatType::bfloat16: return run(bfloat16{});
-    case FloatType::float16: return run(float16{});
-    case FloatType::float32: return run(0.0f);
-  }
-}
-
 namespace {
 
 void check_and_attend(const AttentionProblem& problem, CodeType codes, const KeyLists& lists, bool, const Tensor&) {

@@ -57,7 +57,5 @@ struct AttentionScratch {
 void check_attention_values(const char* op, const AttentionProblem& problem, const KeyLists& lists = {});
 // Fills in problem.out and problem.lse. The values are checked.
 void attend_on_cpu(const AttentionProblem& problem, CodeType codes, const KeyLists& lists = {});
-// Rows [rows, dim] of keys or values in `type` as rows of codes, one after the other.
-void encode_on_cpu(CodeType codes, FloatType type, const void* from, void* to, int64_t rows, int32_t dim);
 
 }  // namespace pass_ext

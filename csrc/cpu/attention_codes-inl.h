@@ -1,6 +1,5 @@
-// Rows of keys and values in 8 bits, read and made on the CPU at one instruction set (see each_isa.h). A row is a
-// header, which begins with its scale, and a code for each number: core/quantized.h. The text follows that of
-// product-inl.h.
+// Rows of keys and values in 8 bits, read on the CPU at one instruction set (see each_isa.h). A row is a header, which
+// begins with its scale, and a code for each number: core/quantized.h. The text follows that of product-inl.h.
 
 // The values of codes without their scale. Those in fp8 are fp16 with fewer bits: e5m2 the upper half of one, e4m3 one
 // whose exponent is 8 less.
@@ -50,36 +49,4 @@ void decode(CodeType type, const uint8_t* row, float factor, T* to, int32_t dim)
     put([](const uint8_t* from) { return load_codes<CodeType::float8_e4m3>(from); });
   else
     put([](const uint8_t* from) { return load_codes<CodeType::float8_e5m2>(from); });
-}
-
-// A row of numbers as codes of one type: header and codes, as quantize_rows makes them.
-template <CodeType type, typename T>
-void encode_row(const T* row, uint8_t* to, int32_t dim) {
-  constexpr uint32_t kInfinityBits = 0x7f800000u;
-  const float most = most_of_codes(type);
-  uint32_t highest = 0;  // of sizes as bits, in whose order a NaN is above all
-  for (int32_t d = 0; d < dim; ++d) {
-    const uint32_t size = bits_of(to_float(row[d])) & 0x7fffffffu;
-    highest = size > highest ? size : highest;
-  }
-  const float scale = highest > kInfinityBits ? float_of(0x7fc00000u) : float_of(highest) / most;
-  memset(to, 0, kCodeHeader);
-  memcpy(to, &scale, sizeof scale);
-  uint8_t* const codes = to + kCodeHeader;
-  float numbers[kMostKeyDim];
-  for (int32_t d = 0; d < dim; d += Floats::width) store(numbers + d, load(row + d) / spread(scale));
-  for (int32_t d = 0; d < dim; ++d) codes[d] = code_of(type, numbers[d], most);
-}
-
-// Rows [rows, dim] of numbers as rows of codes, [rows, header and dim].
-template <typename T>
-void encode_rows(CodeType type, const T* from, uint8_t* to, int64_t rows, int32_t dim) {
-  for (int64_t row = 0; row < rows; ++row, from += dim, to += kCodeHeader + dim) {
-    if (type == CodeType::int8)
-      encode_row<CodeType::int8>(from, to, dim);
-    else if (type == CodeType::float8_e4m3)
-      encode_row<CodeType::float8_e4m3>(from, to, dim);
-    else
-      encode_row<CodeType::float8_e5m2>(from, to, dim);
-  }
 }

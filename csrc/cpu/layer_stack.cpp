@@ -17,6 +17,7 @@
 
 #include "cpu/attention.h"
 #include "cpu/layer_pack.h"
+#include "cpu/quantized.h"
 #include "cpu/workers.h"
 #include "host/attention.h"
 #include "host/cache.h"
@@ -217,7 +218,7 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
   const Tensor x = contiguous_of(op, "x", input);
   const int64_t out_rows = wanted ? wanted->size(0) : rows;
   const Tensor out = empty_of_shape(op, x, {out_rows, head ? head->size(0) : width});
-  const CodeType codes = codes_of(caches.tensor(0));
+  const CodeType codes = codes_of(caches.tensor(0).scalar_type());
   const int64_t row_width = head_dim + (codes == CodeType::none ? 0 : kCodeHeader);  // of a key or value in the caches
   const Tensor fresh_rows = empty_of_shape(op, x, {2 * count, rows, kv_heads, row_width},
                                            codes == CodeType::none ? x.scalar_type() : caches.tensor(0).scalar_type());
@@ -296,7 +297,12 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
       before_attention(stack[l].before, added[l], options, rotations[rotates[l]], stream, rows, queries, k, v);
       problem.k_cache = cache_rows[2 * l];
       problem.v_cache = cache_rows[2 * l + 1];
-      if (numbers) encode_on_cpu(codes, problem.type, k, fresh, 2 * rows * kv_heads, problem.head_dim);
+      if (numbers)
+        quantize_on_cpu(QuantizeRows<T>{{k, 2 * rows * kv_heads, 0, head_dim},
+                                        reinterpret_cast<uint8_t*>(fresh),
+                                        2 * rows * kv_heads,
+                                        head_dim,
+                                        codes});
       problem.k_new.data = fresh;
       problem.v_new.data = fresh + new_bytes;
       problem.window = static_cast<int32_t>(windows[l]);

@@ -8,8 +8,8 @@
 
 #include "core/attention.h"
 #include "core/attention_lists.h"
-#include "core/quantized.h"
 #include "host/packed.h"
+#include "host/quantized.h"
 
 namespace pass_ext {
 
@@ -34,16 +34,6 @@ struct AttentionArguments {
   int64_t chunk;
   CodeType codes;  // of K and V
 };
-
-// The codes that K and V are; none: they are numbers in q's dtype, or of a dtype that they cannot have.
-inline CodeType codes_of(const Tensor& cache) {
-  switch (cache.scalar_type()) {
-    case ScalarType::Char: return CodeType::int8;
-    case ScalarType::Float8_e4m3fn: return CodeType::float8_e4m3;
-    case ScalarType::Float8_e5m2: return CodeType::float8_e5m2;
-    default: return CodeType::none;
-  }
-}
 
 // The dtype of K and V.
 inline ScalarType key_dtype(const AttentionArguments& arguments) {
@@ -231,7 +221,7 @@ AttentionResult attention_tree(const Tensor& q, const Tensor& k_cache, const Ten
   AttentionProblem problem{};
   check_queries(op, q);  // before they are copied
   const Tensor flat_q = contiguous_of(op, "q", q);
-  const CodeType codes = codes_of(k_cache);
+  const CodeType codes = codes_of(k_cache.scalar_type());
   const KeyLists lists = checked_lists(op, key_lists, q);
   const AttentionResult result =
       prepare_attention(op,

@@ -1,18 +1,25 @@
 """``quantize_rows`` and ``dequantize_rows``: rows of keys and values in 8 bits, as ``attention_tree`` reads them.
 
 A row is 16 bytes, of which the first four are a float32 scale and the others 0, and then a code for each number:
-csrc/core/quantized.h.
+csrc/core/quantized.h. Kernels: csrc/cpu/quantized.cpp, csrc/cuda/quantized.cuh.
 """
 
 import torch
 from torch import Tensor
+
+from pass_ext._library import ops
+from pass_ext.ops.common.arguments import typed
+from pass_ext.ops.common.kernels import call, fake_kernel, refuse_gradients
 
 CODE_HEADER = 16
 """Bytes in front of the codes of a row: kCodeHeader of csrc/core/quantized.h."""
 MOST_OF_CODES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """The largest code of each dtype."""
 
+_op = ops.quantize_rows.default
 
+
+@typed("pass_ext::", page="ops/attention")
 def quantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of keys or values ``[..., D]`` in 8 bits, ``[..., 16 + D]``: one scale for each row, so for each token and head.
 
@@ -21,13 +28,16 @@ def quantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     write the same text.
 
     Args:
-        rows: bfloat16, float16 or float32.
+        rows: bfloat16, float16 or float32, D at least 1; any strides.
         dtype: torch.int8, torch.float8_e4m3fn or torch.float8_e5m2.
 
     Returns:
         Contiguous rows in dtype. Their first 16 numbers are bytes of the header: a float32, the largest number of the row by
         its size over the largest code, and zeros. Codes are numbers over this scale, rounded to the nearest, ties to even. A
         row of zeros is zeros; a row with a NaN or infinite number is all NaN.
+
+    The same bits on every device. One launch on CUDA, which can be part of a graph. No gradients, reverse or forward: the op
+    raises if rows require one.
 
     Example:
 
@@ -37,25 +47,19 @@ def quantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
         >>> pass_ext.layers.dequantize_rows(rows)
         tensor([[ 1.0000, -0.5039,  0.2520,  0.0000]])
     """
-    most = _most_of(dtype)
-    numbers = rows.float()
-    scale = (numbers.abs().amax(-1) / most).clone(memory_format=torch.contiguous_format)[..., None]
-    codes = (numbers / scale).nan_to_num_(0.0)  # 0 over 0
-    codes.clamp_(-most, most)  # a scale below the normal numbers is rounded, so a code may be beyond the most
-    out = torch.zeros(*rows.shape[:-1], CODE_HEADER + rows.shape[-1], dtype=torch.uint8, device=rows.device)
-    out[..., :4] = scale.view(torch.uint8)
-    out[..., CODE_HEADER:] = (codes.round_() if dtype is torch.int8 else codes).to(dtype).view(torch.uint8)
-    return out.view(dtype)
+    refuse_gradients("quantize_rows", rows)
+    stored: Tensor = call(_op, rows, dtype)
+    return stored
+
+
+@fake_kernel("quantize_rows")
+def _shape(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return rows.new_empty((*rows.shape[:-1], CODE_HEADER + rows.shape[-1]), dtype=dtype)
 
 
 def dequantize_rows(rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The numbers ``[..., D]`` of rows ``[..., 16 + D]`` as ``quantize_rows`` makes them, in dtype."""
-    _most_of(rows.dtype)
+    if rows.dtype not in MOST_OF_CODES:
+        raise TypeError(f"pass_ext: quantised rows must be {', '.join(map(str, MOST_OF_CODES))}, got {rows.dtype}")
     scale = rows[..., :4].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (rows[..., CODE_HEADER:].float() * scale).to(dtype)
-
-
-def _most_of(dtype: torch.dtype) -> float:
-    if dtype not in MOST_OF_CODES:
-        raise TypeError(f"pass_ext: quantised rows must be {', '.join(map(str, MOST_OF_CODES))}, got {dtype}")
-    return MOST_OF_CODES[dtype]

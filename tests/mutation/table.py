@@ -24,7 +24,11 @@ _ATTENTION = [
     "tests/ops/attention/test_attention_one_row.py",
     "tests/ops/attention/test_attention_lists.py",
 ]
-_CODES = ["tests/ops/attention/test_attention_quantized.py", "tests/ops/layer/test_layer_stack.py"]
+_CODES = [
+    "tests/ops/attention/test_attention_quantized.py",
+    "tests/ops/test_quantized.py",
+    "tests/ops/layer/test_layer_stack.py",
+]
 _GENERATE = [
     "tests/decoding/drafting/test_pass_drafter.py",
     "tests/decoding/test_generate.py",
@@ -119,7 +123,7 @@ _CPP = _files_of_families() | {
     "core/recurrent-inl.h": (["recurrent", "state"], _STATES),
     "core/state.h": (["state"], _STATES),
     "core/attention_lists.h": (["attention"], ["tests/ops/attention/test_attention_lists.py"]),
-    "core/quantized.h": (["attention"], _CODES),
+    "core/quantized.h": (["attention", "quantized"], _CODES),
     "cpu/slice-inl.h": (["recurrent", "state", "convolution"], _STATES),
     "cpu/state.cpp": (["state"], _STATES),
     "cpu/state_kernels-inl.h": (["state"], _STATES),

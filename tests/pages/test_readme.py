@@ -133,10 +133,10 @@ def test_every_call_of_the_page_agrees_with_the_reference(monkeypatch):
     called = check_calls(monkeypatch, names)
     for call, *_ in quotes():
         exec(call, names)
-    shown = (
-        "lookahead_embed tree_prepare attention_tree draft_sample accept_tree cache_commit_ next_rows_ recall_scores"
+    shown = "lookahead_embed tree_prepare attention_tree draft_sample accept_tree cache_commit_ quantize_rows"
+    shown += (
+        " next_rows_ recall_scores linear_rows adapter_rows_ layer_before_attention layer_after_attention layer_stack"
     )
-    shown += " linear_rows adapter_rows_ layer_before_attention layer_after_attention layer_stack"
     shown += " step_rms_norm step_rotary step_gate recurrent_tree convolution_tree state_commit_"
     assert called == shown.split()
     assert names["rows"].shape == (1, 4, 16) and names["drafts"].shape == (5, 2) and names["y"].shape == (3, 4)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import pass_ext
 from pass_ext import _library, reference
-from pass_ext.layers import dequantize_rows, quantize_rows
+from pass_ext.layers import dequantize_rows
 from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -246,7 +246,7 @@ def attention_tree(draw: Draw):
 
     def rows(*shape):
         numbers = draw.floats(*shape, dtype=dtype)
-        return numbers if codes is None else quantize_rows(numbers, codes)
+        return numbers if codes is None else pass_ext.layers.quantize_rows(numbers, codes)
 
     fresh = [rows(nodes, kv_heads, width) if has_new else None for width in (dim, value_dim)]
     arguments = draw.damaged(dict(
@@ -675,6 +675,16 @@ def next_tree_(draw: Draw):
 
 
 @case
+def quantize_rows(draw: Draw):
+    shape = [draw.size() for _ in range(draw.pick((0, 1, 2, 3)))]
+    arguments = draw.damaged(dict(
+        rows=draw.floats(*shape, draw.width(), dtype=draw.pick(FLOATS)), dtype=draw.pick(tuple(MOST_OF_CODES))
+    ))  # fmt: skip
+    stored = yield arguments
+    check_same([stored.view(torch.uint8)], [reference.quantize_rows(**arguments).view(torch.uint8)])
+
+
+@case
 def recall_scores(draw: Draw):
     rows, count, requests, room = (
         draw.size(),
@@ -831,7 +841,7 @@ def layer_stack(draw: Draw):
     numbers = tuple(draw.pick((0, 1, 2)) for _ in range(layers)) if draw.chance(0.3) else None
     caches = draw.floats(2 * layers, len(sizes), room, kv_heads, 64, dtype=dtype)
     codes = draw.pick((None, None, *MOST_OF_CODES))
-    caches = caches if codes is None else quantize_rows(caches, codes)
+    caches = caches if codes is None else pass_ext.layers.quantize_rows(caches, codes)
     arguments = draw.damaged(dict(
         x=draw.floats(rows, width, dtype=dtype), layers=weights, rotates=numbers, caches=caches,
         prefix_lens=draw.spoilt(prefixes),

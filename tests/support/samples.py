@@ -207,6 +207,16 @@ def next_tree_(device):
 
 
 @sample
+def quantize_rows(device):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        rows = torch.randn(3, 2, 32, device=device).to(dtype)
+        for codes in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
+            yield rows, codes
+            yield rows[..., 1:8].transpose(0, 1), codes
+    yield rows[:0], torch.int8
+
+
+@sample
 def recall_scores(device):
     text = torch.randint(0, 5, (3, 40), device=device)
     contexts = torch.tensor([[1, 2, 3], [-1, -1, 0], [4, 4, 4], [-1, 1, 2]], device=device)
