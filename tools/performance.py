@@ -252,12 +252,12 @@ def run_cells(file: Path, command: str, result: Mapping[str, Any]) -> list[str]:
 
 
 def gpu_sentence(root: Path) -> str:
-    """How many kernel files some GPU has run with their present content."""
+    """How many kernel files some GPU has run with the code that they have now, in this text or in an earlier one."""
     files, records, same = kernel_files(root), read_records(root), read_same_code(root)
     verified = [file for file in files if claims(file.name, content_hash(file, root), records, same)]
     if not verified:
         return f"**No GPU has run these kernels yet**: 0 of {len(files)} CUDA files are verified on one."
-    return f"GPUs have run {len(verified)} of {len(files)} CUDA files as they are now."
+    return f"GPUs have run {len(verified)} of {len(files)} CUDA files with the code that they have now."
 
 
 def aims_sentence(results: Mapping[str, Result]) -> str:

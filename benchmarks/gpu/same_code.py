@@ -3,11 +3,12 @@
     a file has the same code  =  every .cu that includes it compiles to the same kernels and the same functions of the host
 
 `python -m benchmarks.gpu.same_code COMMIT` needs nvcc and no GPU. Each .cu whose text or headers changed since COMMIT
-is compiled at both, for sm_90. A kernel is the same if its machine code, constants, registers, stack and shared memory are; a
-function of the host if its instructions and constants are, whatever the numbers of its labels. gpu_status reads the record,
+is compiled at both, for sm_90. A kernel is the same if its machine code, constants, parameters, registers, stack and shared
+memory are; a function of the host if its instructions and constants are, whatever the numbers of its labels. Tables must be the
+same too, in the GPU's memory and in the host's. gpu_status reads the record,
 benchmarks/results/kernel-code/same-code-<commit>.json: what a GPU verified about a file of COMMIT holds for its new text.
 Commit csrc/ first. `--keep FOLDER` keeps what was compiled for the next call; `--files NAME.cu ...` compares these alone and
-writes no record.
+writes no record; `--without NAME.cu ...` writes one that says nothing about what these include.
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ from benchmarks.kernel_code.disassembler import list_kernels, missing_tools
 from benchmarks.kernel_code.measure import DETAILED, commit_of_kernels
 from benchmarks.pages.gpu_status import SAME_CODE, content_hash, kernel_files, with_headers
 
-OPTIONS = ("-std=c++17", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-O3", "-DNDEBUG", "-fmad=false", "-DUSE_CUDA",
-           '-DPASS_EXT_CUDA_ARCHITECTURES="9.0"', f"-arch={DETAILED}")  # fmt: skip
-"""Those of setup.py."""
+OPTIONS = ("-std=c++17", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_EXTENSION_NAME=pass_ext", "-O3", "-DNDEBUG",
+           "-fmad=false", "-DUSE_CUDA", '-DPASS_EXT_CUDA_ARCHITECTURES="9.0"', f"-arch={DETAILED}")  # fmt: skip
+"""Those of setup.py, as tests/measurement/test_gpu_status.py holds."""
 HOST_OPTIONS = "-fPIC,-fvisibility=hidden,-ffp-contract=off,-S"
-MADE_BY_NVCC = re.compile(r"__cuda|__nv_|__sti_|_GLOBAL__")
-"""Names of functions that register all kernels of a file at once, or begin its globals."""
+MADE_BY_NVCC = re.compile(r"_GLOBAL__sub_I|(?:_ZZ?L\d+)?__(?:sti____cuda|nv_|cuda|fatDeviceText)")
+"""The beginnings of names of functions and data that register all kernels of a file at once, or begin its globals."""
+DATA = re.compile(r"\.(?:string|ascii|long|quad|byte|value|zero)\b")
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What a .cu compiles to: name -> digest, of its kernels and of its functions on the host."""
+    """What a .cu compiles to: name -> digest, of its kernels and their tables, and of its functions and data on the host."""
 
     kernels: dict[str, str]
     host: dict[str, str]
@@ -80,24 +82,55 @@ def _compile(source: Path, root: Path, folder: Path) -> Unit:
     (cubin,) = folder.glob("*.cubin")
     (folder / "extracted").mkdir()
     kernels = kernels_of(cubin, folder / "extracted")
-    host = {name: _digest(text.encode()) for name, text in host_functions((folder / "host.s").read_text()).items()}
+    host = {name: _digest(text.encode()) for name, text in host_code((folder / "host.s").read_text()).items()}
     return Unit(kernels, host)
 
 
 def kernels_of(cubin: Path, folder: Path) -> dict[str, str]:
-    """Symbol -> digest of the machine code, constants and resources of a kernel. `folder` must be empty."""
+    """Symbol -> digest of the machine code, constants, parameters and resources of a kernel; section -> digest of tables that
+    all kernels share. `folder` must be empty.
+    """
     sections = _sections(cubin.read_bytes())
-    kernels = {}
+    links = _links(cubin)
+    tables = [name for name in (".nv.constant3", ".nv.constant4", ".nv.global.init") if name in sections]
+    kernels = {name: _digest(sections[name], links.get(name, b"")) for name in tables}
     for kernel in list_kernels(cubin, folder):
         parts = [f"{kernel.registers} {kernel.stack} {kernel.shared}".encode(), sections[f".text.{kernel.symbol}"]]
-        parts += [sections.get(f".nv.constant{bank}.{kernel.symbol}", b"") for bank in (2, 3)]
+        parts += [sections.get(f".nv.constant2.{kernel.symbol}", b""), _info(sections[f".nv.info.{kernel.symbol}"])]
+        parts += [links.get(f"{section}.{kernel.symbol}", b"") for section in (".text", ".nv.constant2")]
         kernels[_without_hash(kernel.symbol)] = _digest(*parts)
     return kernels
 
 
+def _info(section: bytes) -> bytes:
+    """A kernel's .nv.info without the index of a symbol in the table of all: its parameters, limits, exits."""
+    known, at = b"", 0
+    while at < len(section):
+        form, attribute, size = struct.unpack_from("<BBH", section, at)
+        end = at + 4 + (size if form == 4 else 0)  # 4: `size` bytes follow; else that field is the value
+        has_index = (form, attribute) == (4, 0x0A)  # EIATTR_PARAM_CBANK
+        known += section[at : at + 4] + section[at + (8 if has_index else 4) : end]
+        at = end
+    return known
+
+
+def _links(cubin: Path) -> dict[str, bytes]:
+    """Section -> its addresses of functions and tables: offset, kind, name."""
+    listed = subprocess.run(["readelf", "-rW", cubin], capture_output=True, text=True, check=True).stdout
+    links = {}
+    for part in listed.split("Relocation section '.rela")[1:]:
+        found = re.findall(r"^([0-9a-f]{16})  [0-9a-f]{8}([0-9a-f]{8}) .* (\S+ [+-] \w+)$", part, flags=re.MULTILINE)
+        links[part[: part.index("'")]] = _without_hash("\n".join(map(" ".join, sorted(found)))).encode()
+    return links
+
+
 def _without_hash(name: str) -> str:
-    """A symbol without what nvcc makes of the file's path."""
-    return re.sub(r"_[0-9a-f]{8}_\d+_(\w+?_cu)_[0-9a-f]{8}", r"_\1", name)
+    """Symbols without what nvcc adds to the file's name in those of anonymous namespaces: hashes, the number of a process."""
+    shorter, at = "", 0
+    for found in re.finditer(r"(\d+)(_(?:GLOBAL__N_|INTERNAL))_[0-9a-f]{8}_(\d+)_", name):
+        shorter += name[at : found.start()] + found[2] + "_" + name[found.end() : found.end() + int(found[3])]
+        at = found.start(2) + int(found[1])  # the identifier has that many characters
+    return shorter + name[at:]
 
 
 def _digest(*parts: bytes) -> str:
@@ -120,31 +153,39 @@ def _sections(elf: bytes) -> dict[str, bytes]:
     return sections
 
 
-def host_functions(assembly: str) -> dict[str, str]:
-    """Name -> instructions of each function in GCC's assembly. A local label has the number of its first mention in the
-    function; a label of constants is replaced by them.
+def host_code(assembly: str) -> dict[str, str]:
+    """Name -> instructions of each function, or the bytes of each datum, in GCC's assembly. A local label has the number of its
+    first mention in the function; a label of constants is replaced by them.
     """
     constants: dict[str, str] = {}
-    functions: dict[str, list[str]] = {}
+    code: dict[str, list[str]] = {}
     label = function = ""
-    types = set(re.findall(r"^\s*\.type\s+(\S+), @function$", assembly, flags=re.MULTILINE))
+    types = dict(re.findall(r"^\s*\.type\s+(\S+), @(function|object)$", assembly, flags=re.MULTILINE))
     for line in map(str.strip, assembly.splitlines()):
         name = line.removesuffix(":")
         if name != line:
             label = name
             if name in types:
+                code[name] = []
+            if types.get(name) == "function":
                 function = name
-                functions[function] = []
-        elif re.match(r"\.LC\d+$", label) and re.match(r"\.(string|ascii|long|quad|byte|value|zero)", line):
-            constants[label] = constants.get(label, "") + line
+        elif DATA.match(line):
+            if re.match(r"\.LC\d+$", label):
+                constants[label] = constants.get(label, "") + line
+            elif types.get(label) == "object":
+                code[label].append(line)
+        elif re.match(r"\.(section|text|data|bss)\b", line):
+            label = ""
+        elif reserved := re.match(r"\.comm\s+([^,]+),(.*)", line):
+            code[reserved[1]] = [reserved[2]]
         if function and not re.match(r"\.(cfi|loc|file|section|text|p2align|align|weak|hidden|globl|type|set)", line):
-            functions[function].append(line)
+            code[function].append(line)
         if re.match(rf"\.size\s+{re.escape(function)},", line):
             function = ""
     return {
         _without_hash(name): _renumbered("\n".join(lines), constants)
-        for name, lines in functions.items()
-        if not MADE_BY_NVCC.search(name)
+        for name, lines in code.items()
+        if not MADE_BY_NVCC.match(name)
     }
 
 
@@ -157,8 +198,8 @@ def _renumbered(text: str, constants: Mapping[str, str]) -> str:
     return _without_hash(re.sub(r"\.L[A-Z]*\d+", replace, text))
 
 
-def compare(root: Path, base: Path, keep: Path, names: Iterable[str] = ()) -> dict[str, list[str] | None]:
-    """.cu -> what is not the same in both trees, [] if all is; None if it did not exist. `names`: only these."""
+def compare(root: Path, base: Path, keep: Path, names: Iterable[str]) -> dict[str, list[str] | None]:
+    """Each .cu of `names` -> what is not the same in both trees, [] if all is; None if it did not exist."""
 
     def differences(source: Path) -> list[str] | None:
         before = base / source.relative_to(root)
@@ -168,7 +209,7 @@ def compare(root: Path, base: Path, keep: Path, names: Iterable[str] = ()) -> di
             return []
         return compile_unit(before, base, keep).differences(compile_unit(source, root, keep))
 
-    sources = [path for path in sorted((root / "csrc" / "cuda").glob("*.cu")) if not names or path.name in names]
+    sources = [path for path in sorted((root / "csrc" / "cuda").glob("*.cu")) if path.name in names]
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "2"))) as pool:
         return {source.name: found for source, found in zip(sources, pool.map(differences, sources), strict=True)}
 
@@ -230,6 +271,7 @@ def main() -> int:
     parser.add_argument("commit", help="the commit to compare with")
     parser.add_argument("--keep", type=Path, help="the folder of what was compiled; without it nothing is kept")
     parser.add_argument("--files", nargs="+", default=[], help="names of .cu: compare these, write no record")
+    parser.add_argument("--without", nargs="+", default=[], help="names of .cu: compare the others")
     options = parser.parse_args()
     if missing := missing_tools() + ([] if shutil.which("nvcc") else ["nvcc"]):
         print(f"missing: {', '.join(missing)}", file=sys.stderr)
@@ -240,7 +282,8 @@ def main() -> int:
         keep.mkdir(parents=True, exist_ok=True)
         archive = subprocess.run(["git", "archive", options.commit, "csrc"], cwd=ROOT, capture_output=True, check=True)
         subprocess.run(["tar", "x", "-C", base], input=archive.stdout, check=True)
-        found = compare(ROOT, base, keep, options.files)
+        names = options.files or [path.name for path in (ROOT / "csrc" / "cuda").glob("*.cu")]
+        found = compare(ROOT, base, keep, {*names} - {*options.without})
         for name, differences in found.items():
             if differences is None:
                 print(f"{name} is new")

@@ -26,9 +26,9 @@ Written by `python -m benchmarks.pages.gpu_status`; do not edit. On a machine wi
 their tests and writes a record, `benchmarks/results/<GPU>/verified-<commit>.json`, which this page shows. A kernel file is
 verified if its tests ran on the GPU, none failed, and its hash is still the same. The hash covers the file and every project
 header that it includes, but not argument checks and registration (`csrc/cuda/*.cu`). A file whose text changed stays verified
-where `python -m benchmarks.gpu.same_code` compiled it at both commits and found the same machine code and the same
-code on the host: its records lie in `benchmarks/results/kernel-code/`. Elsewhere the tests run the same kernels on an emulator,
-which shows that their logic is right and says nothing about their speed.
+where `python -m benchmarks.gpu.same_code` compiled it at both commits and found the same machine code, the same code on the
+host and the same tables: its records lie in `benchmarks/results/kernel-code/`. Elsewhere the tests run the same kernels on an
+emulator, which shows that their logic is right and says nothing about their speed.
 """
 
 
@@ -90,10 +90,11 @@ def claims(name: str, current: str, records: list[dict[str, Any]], same: list[di
         if entry.get("hash") != current:
             continue
         on_these = [record for record in records if _runs(code["architecture"], record)]
-        earlier = [claims(file, was, on_these, same[:i]) for file, was in entry["before"].items()]
-        if all(earlier):
-            files = "" if name in entry["before"] else f" as part of {', '.join(entry['before'])}"
-            return [f"{claim}{files}, the same machine code since ({code['commit']})" for claim in earlier[0]]
+        earlier = {file: claims(file, was, on_these, same[:i]) for file, was in entry["before"].items()}
+        if all(earlier.values()):
+            part = {file: "" if file == name else f" as part of {file}" for file in earlier}
+            since = f", the same machine code since ({code['commit']})"
+            return [f"{claim}{part[file]}{since}" for file, found in earlier.items() for claim in found]
     return []
 
 

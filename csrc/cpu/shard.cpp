@@ -1,5 +1,5 @@
 // torch.ops.pass_ext.shard_local, shard_combine and shard_best on the CPU: parallel split and registration. The
-// formulas: core/shard.h; work on rows: cpu/rows.h.
+// formulas: core/shard.h, core/shard_combine.h; work on rows: cpu/rows.h.
 #include "host/shard.h"
 
 #include <torch/csrc/stable/library.h>

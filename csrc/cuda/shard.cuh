@@ -1,5 +1,6 @@
-// The shard ops on the GPU. The rounds: core/shard.h. A block answers about one row, about one slice of it where it
-// adds, about one request where its race is drawn; a block combines one request's answers.
+// The shard ops on the GPU. The rounds: core/shard.h; combining and the walk: core/shard_combine.h. A block answers
+// about one row, about one slice of it where it adds, about one request where its race is drawn; a block combines one
+// request's answers.
 //
 // Peaks, bins and races have the CPU's bits. A slice's sum has the CPU's terms in another order, always the same: so
 // the results do not depend on the number of ranks, and differ from the CPU's only where the unsharded ops' may, at

@@ -2,7 +2,8 @@
 
 Ranks of a group hold the columns. Each answers a round's question about its own with ``shard_local``; all ranks get all answers
 and make of them, with ``shard_combine``, what they know afterwards. ``pass_ext.distributed`` exchanges the answers. The
-rounds and formulas: csrc/core/shard.h. Kernels: csrc/cpu/shard.cpp.
+rounds and formulas: csrc/core/shard.h; combining and the walk: csrc/core/shard_combine.h. Kernels: csrc/cpu/shard.cpp,
+csrc/cuda/shard.cuh.
 """
 
 import torch

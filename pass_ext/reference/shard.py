@@ -9,7 +9,7 @@
 
 A state says what is asked: maxima, cuts, ranges, betas. Its layout is that of ``ShardSlot`` and ``ShardNode`` in
 csrc/core/shard.h.
-``shard_combine`` has no reference of its own: on all ranks together it is accept_tree.
+``shard_combine`` (csrc/core/shard_combine.h) has no reference of its own: on all ranks together it is accept_tree.
 """
 
 import math

@@ -1,6 +1,6 @@
-// The Python module _shard_core: the rounds of csrc/core/shard.h on one tree of drafts, for every way that its coins
-// can fall (enumerated/core/noise.h). Each rank adds its columns in plain loops; a race answers with its whole
-// distribution.
+// The Python module _shard_core: the rounds of csrc/core/shard.h, combined by core/shard_combine.h, on one tree of
+// drafts, for every way that its coins can fall (enumerated/core/noise.h). Each rank adds its columns in plain loops; a
+// race answers with its whole distribution.
 #include "core/shard_combine.h"
 
 #include <pybind11/numpy.h>

@@ -1,5 +1,6 @@
-"""The rules on shards are exact: an enumeration of the rounds of csrc/core/shard.h over 2 and 3 ranks, as test_accept_core
-enumerates the walk on all columns. The distribution of emitted tokens must equal the target's to within the rounding of floats.
+"""The rules on shards are exact: an enumeration of the rounds of csrc/core/shard.h, combined by core/shard_combine.h, over 2
+and 3 ranks, as test_accept_core enumerates the walk on all columns. The distribution of emitted tokens must equal the target's
+to within the rounding of floats.
 """
 
 from functools import cache

@@ -2,8 +2,10 @@
 
 import json
 import re
+import runpy
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from support.paths import ROOT
@@ -237,22 +239,60 @@ def test_a_new_file_is_verified_as_part_of_all_that_include_it(tree, record, tmp
     assert state_of("part.cuh", tree) == "not verified on a GPU"
 
 
+def test_a_new_file_has_the_numbers_of_each_file_that_it_was_part_of(tree, record, tmp_path_factory):
+    cases = [("lookahead", "test_a[cuda]", "passed"), ("tree", "test_a[cuda]", "passed")]
+    write_record(tree, record, [*cases, ("tree", "test_b[cuda]", "passed")])
+    base = copy_of(tree, tmp_path_factory.mktemp("base"))
+    (tree / "csrc/cuda/part.cuh").write_text("#pragma once\n")
+    edit(tree / "csrc/cuda/lookahead.cuh", new='#include "cuda/part.cuh"\n')
+    edit(tree / "csrc/cuda/tree.cuh", new='#include "cuda/part.cuh"\n')
+    write_same_code(tree, base, {})
+    one, two = state_of("part.cuh", tree).split("; ")
+    assert "1 tests" in one and "as part of lookahead.cuh, the same" in one
+    assert "2 tests" in two and "as part of tree.cuh, the same" in two
+
+
+def test_the_options_are_those_of_setup(monkeypatch):
+    """Each way: no option of the build is missing, and none was made up."""
+    import setuptools
+
+    from benchmarks.gpu import same_code
+
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("DEBUG", "SANITIZE", "PASS_EXT_LINEINFO"):
+        monkeypatch.delenv(name, raising=False)
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    torch = Path("torch")
+    shared = {option for option in setup["shared_flags"](torch).split() if option.startswith(("-std", "-D", "-O"))}
+    assert shared <= {*same_code.OPTIONS}
+    of_host = {option for option in setup["host_flags"](torch) if not option.startswith(("-W", "-fmacro-prefix-map"))}
+    assert of_host == {*same_code.HOST_OPTIONS.split(",")} - {"-S"}
+    built = setup["cuda_build"](torch, Path("library"), "nvcc", ["9.0"]).replace("'", "")
+    assert all(option in built for option in same_code.OPTIONS if not option.startswith("-arch"))
+
+
 TINY = """
 #include <cstdio>
+__constant__ float factors[4] = {1.0f, 2.0f, 5.0f, 7.0f};
+__device__ const int offsets[4] = {10, 20, 30, 40};
 template <int kStep> __global__ void scale(float* x, int n) {
-  for (int i = threadIdx.x; i < n; i += kStep) x[i] *= 3.0f;
+  for (int i = threadIdx.x; i < n; i += kStep) x[i] *= 3.0f * factors[n & 3] + offsets[(n >> 2) & 3];
 }
+namespace {
+const int grids[4] = {8, 16, 24, 32};
 inline const char* name_of(int n) { return n > 9 ? "many" : "few"; }
 inline void launch_scale(float* x, int n) {
   std::printf("%s\\n", name_of(n));
-  scale<64><<<n > 4 ? 8 : 1, 64>>>(x, n);
+  scale<64><<<grids[n & 3] + 8, 64>>>(x, n);
 }
+}  // namespace
 """
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
 def test_planted_differences_are_seen_and_another_text_is_not(tmp_path):
-    """Of the kernel, and of the function that launches it."""
+    """Of the kernel, of the function that launches it, and of their tables."""
     from benchmarks.gpu import same_code
     from benchmarks.kernel_code import disassembler
 
@@ -267,20 +307,24 @@ def test_planted_differences_are_seen_and_another_text_is_not(tmp_path):
             assert old in text
             text = text.replace(old, new)
         (root / "csrc/cuda/tiny.cuh").write_text(text)
-        (root / "csrc/cuda/tiny.cu").write_text(
-            '#include "cuda/tiny.cuh"\nvoid run(float* x, int n) { launch_scale(x, n); }\n'
-        )
+        entry = "namespace { void entry(float* x, int n) { launch_scale(x, n); } }"
+        use = "void (*volatile pointer)(float*, int) = entry;"  # no function outside the anonymous namespace launches
+        (root / "csrc/cuda/tiny.cu").write_text(f'#include "cuda/tiny.cuh"\n{entry}\n{use}\n')
         return same_code.compile_unit(root / "csrc/cuda/tiny.cu", root, tmp_path)
 
     base = unit("base")
-    assert len(base.kernels) == 1 and any("run" in name for name in base.host)
     other = 'inline const char* other(int n) { return n > 5 ? "one more" : "text"; }\ninline void launch_scale'
     same = unit("same", ("kStep", "kDistance"), ("inline void launch_scale", other))
     assert same.differences(base) == []
-    (kernel,) = unit("kernel", ("3.0f", "4.0f")).differences(base)
-    assert "scale" in kernel
-    (host,) = unit("host", ("? 8 : 1", "? 9 : 1")).differences(base)
-    assert "run" in host
-    (words,) = unit("words", ("many", "lots")).differences(base)
-    assert "run" in words
-    assert (tmp_path / "same").exists() and len([*tmp_path.glob("tiny-*.json")]) == 5
+    planted = {
+        "kernel": ("3.0f *", "4.0f *", "scale"),
+        "bounds": ("__global__ void", "__global__ void __launch_bounds__(128)", "scale"),
+        "launch": ("+ 8, 64", "+ 9, 32", "entry"),
+        "words": ("many", "lots", "entry"),
+    }
+    for name, (old, new, where) in planted.items():
+        found = unit(name, (old, new)).differences(base)
+        assert len(found) == 1 and where in found[0], (name, found)
+    tables = unit("tables", ("5.0f", "6.0f"), ("30", "31"), ("24, 32", "25, 32")).differences(base)
+    assert tables[:2] == [".nv.constant3", ".nv.global.init"] and len(tables) == 3 and "grids" in tables[2]
+    assert (tmp_path / "same").exists() and len([*tmp_path.glob("tiny-*.json")]) == 7
