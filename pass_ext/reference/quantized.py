@@ -9,9 +9,8 @@ MOST_OF_CODES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m
 def quantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of 16 bytes, which begin with a scale in float32, and a code of dtype for each number."""
     numbers = rows.float()
-    most = torch.tensor(
-        MOST_OF_CODES[dtype], device=rows.device
-    )  # over a number of Python a GPU multiplies by its inverse
+    # A tensor: in place of dividing by a number of Python a GPU multiplies by its inverse.
+    most = torch.tensor(MOST_OF_CODES[dtype], device=rows.device)
     scale = (numbers.abs().amax(-1) / most).clone(memory_format=torch.contiguous_format)[..., None]
     scale[scale.isnan()] = torch.nan  # one of many
     codes = (numbers / scale).nan_to_num(0.0)  # 0 over 0
