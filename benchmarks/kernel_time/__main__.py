@@ -69,6 +69,8 @@ def record(root: Path, library: Path, only: str = "") -> dict[str, Any]:
     recorded = {(step["kind"], step["name"]): step for step in steps}
     kept = {(step["kind"], step["name"]): step for step in saved["steps"]}
     steps = [recorded.get(step, kept.get(step)) for step in {**kept, **recorded}]
+    earlier = saved.get("kept") or {}
+    others = earlier["commit"] if earlier.get("but") == only else saved.get("commit")
     return {
         "date": now(),
         "commit": commit_of_kernels(),
@@ -76,7 +78,7 @@ def record(root: Path, library: Path, only: str = "") -> dict[str, Any]:
         "tiles": tiles,
         "merges": {shape: merge._asdict() for shape, merge in merges.items()},
         "steps": steps,
-        "kept": {"commit": saved["commit"], "but": only} if only else None,
+        "kept": {"commit": others, "but": only} if only else None,
     }
 
 
