@@ -1,8 +1,8 @@
 // Work on rows of logits on the CPU: describe a row as a distribution, sum over it, draw from it. It is the `Rows` of
-// core/accept_walk.h and core/draft.h. Sweeps over a row are vectorised (cpu/rows_kernels-inl.h). If `parallel` says that
-// requests do not fill the threads, sweeps are split into slices whose results are merged in order: same bits with any
-// number of threads. Buffers belong to the thread and outlive the call, so a call allocates nothing once they are large
-// enough.
+// core/accept_walk.h and core/draft.h. Sweeps over a row are vectorised (cpu/rows_kernels-inl.h). If `parallel` says
+// that requests do not fill the threads, sweeps are split into slices whose results are merged in order: same bits with
+// any number of threads. Buffers belong to the thread and outlive the call, so a call allocates nothing once they are
+// large enough.
 #pragma once
 
 #include <cstdint>

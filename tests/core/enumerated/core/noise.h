@@ -1,5 +1,5 @@
-// Replaces csrc/core/noise.h to enumerate core/accept_walk.h: a coin is not thrown but compared with its bound, and a script
-// decides the outcome. Both outcomes are tried in turn, with the probability of each.
+// Replaces csrc/core/noise.h to enumerate core/accept_walk.h: a coin is not thrown but compared with its bound, and a
+// script decides the outcome. Both outcomes are tried in turn, with the probability of each.
 #pragma once
 
 #include <cstdint>
