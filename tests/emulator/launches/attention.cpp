@@ -71,7 +71,6 @@ pass_ext::gpu::PlainPlan plain_plan(const Arguments& given, const pass_ext::Atte
 // The floats of the workspace.
 int64_t attention_workspace(const Arguments& given) {
   const pass_ext::AttentionProblem problem = attention_problem(given);
-  if (problem.rows == 0 || problem.heads == 0) return 0;
   return is_plain(given, problem) ? plain_plan(given, problem).workspace : attention_plan(given, problem).workspace;
 }
 
