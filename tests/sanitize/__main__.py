@@ -15,6 +15,9 @@ MORE_TESTS = (
     "logprobs", "lookahead_embedding", "next_rows", "next_tree", "pages", "seed_stability", "support",
 )  # fmt: skip
 
+# Not compiled code, which calls the same kernels, and no test of times, which a sanitizer makes longer.
+SELECTED = "not compile and not without_a_processor"
+
 
 def op_tests() -> list[Path]:
     """The test files that call kernels with values of every kind: of every source in csrc/cpu that has one, and MORE_TESTS."""
@@ -26,7 +29,7 @@ def threads_of(sanitizer: str) -> int:
     return 4 if sanitizer == "thread" else 1
 
 
-def pytest_of(sanitizer: str, files: list[Path], selected: str = "not compile") -> list[object]:
+def pytest_of(sanitizer: str, files: list[Path], selected: str = SELECTED) -> list[object]:
     """The arguments of Python that run these test files."""
     device = "best-cpu" if sanitizer == "thread" else "cpu"
     pytest = ["-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-p", "no:cacheprovider", "-q"]
@@ -58,7 +61,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m sanitize", description=__doc__)
     parser.add_argument("sanitizers", nargs="*", default=SANITIZERS, help=" and ".join(SANITIZERS))
     parser.add_argument("--calls", type=int, default=2200, help="random calls")
-    parser.add_argument("-k", dest="selected", default="not compile", help="only these of the op tests, as in pytest")
+    parser.add_argument("-k", dest="selected", default=SELECTED, help="only these of the op tests, as in pytest")
     chosen = parser.parse_args()
     return 0 if all(check(sanitizer, chosen.calls, chosen.selected) for sanitizer in chosen.sanitizers) else 1
 
