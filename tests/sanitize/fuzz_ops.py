@@ -677,8 +677,9 @@ def next_tree_(draw: Draw):
 @case
 def quantize_rows(draw: Draw):
     shape = [draw.size() for _ in range(draw.pick((0, 1, 2, 3)))]
+    dtypes = (*MOST_OF_CODES, torch.uint8, torch.float32) if draw.is_hostile else tuple(MOST_OF_CODES)
     arguments = draw.damaged(dict(
-        rows=draw.floats(*shape, draw.width(), dtype=draw.pick(FLOATS)), dtype=draw.pick(tuple(MOST_OF_CODES))
+        rows=draw.floats(*shape, draw.width(), dtype=draw.pick(FLOATS)), dtype=draw.pick(dtypes)
     ))  # fmt: skip
     stored = yield arguments
     check_same([stored.view(torch.uint8)], [reference.quantize_rows(**arguments).view(torch.uint8)])

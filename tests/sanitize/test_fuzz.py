@@ -9,6 +9,7 @@ import pytest
 
 import pass_ext
 from sanitize import fuzz_ops
+from tools.op_families import family_of
 
 PROGRAM = Path(fuzz_ops.__file__)
 
@@ -75,4 +76,4 @@ def test_make_sanitize_runs_files_that_are_there(monkeypatch):
     assert PROGRAM in files and all(file.exists() for file in files)
     names = {file.name for file in files}
     for op in fuzz_ops.CASES:  # a file of its family, or of its own
-        assert names & {f"test_{op.partition('_')[0]}.py", f"test_{op.removesuffix('_')}.py"}, op
+        assert names & {f"test_{family_of(op)}.py", f"test_{op.removesuffix('_')}.py"}, op
