@@ -65,7 +65,7 @@ def test_no_product_is_pytorchs():
     assert products(model, ids, batch_invariant=True) == set()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3"])
 def test_on_a_gpu(cuda, name):
     model = small_model(name).to(cuda.device, torch.bfloat16)
     ids, mask = (x.to(cuda.device) for x in ragged_prompts(8, longest=300))
