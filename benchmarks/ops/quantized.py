@@ -8,7 +8,6 @@ import argparse
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 import pass_ext
 from benchmarks.harness.aims import launches, never_slower
@@ -16,33 +15,20 @@ from benchmarks.harness.cases import OURS, Case, Contender, Row
 from benchmarks.harness.command import parse, run
 from benchmarks.harness.plan import Aim, Plan
 from benchmarks.harness.results import line_name, lines_of
-from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES
+from pass_ext import reference
+from pass_ext.ops.quantized import CODE_HEADER
 
 SHAPES = ((8, 3, 64), (8, 8, 128), (256, 8, 128))  # rows, heads, width
 TYPES = {"int8": torch.int8, "fp8 e4m3": torch.float8_e4m3fn}
 
 
-# ---- the contenders ----
-
-
-def plain(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """PyTorch ops on the device."""
-    most, numbers = MOST_OF_CODES[dtype], rows.float()
-    scale = (numbers.abs().amax(-1) / most)[..., None]
-    codes = (numbers / scale).nan_to_num_(0.0).clamp_(-most, most)
-    out = torch.zeros(*rows.shape[:-1], CODE_HEADER + rows.shape[-1], dtype=torch.uint8, device=rows.device)
-    out[..., :4] = scale.view(torch.uint8)
-    out[..., CODE_HEADER:] = (codes.round_() if dtype is torch.int8 else codes).to(dtype).view(torch.uint8)
-    return out.view(dtype)
-
-
-CONTENDERS = (Contender(OURS, pass_ext.layers.quantize_rows), Contender("PyTorch", plain))
+CONTENDERS = (Contender(OURS, pass_ext.layers.quantize_rows), Contender("PyTorch", reference.quantize_rows))
 
 
 def check_agreement(case: Case) -> None:
-    """Raises unless both give the same numbers, but for a code here and there: on a GPU PyTorch's scale is rounded twice."""
-    ours, theirs = (pass_ext.layers.dequantize_rows(contender(*case.inputs[0])) for contender in case.contenders)
-    torch.testing.assert_close(ours, theirs, rtol=0.14, atol=0.05)
+    """Raises unless both give the same bits."""
+    ours, theirs = (contender(*case.inputs[0]).view(torch.uint8) for contender in case.contenders)
+    assert torch.equal(ours, theirs), "quantize_rows has other bits than PyTorch's operations"
 
 
 # ---- the cases ----
