@@ -392,32 +392,27 @@ PASS_EXT_DEVICE void write_item(const AttentionProblem& problem, const GroupItem
 }
 
 template <typename Shape>
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kGroupThreads, kGroupResidentBlocks)
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kGroupThreads, Shape::kResidentBlocks)
     group_attention_kernel(PASS_EXT_PARAMETER GroupAttention group) {
   begin_kernel(group);
   const auto* const q = static_cast<const typename Shape::T*>(group.problem.q);
-  GroupQueries<Shape> queries;
-  GroupSums<Shape> sums = {};
-  if (group.is_parted) {
-    const GroupItem item = group_item<Shape>(group, block_index().x);
-    const int32_t share = static_cast<int32_t>(block_index().y);
-    if (!item.sees_share(share)) return;  // group_combine_kernel does not ask for it
-    load_queries<Shape>(queries, q + item.index * Shape::kKeyDim, item.count);
-    const RowTotals totals = add_share<Shape>(group, item, queries, share, sums);
-    store_part<Shape>(group, item, share, sums, totals);
-    return;
-  }
+  const int32_t first_share = group.is_parted ? static_cast<int32_t>(block_index().y) : 0;
+  const int32_t shares = group.is_parted ? first_share + 1 : group.shares;
 #pragma unroll 1
   for (int64_t i = block_index().x; i < group.items; i += grid_size().x) {
     const GroupItem item = group_item<Shape>(group, i);
+    if (group.is_parted && !item.sees_share(first_share)) return;  // group_combine_kernel does not ask for it
+    GroupQueries<Shape> queries;
     load_queries<Shape>(queries, q + item.index * Shape::kKeyDim, item.count);
     sync_block();  // the totals of the item before are read
     if (writes_totals<Shape>()) group_scratch<Shape>().sums[row_of_thread<Shape>()] = {};
+    GroupSums<Shape> sums = {};
     bool has_before = false;
 #pragma unroll 1
-    for (int32_t share = 0; share < group.shares; ++share) {
+    for (int32_t share = first_share; share < shares; ++share) {
       if (!item.sees_share(share)) continue;
       const RowTotals totals = add_share<Shape>(group, item, queries, share, sums);
+      if (group.is_parted) return store_part<Shape>(group, item, share, sums, totals);
       add_to_shares_before<Shape>(group, sums, totals, has_before,
                                   first_place_of_group_share(share + 1) < item.row.places);
       has_before = true;

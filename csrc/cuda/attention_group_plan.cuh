@@ -61,7 +61,8 @@ inline GroupPlan plan_group_attention(const AttentionProblem& problem, const Key
     plan.shares = shares_of((places + 1) / 2);
     plan.items = problem.rows * problem.kv_heads * ((problem.group + Shape::kRows - 1) / Shape::kRows);
     plan.is_parted = plan.shares > 1 && plan.items < multiprocessors;
-    plan.blocks = plan.is_parted ? plan.items : between(plan.items, 1, int64_t{kGroupResidentBlocks} * multiprocessors);
+    plan.blocks =
+        plan.is_parted ? plan.items : between(plan.items, 1, int64_t{Shape::kResidentBlocks} * multiprocessors);
     if (plan.is_parted)
       plan.workspace = plan.shares * problem.rows * problem.heads * Shape::kPartStride;
     else if (plan.shares > 1)

@@ -14,8 +14,7 @@ namespace pass_ext::gpu {
 
 constexpr int kGroupWarps = 4;
 constexpr int kGroupThreads = 32 * kGroupWarps;
-constexpr int kGroupKeys = 32;               // of a tile: a key to a lane
-constexpr int32_t kGroupResidentBlocks = 2;  // on one multiprocessor: registers allow so many
+constexpr int kGroupKeys = 32;  // of a tile: a key to a lane
 
 // Shares of this kernel are twice those of attention_places.cuh: to add one up costs as much as to read 256 keys.
 PASS_EXT_HOST_DEVICE int64_t first_place_of_group_share(int32_t share) { return 2 * first_place_of_share(share); }
@@ -46,6 +45,7 @@ struct GroupShape {
   };
   static constexpr int kTilesBytes = kGroupWarps * 2 * kTile * static_cast<int>(sizeof(T));
   static constexpr int kSharedBytes = kTilesBytes + static_cast<int>(sizeof(Scratch));
+  static constexpr int kResidentBlocks = value_dim <= 128 ? 3 : 2;  // on one multiprocessor, as registers allow
   static_assert(kSharedBytes <= 99 * 1024, "every GPU from sm_80 on has so much");
 };
 
