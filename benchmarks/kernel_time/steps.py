@@ -18,10 +18,13 @@ from benchmarks.kernel_time.inputs import (
     ATTENTION,
     GROUP,
     KEY_HEADS,
+    LATENT_HEADS,
+    LATENT_VALUES,
     Call,
     accept_calls,
     attention_call,
     draft_calls,
+    latent_call,
     layer_calls,
 )
 from pass_ext import testing
@@ -35,7 +38,11 @@ from emulator.ops.attention import attention_tree
 RESIDENT_BLOCKS = 2
 """Blocks of the attention kernel on a multiprocessor: kResidentBlocks of cuda/attention_tile.cuh."""
 
+HEADS_OF_BLOCK = 32
+"""Of attention to latents: the rows of GroupShape, cuda/attention_group_tile.cuh."""
+
 NOTHING_ELSE: dict[str, Any] = dict(k_new=None, v_new=None, block_table=None, scale=None, softcap=0.0)
+WITHOUT_REACH: dict[str, Any] = NOTHING_ELSE | dict(depths=None, window=-1)
 
 
 class Step(NamedTuple):
@@ -82,7 +89,7 @@ def record_all(in_flight: Mapping[str, tuple[int, int]], only: str = "") -> list
     blocks = RESIDENT_BLOCKS * MULTIPROCESSORS // KEY_HEADS
     steps = [emulated(call) for call in (*draft_calls(), *accept_calls(), *layer_calls())]
     steps += [attention_step(name, *shape, blocks) for name, shape in ATTENTION.items()]
-    steps += [one_order_step(rows) for rows in (1, 4)]
+    steps += [one_order_step(rows) for rows in (1, 4)] + [latent_step()]
     records = []
     for step in steps:
         if only in f"{step.kind}, {step.name}":
@@ -117,3 +124,14 @@ def one_order_step(rows: int, keys: int = 1024) -> Step:
     options: dict[str, Any] = dict(batch_invariant=True, multiprocessors=MULTIPROCESSORS)
     run = lambda: attention_tree(**call.arguments, **NOTHING_ELSE, **options)  # noqa: E731
     return Step("attention in one order", name, run, call.is_right)
+
+
+def latent_step() -> Step:
+    """A row of attention to latents: the heads of one tile, on their share of a GPU. Other heads do the same beside them."""
+    call = latent_call(1, 1, heads=HEADS_OF_BLOCK)
+    rest = {name: value for name, value in call.arguments.items() if name != "latents"}
+    latents = call.arguments["latents"]
+    caches = dict(k_cache=latents, v_cache=latents[..., :LATENT_VALUES])
+    multiprocessors = MULTIPROCESSORS * HEADS_OF_BLOCK // LATENT_HEADS
+    run = lambda: attention_tree(**rest, **caches, **WITHOUT_REACH, multiprocessors=multiprocessors)  # noqa: E731
+    return Step(call.kind, call.name, run, call.is_right)
