@@ -102,7 +102,8 @@ class StepAttention(StepAttend):
         if options["scale"] is None:
             options["scale"] = q.shape[-1] ** -0.5
         lists = None if chosen is None else chosen.lists
-        requests = () if lists is not None or latents.takes(q) else self._requests()
+        absorbs = lists is not None or self.batch_invariant or latents.takes(q)
+        requests = () if absorbs else self._requests()
         if len(requests) != 1:
             queries, values = latents.absorbed(q), k[..., : latents.rank]
             return latents.expanded(self._of_layer(layer, queries, k, values, lists, options))
