@@ -17,7 +17,7 @@ from pass_ext.ops.layer import (
     layer_stack,
 )
 from pass_ext.ops.linear import linear_rows
-from pass_ext.ops.quantized import dequantize_rows, quantize_rows
+from pass_ext.ops.quantize import dequantize_rows, quantize_rows
 from pass_ext.ops.recurrent import RecurrentUpdate, recurrent_tree
 from pass_ext.ops.state import state_commit_
 from pass_ext.ops.step import step_gate, step_rms_norm, step_rotary
