@@ -272,15 +272,15 @@ def unserved(model: nn.Module) -> str | None:
             form = "Qwen4's" if _chooses_blocks(indexer) else "DeepSeek-V3.2's"
             given = "a mask" if _chooses_blocks(indexer) else "a list"
             return (
-                f"attends to the keys that {name} chooses for each row, by scores of another form than {form}, or without giving "
-                f"attention {given} of them, so pass_ext cannot decode this model"
+                f"attends to the keys that {name} chooses for each row, by scores of another form than {form}, or without "
+                f"giving attention {given} of them, so pass_ext cannot decode this model"
             )
         if _chooses_blocks(indexer):
             if indexer.index_head_dim % _heads(part):
                 return (
                     f"attends to the keys that {name} chooses for each row, and pass_ext decodes that where the "
-                    f"{indexer.index_head_dim} numbers of the indexer's key are a multiple of the {_heads(part)} KV heads, behind which "
-                    "they are cached"
+                    f"{indexer.index_head_dim} numbers of the indexer's key are a multiple of the {_heads(part)} KV heads, "
+                    "behind whose keys they are cached"
                 )
         elif part.layer_idx not in latents:
             return (

@@ -50,8 +50,8 @@ def unserved(model: nn.Module) -> str | None:
                 _believed[method] = False
         if not _believed[method]:
             return (
-                f"looks up n-grams of tokens in {type(part).__name__}, which computes something else than in transformers 5.24, "
-                "so pass_ext cannot decode this model"
+                f"looks up n-grams of tokens in {type(part).__name__}, which computes something else than in transformers "
+                "5.24, so pass_ext cannot decode this model"
             )
     return None
 

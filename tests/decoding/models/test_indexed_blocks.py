@@ -15,6 +15,7 @@ from pass_ext import NGram, PaSS, Plain, Session, Tree, generate, pack_trees
 from pass_ext.decoding.models import indexed
 from pass_ext.integrations.transformers.processors import NotedRows
 from pass_ext.testing import assert_same_bits
+from pass_ext.training.lookahead.states import with_states
 
 pytestmark = pytest.mark.skipif(not hasattr(transformers.models, "qwen4_exp"), reason="before transformers 5.24")
 
@@ -91,8 +92,13 @@ def test_a_model_of_text_and_pictures():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("one_thread")
 def test_a_row_has_the_bits_that_it_has_alone(dtype):
-    """With 16 streams, as torch's sigmoid gives a row other bits where it is not whole vectors."""
-    model = tiny_model(NAME, hc_count=16, linear_num_value_heads=32).to(dtype)
+    """With 16 streams and without experts, as torch's sigmoid gives a row other bits where it is not whole vectors."""
+    from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextMLP
+
+    model = tiny_model(NAME, hc_count=16, linear_num_value_heads=32)
+    for layer in model.model.layers:
+        layer.mlp = Qwen4ExpTextMLP(model.config, 64).requires_grad_(False)
+    model.to(dtype)
     ids, mask = ragged_prompts(3, longest=9)
     options = dict(max_new_tokens=NEW, eos_token_id=[])
     for method in (NGram(shortest=1, tokens=4), PaSS(slots_for(model), tree=Tree.from_branching((3, 2)), rows=24)):
@@ -173,6 +179,11 @@ def test_sampled_texts_are_a_function_of_the_seed(model):
 
 
 # ---- refused ----
+
+
+def test_slots_are_not_trained_for_layers_that_look_up_ngrams(model):
+    with pytest.raises(SystemExit, match=f"slots cannot be trained for {NAME}: its layers look up n-grams of tokens"):
+        with_states(model)
 
 
 def test_an_indexers_key_that_cannot_be_divided_among_heads():
