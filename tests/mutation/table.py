@@ -196,7 +196,9 @@ _PYTHON: dict[str, list[str]] = {
     "requests/grammar": _GRAMMAR,
     "requests/guides": _GRAMMAR,
     "requests/prompts": _GENERATE,
-    "models/indexed": ["tests/decoding/models/test_indexed.py"],
+    "models/indexed": ["tests/decoding/models/test_indexed.py", "tests/decoding/models/test_indexed_blocks.py"],
+    "models/ngram_layers": ["tests/decoding/models/test_indexed_blocks.py"],
+    "models/one_order": ["tests/decoding/models/test_one_order.py"],
     "models/row_attention": [
         "tests/decoding/models/test_row_attention.py",
         "tests/decoding/models/test_decoded_models.py",
