@@ -185,7 +185,7 @@ def latent_call(requests: int, rows: int, heads: int = LATENT_HEADS, keys: int =
     }
     name = f"{keys:,} latents, {LATENT_HEADS} heads, {requests} x {rows} row{'s' * (rows > 1)}"
     expected = attend_to_latents(**arguments)[0]
-    return Call("attention to latents", name, attend_to_latents, arguments, _is_near(expected))
+    return Call("attention in one order", name, attend_to_latents, arguments, _is_near(expected))
 
 
 def layer_calls(width: int = 576, heads: int = 9, key_heads: int = 3, inner: int = 1536) -> Iterator[Call]:
