@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.module_ops import is_plain
+from pass_ext.decoding.models.one_order import OneOrder
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
 from pass_ext.decoding.models.step_states import StepStates
 from pass_ext.decoding.models.vocabulary import LogitShards
@@ -264,7 +265,8 @@ class Adapted:
                 "only: train some without (--deep)"
             )
         more = {} if slots is None or slots.adapters is None else {"adapt": slots.adapt_}
-        logits = self.model(rows, positions, _checked(attend, len(rows)), wanted, **more)
+        with OneOrder() if attend.batch_invariant else nullcontext():
+            logits = self.model(rows, positions, _checked(attend, len(rows)), wanted, **more)
         count, shape = len(rows if wanted is None else wanted), list(getattr(logits, "shape", ()))
         if len(shape) != 2 or shape[0] != count:
             which = (

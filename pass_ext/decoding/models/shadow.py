@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from operator import is_not
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.module_ops import are_few
+from pass_ext.decoding.models.one_order import OneOrder
 from pass_ext.decoding.models.parts import decoder_layers, linear_at
 from pass_ext.decoding.models.slots import CallSlots, with_vectors
 
@@ -59,15 +60,16 @@ def our_call(call: OurCall) -> Iterator[None]:
     """Inside, and in this thread only, shadows compute this call."""
     token = current_call.set(call)
     try:
-        yield
+        with OneOrder() if call.batch_invariant else nullcontext():
+            yield
     finally:
         current_call.reset(token)
 
 
 def takes_rows_of_our_call(rows: int, most: int, *, is_heavy: bool = False) -> bool:
-    """Inside ``our_call``, True for few rows of a product that is not heavy, and for all of a batch-invariant call."""
+    """Inside ``our_call``, True for few rows of a product that is not heavy."""
     call = current_call.get()
-    return call is not None and (call.batch_invariant or (not is_heavy and are_few(rows, most, call.text_rows)))
+    return call is not None and not is_heavy and are_few(rows, most, call.text_rows)
 
 
 def add_adapters(shadow: Any, places: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.packed import NewRows, StepAttend
 from pass_ext.decoding.models.row_attention import is_being_recorded
 from pass_ext.ops.attention import MOST_VALUE_DIM, WIDTH_STEP, attention_tree, padded_widths
-from pass_ext.ops.quantized import CODE_HEADER, dequantize_rows, quantize_rows
+from pass_ext.ops.quantize import CODE_HEADER, dequantize_rows, quantize_rows
 from pass_ext.tree import PackedTrees
 
 
@@ -104,7 +104,8 @@ class StepAttention(StepAttend):
         if options["scale"] is None:
             options["scale"] = q.shape[-1] ** -0.5
         lists = None if chosen is None else chosen.lists
-        requests = () if lists is not None or latents.takes(q) else self._requests()
+        absorbs = lists is not None or self.batch_invariant or latents.takes(q)
+        requests = () if absorbs else self._requests()
         if len(requests) != 1:
             queries, values = latents.absorbed(q), k[..., : latents.rank]
             return latents.expanded(self._of_layer(layer, queries, k, values, lists, options))

@@ -21,7 +21,7 @@ from pass_ext.decoding.session import step_attention
 from pass_ext.integrations.transformers.processors import NotedRows
 from pass_ext.layers import dequantize_rows, quantize_rows
 from pass_ext.ops.attention import padded_widths
-from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES
+from pass_ext.ops.quantize import CODE_HEADER, MOST_OF_CODES
 from pass_ext.testing import assert_error_within, assert_same_bits
 
 pytestmark = pytest.mark.skipif(
