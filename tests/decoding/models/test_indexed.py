@@ -193,7 +193,7 @@ def test_vectors_of_slots_are_added_to_every_stream():
     slots, session, text = method.lookahead, Session(model, 1, 64), torch.tensor([5, 6, -1, -2])
     session.set_slots(slots, 2)
     with session.model.attached():
-        logits = session.call(session.packed([Tree.chain(4)]), text)
+        logits = session.call(session.packed([Tree.chain(3)]), text)
     rows = torch.cat((model.get_input_embeddings()(text[:2]), slots.weight[:2]))
     for number, layer in enumerate(model.model.layers):
         vectors = torch.cat((torch.zeros(2, 64), slots.deep[number, :2]))[None, :, None]

@@ -92,10 +92,10 @@ def test_a_model_of_text_and_pictures():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("one_thread")
 def test_a_row_has_the_bits_that_it_has_alone(dtype):
-    """With 16 streams and without experts, as torch's sigmoid gives a row other bits where it is not whole vectors."""
+    """With 32 streams and without experts, as torch's sigmoid gives a row other bits where it is not whole vectors."""
     from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextMLP
 
-    model = tiny_model(NAME, hc_count=16, linear_num_value_heads=32)
+    model = tiny_model(NAME, hc_count=32, linear_num_value_heads=32)
     for layer in model.model.layers:
         layer.mlp = Qwen4ExpTextMLP(model.config, 64).requires_grad_(False)
     model.to(dtype)
