@@ -35,8 +35,11 @@ from benchmarks.kernel_time.inputs import (
     accept_calls,
     attention_call,
     attention_calls,
+    codes_calls,
     draft_calls,
+    latent_call,
     layer_calls,
+    one_order_calls,
 )
 from benchmarks.ops.contenders.inputs.distributions import make_draft_logits, make_logits, per_row
 
@@ -122,9 +125,10 @@ def graph_time(run: Callable[..., Any], sets: list[tuple[Any, ...]], calls: int,
 
 def estimated() -> Iterator[Callable[[], Call]]:
     """The steps that have estimates."""
-    for calls in (draft_calls, accept_calls, attention_calls, layer_calls):
+    for calls in (draft_calls, accept_calls, attention_calls, layer_calls, one_order_calls, codes_calls):
         for call in calls():
             yield lambda call=call: call  # type: ignore[misc]
+    yield functools.partial(latent_call, 1, 1)
 
 
 def batches() -> Iterator[Callable[[], Call]]:
@@ -146,6 +150,8 @@ def batches() -> Iterator[Callable[[], Call]]:
     yield functools.partial(attention_call, "32,768 keys, 64 rows", 32_768, 64, -1, 8)
     yield functools.partial(attention_call, "131,072 keys, 16 rows", 131_072, 16, -1, 8)
     yield functools.partial(attention_call, "64 keys, 4 rows", 64, 4, -1, 8)
+    for requests, rows in ((1, 16), (8, 1), (8, 16)):
+        yield functools.partial(latent_call, requests, rows)
 
 
 def _draft(rows: int, filters: str, count: int = 1, mode: str = "coupled", kind: str = "peaked") -> Call:

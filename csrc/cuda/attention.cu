@@ -1,9 +1,10 @@
 // torch.ops.pass_ext.attention_tree and attention_merge on CUDA: checks, grid, workspace, launch, registration. The
-// kernels: cuda/attention.cuh and attention_codes.cuh, compiled by the other attention_*.cu, attention_combine.cuh,
-// attention_plain.cuh and attention_merge.cuh.
+// kernels: cuda/attention.cuh, attention_codes.cuh and attention_group.cuh, compiled by the other attention_*.cu,
+// attention_combine.cuh, attention_plain.cuh and attention_merge.cuh.
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/attention_codes_plan.cuh"
+#include "cuda/attention_group_plan.cuh"
 #include "cuda/attention_merge.cuh"
 #include "cuda/attention_plain.cuh"
 #include "cuda/attention_plan.cuh"
@@ -66,10 +67,15 @@ int resident_blocks(const CudaScope& scope, const AttentionProblem& problem, Cod
 void attention_on_cuda(const AttentionProblem& problem, CodeType codes, const KeyLists& lists, bool batch_invariant,
                        const Tensor& q) {
   const bool is_plain = gpu::is_plain(problem, codes, lists, batch_invariant);
-  if (!is_plain) check_alignment(problem, codes);
+  const bool is_group = is_plain && gpu::has_group_kernel(problem, codes);
+  if (!is_plain || is_group) check_alignment(problem, codes);
   if (problem.rows == 0 || problem.heads == 0) return;
   const CudaScope scope(q);
-  if (is_plain) {
+  if (is_group) {
+    const gpu::GroupPlan plan = gpu::plan_group_attention(problem, lists, scope.multiprocessors());
+    const Tensor workspace = empty_of_shape("attention_tree", q, {plan.workspace}, ScalarType::Float);
+    gpu::launch_group_attention(problem, lists, plan, output_of<float>(workspace), scope.stream());
+  } else if (is_plain) {
     const gpu::PlainPlan plan = gpu::plan_plain_attention(problem, lists, scope.multiprocessors());
     const Tensor workspace = empty_of_shape("attention_tree", q, {plan.workspace}, ScalarType::Float);
     gpu::launch_plain_attention(problem, codes, lists, plan, output_of<float>(workspace), scope.stream());

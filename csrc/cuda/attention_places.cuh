@@ -11,6 +11,7 @@
 
 #include "core/attention.h"
 #include "core/attention_lists.h"
+#include "cuda/primitives.cuh"
 
 namespace pass_ext::gpu {
 
@@ -64,6 +65,45 @@ PASS_EXT_HOST_DEVICE int32_t key_at(const AttentionProblem& problem, const Atten
     key = request.prefix + 64 * word + lowest_bit(nodes);
   }
   return is_in_reach(problem, request, node, key) ? key : -1;
+}
+
+// The request that owns a row of q, or -1. Every lane of the warp must call it.
+PASS_EXT_DEVICE int64_t owner_of(const AttentionProblem& problem, int64_t row) {
+  for (int64_t first = 0; first < problem.requests; first += 32) {
+    const int64_t b = first + lane_index();
+    bool is_owner = false;
+    if (b < problem.requests) {
+      const AttentionRequest request = request_of<true>(problem, b);
+      is_owner = row >= request.first && row < int64_t{request.first} + request.nodes;
+    }
+    const unsigned owners = ballot(is_owner);
+    if (owners != 0) return first + first_set_bit(owners);
+  }
+  return -1;
+}
+
+// A row of q, for one key head.
+struct PlacedRow {
+  AttentionRequest request;
+  int32_t node, head;     // head: of keys
+  int32_t begin, places;  // it sees nothing before `begin`, the first place of a step
+
+  // True if it may see a place from `from` to below `to`.
+  PASS_EXT_DEVICE bool sees_any(int64_t from, int64_t to) const { return from < places && to > begin; }
+};
+
+// Every lane of the warp must call it. A row of no request has no places.
+PASS_EXT_DEVICE PlacedRow placed_row(const AttentionProblem& problem, const KeyLists& lists, int64_t row,
+                                     int32_t head) {
+  PlacedRow found{};
+  const int64_t owner = owner_of(problem, row);
+  if (owner < 0) return found;
+  found.request = request_of<true>(problem, owner);
+  found.node = static_cast<int32_t>(row - found.request.first);
+  found.head = head;
+  found.begin = lists.keys ? 0 : found.request.begin / kPlacesOfStep * kPlacesOfStep;
+  found.places = places_of(problem, found.request, lists, found.node);
+  return found;
 }
 
 }  // namespace pass_ext::gpu

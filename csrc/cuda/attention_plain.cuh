@@ -12,7 +12,7 @@
 
 #include "core/attention.h"
 #include "core/attention_lists.h"
-#include "core/quantized.h"
+#include "core/quantize.h"
 #include "cuda/attention_places.cuh"
 #include "cuda/numbers.cuh"
 #include "cuda/primitives.cuh"
@@ -39,21 +39,6 @@ inline bool is_plain(const AttentionProblem& problem) {
   bool has_size = false;
   for (int32_t dim : kHeadDims) has_size |= dim == problem.head_dim && dim == problem.value_dim;
   return problem.type == FloatType::float32 || !has_size || (problem.chunk >= 0 && problem.head_dim != 128);
-}
-
-// The request that owns a row of q, or -1. Every lane of the warp must call it.
-PASS_EXT_DEVICE int64_t owner_of(const AttentionProblem& problem, int64_t row) {
-  for (int64_t first = 0; first < problem.requests; first += 32) {
-    const int64_t b = first + lane_index();
-    bool is_owner = false;
-    if (b < problem.requests) {
-      const AttentionRequest request = request_of<true>(problem, b);
-      is_owner = row >= request.first && row < int64_t{request.first} + request.nodes;
-    }
-    const unsigned owners = ballot(is_owner);
-    if (owners != 0) return first + first_set_bit(owners);
-  }
-  return -1;
 }
 
 // Numbers of a key, of codes before their scale.
@@ -132,35 +117,15 @@ struct PlainScratch {
   float highest[kPlainWarps][kHeads], totals[kPlainWarps][kHeads];
 };
 
-// A row of q, for one key head.
-struct PlainRow {
-  AttentionRequest request;
-  int32_t node, head;     // head: of keys
-  int32_t begin, places;  // it sees nothing before `begin`, the first place of a step
-
-  // True if a share has places that the row may see. Others change no sum.
-  PASS_EXT_DEVICE bool has_share(int32_t share) const {
-    return first_place_of_share(share) < places && first_place_of_share(share + 1) > begin;
-  }
-};
-
-// Every lane of the warp must call it. A row of no request has no places.
-PASS_EXT_DEVICE PlainRow plain_row(const PlainAttention& plain, int64_t row, int32_t head) {
-  PlainRow found{};
-  const int64_t owner = owner_of(plain.problem, row);
-  if (owner < 0) return found;
-  found.request = request_of<true>(plain.problem, owner);
-  found.node = static_cast<int32_t>(row - found.request.first);
-  found.head = head;
-  found.begin = plain.lists.keys ? 0 : found.request.begin / kPlacesOfStep * kPlacesOfStep;
-  found.places = places_of(plain.problem, found.request, plain.lists, found.node);
-  return found;
+// True if a share has places that the row may see. Others change no sum.
+PASS_EXT_DEVICE bool sees_share(const PlacedRow& row, int32_t share) {
+  return row.sees_any(first_place_of_share(share), first_place_of_share(share + 1));
 }
 
 // Adds the step of places from `first` on. T: of numbers, or uint8_t of codes. queries: [kHeads, head_dim], shared
 // memory.
 template <typename T, int kHeads, int kColumns>
-PASS_EXT_DEVICE void add_step(const PlainAttention& plain, const PlainRow& row, const float* queries,
+PASS_EXT_DEVICE void add_step(const PlainAttention& plain, const PlacedRow& row, const float* queries,
                               PlainScratch<kHeads>& scratch, int32_t first, PlainSums<kHeads, kColumns>& sums) {
   constexpr bool kHasCodes = sizeof(T) == 1;
   const AttentionProblem& problem = plain.problem;
@@ -273,10 +238,10 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads, kHeads > 4   ? 2
   const int32_t tile = static_cast<int32_t>(int64_t{block_index().x} % tiles);
   const int32_t head = tile / tiles_of_head, first = tile % tiles_of_head * kHeads;  // first: of the key head's
   const int32_t count = problem.group - first < kHeads ? problem.group - first : kHeads;
-  const PlainRow row = plain_row(plain, int64_t{block_index().x} / tiles, head);
+  const PlacedRow row = placed_row(problem, plain.lists, int64_t{block_index().x} / tiles, head);
   const bool is_part = plain.parts != nullptr;
   const int32_t first_share = is_part ? static_cast<int32_t>(block_index().y) : 0;
-  if (is_part && !row.has_share(first_share)) return;  // plain_combine_kernel does not ask for it
+  if (is_part && !sees_share(row, first_share)) return;  // plain_combine_kernel does not ask for it
   const int64_t index = int64_t{block_index().x} / tiles * problem.heads + head * problem.group + first;
   const T* const q = static_cast<const T*>(problem.q) + index * problem.head_dim;
   for (int32_t i = thread; i < kHeads * problem.head_dim; i += kPlainThreads)
@@ -286,7 +251,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads, kHeads > 4   ? 2
   sums.clear();
 #pragma unroll 1
   for (int32_t share = first_share; share < (is_part ? first_share + 1 : plain.shares); ++share) {
-    if (!row.has_share(share)) continue;
+    if (!sees_share(row, share)) continue;
     const int64_t from = first_place_of_share(share), to = first_place_of_share(share + 1);
     const int32_t end = to < row.places ? static_cast<int32_t>(to) : row.places;
     PlainSums<kHeads, kColumns> part;
@@ -324,12 +289,12 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads) plain_combine_kernel(PASS_
   const AttentionProblem& problem = plain.problem;
   constexpr int kColumns = kMostValueDim / kPlainThreads;
   const int64_t index = block_index().x, stride = problem.value_dim + int64_t{2};
-  const PlainRow row = plain_row(plain, index / problem.heads, 0);
+  const PlacedRow row = placed_row(problem, plain.lists, index / problem.heads, 0);
   PlainSums<1, kColumns> sums;
   sums.clear();
 #pragma unroll 4
   for (int32_t share = 0; share < plain.shares; ++share) {
-    if (!row.has_share(share)) continue;
+    if (!sees_share(row, share)) continue;
     const float* const part = plain.parts + (share * problem.rows * problem.heads + index) * stride;
     sums.add(0, part[problem.value_dim], part[problem.value_dim + 1], [&](int c) {
       const int32_t column = static_cast<int32_t>(thread_rank()) + kPlainThreads * c;

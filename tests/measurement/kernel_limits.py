@@ -76,6 +76,9 @@ LIMITS = (
     Limit("replay_kernel<false, 4, channel>", "sm_80", "stack", 8, "one spilled register"),
     Limit("attention_codes_kernel*256, 4>> >", "sm_90", "stack", 8, "one spilled register beside 128 sums of a thread"),
     Limit("attention_codes_kernel*256, 4>> >", "sm_100", "stack", 16, "three of them"),
+    Limit("group_attention_kernel*192, 128, 2>*", "sm_80", "stack", 8, "two spilled registers: so three blocks fit"),
+    Limit("group_attention_kernel*512, 512, 2>*", ALL, "stack", 16, "three spilled registers beside 128 sums of a thread"),
+    Limit("group_attention_kernel*576, 512, 2>*", ALL, "stack", 24, "the same, and a slice of 32 queries"),
     Limit("*", ALL, "stack", 0, "local memory is device memory: one access costs as much as a miss"),
 
     # Registers: 65,536 of a multiprocessor over the threads that should be resident at once.
@@ -92,6 +95,9 @@ LIMITS = (
     Limit("plain_attention_kernel*8, 4>", ALL, "registers", 232, "wide rows of eight heads: two blocks of 128 threads"),
     Limit("plain_attention_kernel*4, ?>", ALL, "registers", 168, "three blocks of 128 threads, with 16 loads each"),
     Limit("plain_attention_kernel*", ALL, "registers", 128, "four of them"),
+    Limit("group_attention_kernel*128, ?>*", ALL, "registers", 168, "three blocks of 128 threads"),
+    Limit("group_attention_kernel*", ALL, "registers", 255, "two blocks of 128 threads; shared memory holds no third"),
+    Limit("group_combine_kernel*", ALL, "registers", 96, "five blocks of 128 threads, 80 KB of loads in flight"),
     Limit("attention_combine_kernel*", ALL, "registers", 128, "four blocks of 128 threads, 144 KB of loads in flight"),
     Limit("commit_kernel*", ALL, "registers", 96, "five blocks of 128 threads: 80 KB of loads in flight"),
     Limit("adapter_kernel*", ALL, "registers", 80, "three blocks of 256 threads; the loads of 16 ranks in flight"),
@@ -128,6 +134,7 @@ LIMITS = (
     Limit("attention_kernel*", ALL, "code", 210_000, "a main loop unrolled over a tile, today"),
     Limit("attention_codes_kernel*", ALL, "code", 203_000, "the same, over a tile of numbers, and codes that become numbers"),
     Limit("plain_attention_kernel*", ALL, "code", 92_000, "16 loads at a time, three kinds of codes, and rows of any width"),
+    Limit("group_attention_kernel*", ALL, "code", 111_000, "products unrolled over a tile, latents and values of their own"),
     Limit("scan_rows_kernel*", ALL, "code", 257_000, "the scan for three types (35,000), and a row's end: filters, races"),
     Limit("next_kernel*", ALL, "code", 71_500, "offers by products, by noise, recalled, in order; once a step"),
     Limit("next_tree_kernel", ALL, "code", 122_000, "offers with and without tables, the race, chances, shapes; once a step"),

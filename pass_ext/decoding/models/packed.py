@@ -74,6 +74,24 @@ class StepAttend(Attend, Protocol):
     """How many have attended."""
     states: StepStates
     """The states of the layers that keep one."""
+    ids: Tensor | None
+    """``[N]``, of the rows; -1 - i is look-ahead slot i."""
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        window: int = -1,
+        sinks: Tensor | None = None,
+        chunk: int = -1,
+        lists: Tensor | None = None,
+    ) -> Tensor:
+        """As ``Attend``. lists: the keys of each row, as ``attention_tree`` takes key_lists; None: all that it sees."""
 
     @property
     def text_rows(self) -> int:
@@ -173,7 +191,8 @@ class Adapted:
     numbers: Mapping[int, int] | None = None
     """The number of each layer that attends among those that do; None: all layers attend."""
     index_widths: Mapping[int, int] = MappingProxyType({})
-    """The layers that have an indexer, by their number among those that attend -> the numbers of its keys."""
+    """The layers that have an indexer, by their number among those that attend -> the numbers of its keys behind each KV
+    head's."""
     keeps_states: bool = False
     """Some layers keep a state."""
     most_positions: int = sys.maxsize

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pass_ext.decoding.models.module_ops import are_few
 from pass_ext.decoding.models.one_order import OneOrder
 from pass_ext.decoding.models.parts import decoder_layers, linear_at
-from pass_ext.decoding.models.slots import CallSlots
+from pass_ext.decoding.models.slots import CallSlots, with_vectors
 
 # ---- a call ----
 
@@ -96,15 +96,10 @@ def _shifted(number: int, forward: Callable[..., Any], *inputs: Tensor, **named:
     call = current_call.get()
     if call is None or call.slots is None or call.slots.offsets is None:
         return forward(*inputs, **named)
-    hidden, offsets = inputs[0] if inputs else named["hidden_states"], call.slots.offsets[number]
-    if hidden.numel() != offsets.numel():
-        raise ValueError(
-            f"{call.model}: these look-ahead slots have vectors for the inputs of layers, for these rows "
-            f"{list(offsets.shape)}, and layer {number}'s input is {list(hidden.shape)}: use slots without"
-        )
+    offsets = call.slots.offsets[number]
     if inputs:
-        return forward(hidden + offsets, *inputs[1:], **named)
-    return forward(**{**named, "hidden_states": hidden + offsets})
+        return forward(with_vectors(inputs[0], offsets), *inputs[1:], **named)
+    return forward(**{**named, "hidden_states": with_vectors(named["hidden_states"], offsets)})
 
 
 # ---- a shadow ----

@@ -26,7 +26,7 @@ from pass_ext.decoding.session.step_attention import StepAttention, is_front, pa
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.attention import padded_widths
 from pass_ext.ops.cache import cache_commit_
-from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES, quantize_rows
+from pass_ext.ops.quantize import CODE_HEADER, MOST_OF_CODES, quantize_rows
 from pass_ext.ops.state import state_commit_
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 

@@ -3,6 +3,7 @@
 #include "cuda/attention.cuh"
 
 #include "cuda/attention_codes_plan.cuh"
+#include "cuda/attention_group_plan.cuh"
 #include "cuda/attention_merge.cuh"
 #include "cuda/attention_plain.cuh"
 #include "cuda/attention_plan.cuh"
@@ -67,10 +68,21 @@ pass_ext::gpu::PlainPlan plain_plan(const Arguments& given, const pass_ext::Atte
   return pass_ext::gpu::plan_plain_attention(problem, key_lists(given), static_cast<int32_t>(given("multiprocessors")));
 }
 
+bool is_group(const Arguments& given, const pass_ext::AttentionProblem& problem) {
+  return is_plain(given, problem) &&
+         pass_ext::gpu::has_group_kernel(problem, static_cast<pass_ext::CodeType>(given("codes")));
+}
+
+pass_ext::gpu::GroupPlan group_plan(const Arguments& given, const pass_ext::AttentionProblem& problem) {
+  return pass_ext::gpu::plan_group_attention(problem, key_lists(given), static_cast<int32_t>(given("multiprocessors")));
+}
+
 // The floats of the workspace.
 int64_t attention_workspace(const Arguments& given) {
   const pass_ext::AttentionProblem problem = attention_problem(given);
-  return is_plain(given, problem) ? plain_plan(given, problem).workspace : attention_plan(given, problem).workspace;
+  return is_group(given, problem)   ? group_plan(given, problem).workspace
+         : is_plain(given, problem) ? plain_plan(given, problem).workspace
+                                    : attention_plan(given, problem).workspace;
 }
 
 void attention_tree(const Arguments& given) {
@@ -80,7 +92,9 @@ void attention_tree(const Arguments& given) {
   if (problem.rows == 0 || problem.heads == 0) return;
   const auto codes = static_cast<pass_ext::CodeType>(given("codes"));
   float* const workspace = given.at<float>("workspace");
-  if (is_plain(given, problem))
+  if (is_group(given, problem))
+    pass_ext::gpu::launch_group_attention(problem, key_lists(given), group_plan(given, problem), workspace, {});
+  else if (is_plain(given, problem))
     pass_ext::gpu::launch_plain_attention(problem, codes, key_lists(given), plain_plan(given, problem), workspace, {});
   else if (codes != pass_ext::CodeType::none)
     pass_ext::gpu::launch_codes_attention(problem, codes, attention_plan(given, problem), workspace, {});

@@ -1,0 +1,482 @@
+// Attention on the GPU in bf16 and fp16 by the heads of a group: a tile of matrix fragments holds heads of one row of q
+// that share a key head. All of them see the same keys, so there is no mask inside a tile, lists and trees are only
+// addresses, and the order in which a row is added up is its own (attention_places.cuh), whatever else the call has.
+//   tile of 32 places:   m' = max(m, its scores)    totals, sums = 2^(m - m') (totals, sums) + those of the tile
+//   row:                 the same over its shares, in their order        out = sums / total of the weights as rounded
+// A key may be 576 numbers wide, and 512 sums of 32 rows fill the registers of four warps. So a warp has a slice of all
+// keys and values, a quarter: it copies it, multiplies it with its slice of q, which it keeps, and adds up its columns
+// of the result. Only scores and weights cross over, through shared memory: the slices' parts of a score are added
+// there. If values are the first numbers of the keys, both products read one copy.
+// 128 heads do 2 * 128 * (576 + 512) operations with a latent of 1152 bytes, 242 a byte; vector arithmetic keeps up
+// with about 20.
+#pragma once
+
+#include <cstdint>
+
+#include "core/attention.h"
+#include "core/attention_lists.h"
+#include "cuda/attention_group_tile.cuh"
+#include "cuda/attention_parts.cuh"
+#include "cuda/attention_places.cuh"
+#include "cuda/primitives.cuh"
+
+namespace pass_ext::gpu {
+
+// The warp's slice of the rows of q, as the left side of products.
+template <typename Shape>
+using GroupQueries = uint32_t[Shape::kRowTiles][Shape::kSteps][4];
+
+// `q`: the first of `count` rows; others are zeros.
+template <typename Shape>
+PASS_EXT_DEVICE void load_queries(GroupQueries<Shape>& queries, const typename Shape::T* q, int count) {
+  const int g = static_cast<int>(lane_index() / 4), t = static_cast<int>(lane_index() % 4);
+#pragma unroll
+  for (int tile = 0; tile < Shape::kRowTiles; ++tile)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = 16 * tile + g + 8 * half;
+#pragma unroll
+      for (int chunk = 0; chunk < Shape::kKeyChunks; ++chunk)
+        queries[tile][chunk / 2][half + 2 * (chunk % 2)] =
+            row < count
+                ? *reinterpret_cast<const uint32_t*>(q + row * Shape::kKeyDim + column_of_chunk<Shape>(chunk) + 2 * t)
+                : 0u;
+    }
+}
+
+struct alignas(8) FloatPair {  // one store
+  float low, high;
+};
+
+// Stores what the warp's slice adds to the scores of a tile.
+template <typename Shape>
+PASS_EXT_DEVICE void multiply_keys(const GroupQueries<Shape>& queries, const typename Shape::T* keys) {
+  using T = typename Shape::T;
+  const unsigned lane = lane_index(), g = lane / 4, t = lane % 4;
+  auto& scores = group_scratch<Shape>().scores[warp_index()];
+#pragma unroll
+  for (int first = 0; first < kGroupKeys; first += 16) {
+    const SharedAddress from =
+        shared_address(keys + (first + lane / 16 * 8 + lane % 8) * Shape::kStride + lane / 8 % 2 * 8);
+    float sums[Shape::kRowTiles][2][4] = {};
+#pragma unroll
+    for (int step = 0; step < Shape::kSteps; ++step) {
+      uint32_t k[4];
+      load_matrices<4>(k, from + step * 32);
+#pragma unroll
+      for (int tile = 0; tile < Shape::kRowTiles; ++tile) {
+        multiply_m16n8k16<T>(sums[tile][0], queries[tile][step], {k[0], k[1]});
+        multiply_m16n8k16<T>(sums[tile][1], queries[tile][step], {k[2], k[3]});
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < Shape::kRowTiles; ++tile)
+#pragma unroll
+      for (int block = 0; block < 2; ++block)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          *reinterpret_cast<FloatPair*>(&scores[16 * tile + g + 8 * half][first + 8 * block + 2 * t]) = {
+              sums[tile][block][2 * half], sums[tile][block][2 * half + 1]};
+  }
+}
+
+// Several threads share a row, and each turns as many scores of a tile into weights.
+template <typename Shape>
+constexpr int kLanesOfRow = kGroupThreads / Shape::kRows;
+
+// Turns scores into weights. Bit i of `seen`: the row sees key i. `totals`: the thread's own, but for the maximum.
+template <typename Shape>
+PASS_EXT_DEVICE void weigh(const AttentionProblem& problem, uint32_t seen, RowTotals& totals) {
+  using T = typename Shape::T;
+  constexpr int kLanes = kLanesOfRow<Shape>, kScores = kGroupKeys / kLanes;
+  typename Shape::Scratch& scratch = group_scratch<Shape>();
+  const int thread = static_cast<int>(thread_rank()), row = thread / kLanes, first = thread % kLanes * kScores;
+  float scores[kScores];
+#pragma unroll
+  for (int i = 0; i < kScores; i += 4) {
+    Bytes16 parts[kGroupWarps];
+#pragma unroll
+    for (int warp = 0; warp < kGroupWarps; ++warp) parts[warp] = load16(&scratch.scores[warp][row][first + i]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      scores[i + j] = float_of(parts[0].word[j]);
+#pragma unroll
+      for (int warp = 1; warp < kGroupWarps; ++warp) scores[i + j] += float_of(parts[warp].word[j]);
+    }
+  }
+  const float scale = problem.softcap > 0.0f ? problem.scale : problem.scale * kLog2E;
+#pragma unroll
+  for (float& score : scores) score *= scale;
+  if (problem.softcap > 0.0f) {
+#pragma unroll
+    for (float& score : scores) score = softcapped(score, problem.softcap) * kLog2E;
+  }
+  float highest = totals.maximum;  // `larger` ignores NaN; a score that is NaN still makes its row's sums NaN
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) {
+    if (!(seen >> (first + i) & 1)) scores[i] = float_of(0xff800000u);
+    highest = larger(highest, scores[i]);
+  }
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) highest = larger(highest, shuffle_xor(highest, step));
+  const float shrink = exp2_approximate(totals.maximum - highest);
+  float rounded = 0.0f, exact = 0.0f;
+  uint32_t pairs[kScores / 2];
+#pragma unroll
+  for (int i = 0; i < kScores / 2; ++i) {
+    const float low = exp2_approximate(scores[2 * i] - highest), high = exp2_approximate(scores[2 * i + 1] - highest);
+    pairs[i] = pack2<T>(low, high);
+    exact += low + high;
+    rounded += unpack_low<T>(pairs[i]) + unpack_high<T>(pairs[i]);
+  }
+  totals = {highest, fused(totals.rounded, shrink, rounded), fused(totals.exact, shrink, exact)};
+  if constexpr (kScores == 8)
+    store16(&scratch.weights[row][first], {{pairs[0], pairs[1], pairs[2], pairs[3]}});
+  else
+    *reinterpret_cast<uint64_t*>(&scratch.weights[row][first]) = pairs[0] | uint64_t{pairs[1]} << 32;
+  if (first == 0) scratch.shrink[row] = shrink;
+}
+
+// The warp's columns of the sums of all rows.
+template <typename Shape>
+using GroupSums = float[Shape::kRowTiles][Shape::kValueChunks][4];
+
+// Adds a tile's values.
+template <typename Shape>
+PASS_EXT_DEVICE void add_values(GroupSums<Shape>& sums, const typename Shape::T* values) {
+  using T = typename Shape::T;
+  const typename Shape::Scratch& scratch = group_scratch<Shape>();
+  const unsigned lane = lane_index();
+  float shrink[Shape::kRowTiles][2];
+  bool shrinks = false;
+#pragma unroll
+  for (int tile = 0; tile < Shape::kRowTiles; ++tile)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      shrink[tile][half] = scratch.shrink[16 * tile + lane / 4 + 8 * half];
+      shrinks |= shrink[tile][half] != 1.0f;
+    }
+  if (any(shrinks)) {
+#pragma unroll
+    for (int tile = 0; tile < Shape::kRowTiles; ++tile)
+#pragma unroll
+      for (auto& block : sums[tile])
+#pragma unroll
+        for (int i = 0; i < 4; ++i) block[i] *= shrink[tile][i / 2];
+  }
+#pragma unroll
+  for (int first = 0; first < kGroupKeys; first += 16) {
+    uint32_t p[Shape::kRowTiles][4];
+#pragma unroll
+    for (int tile = 0; tile < Shape::kRowTiles; ++tile)
+      load_matrices<4>(p[tile], &scratch.weights[16 * tile + lane % 16][first + lane / 16 * 8]);
+    const SharedAddress from = shared_address(values + (first + lane % 16) * Shape::kStride + lane / 16 * 8);
+#pragma unroll
+    for (int chunk = 0; chunk < Shape::kValueChunks; chunk += 2) {
+      uint32_t v[4];
+      load_matrices<4, true>(v, from + chunk * 16);
+#pragma unroll
+      for (int tile = 0; tile < Shape::kRowTiles; ++tile) {
+        multiply_m16n8k16<T>(sums[tile][chunk], p[tile], {v[0], v[1]});
+        multiply_m16n8k16<T>(sums[tile][chunk + 1], p[tile], {v[2], v[3]});
+      }
+    }
+  }
+}
+
+// Adds up the places from `from` to below `end`. One tile is on its way while another is multiplied: of latents the
+// next one; else, with one tile for keys and one for values, the values and then the next keys.
+template <typename Shape>
+PASS_EXT_DEVICE void add_places(const GroupAttention& group, const PlacedRow& row, const GroupQueries<Shape>& queries,
+                                int32_t from, int32_t end, GroupSums<Shape>& sums, RowTotals& totals) {
+  const int32_t lane = static_cast<int32_t>(lane_index());
+  PlacedKey placed = placed_key(group, row, from + lane, end);
+  copy_keys<Shape>(group, row, placed, 0);
+  copy_async_commit();
+  if (!group.has_latents) {
+    copy_values<Shape>(group, row, placed, 1);
+    copy_async_commit();
+  }
+  uint32_t seen = ballot(placed.key >= 0);
+  placed = placed_key(group, row, from + kGroupKeys + lane, end);
+  int which = 0;  // the tile with the keys
+#pragma unroll 1
+  for (int32_t place = from; place < end; place += kGroupKeys) {
+    const bool has_next = place + kGroupKeys < end;
+    const uint32_t seen_now = seen;
+    if (group.has_latents) {
+      if (has_next) copy_keys<Shape>(group, row, placed, which ^ 1);
+      copy_async_commit();
+      seen = ballot(placed.key >= 0);
+      placed = placed_key(group, row, place + 2 * kGroupKeys + lane, end);
+    }
+    copy_async_wait<1>();
+    sync_warp();  // the keys are there
+    multiply_keys<Shape>(queries, slices_of_warp<Shape>(which));
+    if (!group.has_latents) {
+      sync_warp();  // the keys are read
+      if (has_next) copy_keys<Shape>(group, row, placed, 0);
+      copy_async_commit();
+    }
+    sync_block();  // all slices' scores are there, and the weights of the tile before are read
+    weigh<Shape>(group.problem, seen_now, totals);
+    sync_block();  // the weights are there, and the scores are read
+    if (!group.has_latents) {
+      copy_async_wait<1>();
+      sync_warp();  // the values are there
+    }
+    add_values<Shape>(sums, slices_of_warp<Shape>(group.has_latents ? which : 1));
+    sync_warp();  // the values are read
+    if (group.has_latents) {
+      which ^= 1;
+    } else {
+      if (has_next) copy_values<Shape>(group, row, placed, 1);
+      copy_async_commit();
+      seen = ballot(placed.key >= 0);
+      placed = placed_key(group, row, place + 2 * kGroupKeys + lane, end);
+    }
+  }
+}
+
+// The totals and the weights of sums of all shares before and of one more. The first has none before it.
+struct ShareWeights {
+  RowTotals totals;
+  float before, share;
+};
+
+PASS_EXT_DEVICE ShareWeights weights_of_share(const RowTotals& before, const RowTotals& share) {
+  const float highest = larger(before.maximum, share.maximum);
+  const float shrink = exp2_approximate(before.maximum - highest), weight = exp2_approximate(share.maximum - highest);
+  return {{highest, fused(before.rounded, shrink, share.rounded * weight),
+           fused(before.exact, shrink, share.exact * weight)},
+          shrink,
+          weight};
+}
+
+// What a block computes: rows of the tile are heads of one row of q.
+struct GroupItem {
+  PlacedRow row;
+  int64_t index;  // of the first head, in [rows, heads]
+  int count;      // of heads
+
+  PASS_EXT_DEVICE bool sees_share(int32_t share) const {
+    return row.sees_any(first_place_of_group_share(share), first_place_of_group_share(share + 1));
+  }
+};
+
+template <typename Shape>
+PASS_EXT_DEVICE GroupItem group_item(const GroupAttention& group, int64_t item) {
+  const AttentionProblem& problem = group.problem;
+  const int32_t tiles_of_head = (problem.group + Shape::kRows - 1) / Shape::kRows;
+  const int64_t packed = item / (problem.kv_heads * tiles_of_head);
+  const int32_t tile = static_cast<int32_t>(item % (problem.kv_heads * tiles_of_head));
+  const int32_t head = tile / tiles_of_head, first = tile % tiles_of_head * Shape::kRows;
+  const int count = problem.group - first < Shape::kRows ? problem.group - first : Shape::kRows;
+  return {placed_row(problem, group.lists, packed, head), packed * problem.heads + head * problem.group + first, count};
+}
+
+// Adds up one share. Totals are those of the thread's row.
+template <typename Shape>
+PASS_EXT_DEVICE RowTotals add_share(const GroupAttention& group, const GroupItem& item,
+                                    const GroupQueries<Shape>& queries, int32_t share, GroupSums<Shape>& sums) {
+#pragma unroll
+  for (auto& tile : sums)
+#pragma unroll
+    for (auto& block : tile)
+#pragma unroll
+      for (float& sum : block) sum = 0.0f;
+  RowTotals totals;
+  const int64_t from = first_place_of_group_share(share), end = first_place_of_group_share(share + 1);
+  add_places<Shape>(group, item.row, queries, from > item.row.begin ? static_cast<int32_t>(from) : item.row.begin,
+                    end < item.row.places ? static_cast<int32_t>(end) : item.row.places, sums, totals);
+#pragma unroll
+  for (int step = 1; step < kLanesOfRow<Shape>; step *= 2) {
+    totals.rounded += shuffle_xor(totals.rounded, step);
+    totals.exact += shuffle_xor(totals.exact, step);
+  }
+  return totals;
+}
+
+// The row whose totals a thread has, and whether it writes them.
+template <typename Shape>
+PASS_EXT_DEVICE int row_of_thread() {
+  return static_cast<int>(thread_rank()) / kLanesOfRow<Shape>;
+}
+template <typename Shape>
+PASS_EXT_DEVICE bool writes_totals() {
+  return thread_rank() % kLanesOfRow<Shape> == 0;
+}
+
+// use(row of the tile, tile of fragments, half of it) for the rows of which this thread has sums.
+template <typename Shape, typename Use>
+PASS_EXT_DEVICE void for_rows(int count, const Use& use) {
+#pragma unroll
+  for (int tile = 0; tile < Shape::kRowTiles; ++tile)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = 16 * tile + static_cast<int>(lane_index()) / 4 + 8 * half;
+      if (row < count) use(row, tile, half);
+    }
+}
+
+// Leaves a share to group_combine_kernel.
+template <typename Shape>
+PASS_EXT_DEVICE void store_part(const GroupAttention& group, const GroupItem& item, int32_t share,
+                                const GroupSums<Shape>& sums, const RowTotals& totals) {
+  float* const part =
+      group.workspace + (share * group.problem.rows * group.problem.heads + item.index) * int64_t{Shape::kPartStride};
+  for_rows<Shape>(item.count, [&](int row, int tile, int half) {
+    float* const line = part + row * Shape::kPartStride + 2 * (lane_index() % 4);
+#pragma unroll
+    for (int chunk = 0; chunk < Shape::kValueChunks; ++chunk)
+      *reinterpret_cast<FloatPair*>(line + column_of_chunk<Shape>(chunk)) = {sums[tile][chunk][2 * half],
+                                                                             sums[tile][chunk][2 * half + 1]};
+  });
+  if (writes_totals<Shape>() && row_of_thread<Shape>() < item.count)
+    store_totals(part + row_of_thread<Shape>() * Shape::kPartStride, Shape::kValueDim, totals);
+}
+
+// Adds a share to those before, whose totals are in shared memory and whose sums, because registers are full, in the
+// workspace. If more come, the sums go there.
+template <typename Shape>
+PASS_EXT_DEVICE void add_to_shares_before(const GroupAttention& group, GroupSums<Shape>& sums, const RowTotals& totals,
+                                          bool has_before, bool has_next) {
+  typename Shape::Scratch& scratch = group_scratch<Shape>();
+  if (writes_totals<Shape>()) {
+    const int row = row_of_thread<Shape>();
+    const ShareWeights weights = weights_of_share(scratch.sums[row], totals);
+    scratch.sums[row] = has_before ? weights.totals : totals;
+    scratch.weight_before[row] = weights.before;
+    scratch.weight_of_share[row] = weights.share;
+  }
+  sync_block();  // the totals and the weights are there
+  if (!has_before && !has_next) return;
+  float* own = group.workspace + int64_t{block_index().x} * (Shape::kRows * Shape::kValueDim) + 4 * thread_rank();
+#pragma unroll
+  for (int tile = 0; tile < Shape::kRowTiles; ++tile) {
+    const int row = 16 * tile + static_cast<int>(lane_index()) / 4;
+    const float before[2] = {scratch.weight_before[row], scratch.weight_before[row + 8]};
+    const float share[2] = {scratch.weight_of_share[row], scratch.weight_of_share[row + 8]};
+#pragma unroll
+    for (auto& block : sums[tile]) {
+      if (has_before) {
+        const Bytes16 bytes = load16(own);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) block[i] = fused(float_of(bytes.word[i]), before[i / 2], block[i] * share[i / 2]);
+      }
+      if (has_next) store16(own, {{bits_of(block[0]), bits_of(block[1]), bits_of(block[2]), bits_of(block[3])}});
+      own += 4 * kGroupThreads;
+    }
+  }
+}
+
+PASS_EXT_DEVICE float inverse_of(float total) { return total == 0.0f ? 0.0f : 1.0f / total; }
+
+// Writes the results of an item, whose totals are in shared memory.
+template <typename Shape>
+PASS_EXT_DEVICE void write_item(const AttentionProblem& problem, const GroupItem& item, const GroupSums<Shape>& sums) {
+  using T = typename Shape::T;
+  const typename Shape::Scratch& scratch = group_scratch<Shape>();
+  for_rows<Shape>(item.count, [&](int row, int tile, int half) {
+    const float inverse = inverse_of(scratch.sums[row].rounded);
+    T* const line = static_cast<T*>(problem.out) + (item.index + row) * Shape::kValueDim + 2 * (lane_index() % 4);
+#pragma unroll
+    for (int chunk = 0; chunk < Shape::kValueChunks; ++chunk)
+      *reinterpret_cast<uint32_t*>(line + column_of_chunk<Shape>(chunk)) =
+          pack2<T>(sums[tile][chunk][2 * half] * inverse, sums[tile][chunk][2 * half + 1] * inverse);
+  });
+  if (writes_totals<Shape>() && row_of_thread<Shape>() < item.count) {
+    const RowTotals& totals = scratch.sums[row_of_thread<Shape>()];
+    problem.lse[item.index + row_of_thread<Shape>()] = log_of_total(totals.maximum, totals.exact);
+  }
+}
+
+template <typename Shape>
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kGroupThreads, Shape::kResidentBlocks)
+    group_attention_kernel(PASS_EXT_PARAMETER GroupAttention group) {
+  begin_kernel(group);
+  const auto* const q = static_cast<const typename Shape::T*>(group.problem.q);
+  const int32_t first_share = group.is_parted ? static_cast<int32_t>(block_index().y) : 0;
+  const int32_t shares = group.is_parted ? first_share + 1 : group.shares;
+#pragma unroll 1
+  for (int64_t i = block_index().x; i < group.items; i += grid_size().x) {
+    const GroupItem item = group_item<Shape>(group, i);
+    if (group.is_parted && !item.sees_share(first_share)) return;  // group_combine_kernel does not ask for it
+    GroupQueries<Shape> queries;
+    load_queries<Shape>(queries, q + item.index * Shape::kKeyDim, item.count);
+    sync_block();  // the totals of the item before are read
+    if (writes_totals<Shape>()) group_scratch<Shape>().sums[row_of_thread<Shape>()] = {};
+    GroupSums<Shape> sums = {};
+    bool has_before = false;
+#pragma unroll 1
+    for (int32_t share = first_share; share < shares; ++share) {
+      if (!item.sees_share(share)) continue;
+      const RowTotals totals = add_share<Shape>(group, item, queries, share, sums);
+      if (group.is_parted) return store_part<Shape>(group, item, share, sums, totals);
+      add_to_shares_before<Shape>(group, sums, totals, has_before,
+                                  first_place_of_group_share(share + 1) < item.row.places);
+      has_before = true;
+    }
+    if (!has_before) sync_block();  // the totals are there
+    write_item<Shape>(group.problem, item, sums);
+  }
+}
+
+// Adds the shares of a row and head. A thread has four columns.
+template <typename T, int value_dim>
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(value_dim / 4) group_combine_kernel(PASS_EXT_PARAMETER GroupAttention group) {
+  begin_kernel(group);
+  constexpr int kAtOnce = 8;  // shares on their way
+  const AttentionProblem& problem = group.problem;
+  const int64_t index = block_index().x;
+  const int column = 4 * static_cast<int>(thread_rank());
+  const PlacedRow row = placed_row(problem, group.lists, index / problem.heads, 0);
+  RowTotals totals;
+  float sums[4] = {};
+  bool has_before = false;
+#pragma unroll 1
+  for (int32_t first = 0; first < group.shares && first_place_of_group_share(first) < row.places; first += kAtOnce) {
+    Bytes16 columns[kAtOnce], ends[kAtOnce];
+    bool is_there[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int32_t share = first + i;
+      columns[i] = ends[i] = {};
+      is_there[i] = share < group.shares &&
+                    row.sees_any(first_place_of_group_share(share), first_place_of_group_share(share + 1));
+      if (!is_there[i]) continue;
+      const float* const part =
+          group.workspace + (share * problem.rows * problem.heads + index) * int64_t{value_dim + 4};
+      columns[i] = load16(part + column);
+      ends[i] = load16(part + value_dim);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (!is_there[i]) continue;
+      const RowTotals share = {float_of(ends[i].word[0]), float_of(ends[i].word[1]), float_of(ends[i].word[2])};
+      const ShareWeights weights = weights_of_share(totals, share);
+      totals = has_before ? weights.totals : share;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float sum = float_of(columns[i].word[j]);
+        sums[j] = has_before ? fused(sums[j], weights.before, sum * weights.share) : sum;
+      }
+      has_before = true;
+    }
+  }
+  const float inverse = inverse_of(totals.rounded);
+  *reinterpret_cast<uint64_t*>(static_cast<T*>(problem.out) + index * value_dim + column) =
+      pack2<T>(sums[0] * inverse, sums[1] * inverse) | uint64_t{pack2<T>(sums[2] * inverse, sums[3] * inverse)} << 32;
+  if (thread_rank() == 0) problem.lse[index] = log_of_total(totals.maximum, totals.exact);
+}
+
+template <typename Shape>
+GroupKernel* group_kernel_of() {
+  return group_attention_kernel<Shape>;
+}
+template <typename T, int value_dim>
+GroupKernel* group_combine_kernel_of() {
+  return group_combine_kernel<T, value_dim>;
+}
+
+}  // namespace pass_ext::gpu

@@ -1,0 +1,18 @@
+// Attention kernels of bfloat16 for the heads of a group: a file of its own, because kernels of both types in one take
+// minutes.
+#include "cuda/attention_group.cuh"
+
+namespace pass_ext::gpu {
+
+template GroupKernel* group_kernel_of<GroupShape<bfloat16, 576, 512, 1>>();
+template GroupKernel* group_kernel_of<GroupShape<bfloat16, 576, 512, 2>>();
+template GroupKernel* group_kernel_of<GroupShape<bfloat16, 512, 512, 1>>();
+template GroupKernel* group_kernel_of<GroupShape<bfloat16, 512, 512, 2>>();
+template GroupKernel* group_kernel_of<GroupShape<bfloat16, 192, 128, 1>>();
+template GroupKernel* group_kernel_of<GroupShape<bfloat16, 192, 128, 2>>();
+template GroupKernel* group_kernel_of<GroupShape<bfloat16, 128, 128, 1>>();
+template GroupKernel* group_kernel_of<GroupShape<bfloat16, 128, 128, 2>>();
+template GroupKernel* group_combine_kernel_of<bfloat16, 512>();
+template GroupKernel* group_combine_kernel_of<bfloat16, 128>();
+
+}  // namespace pass_ext::gpu

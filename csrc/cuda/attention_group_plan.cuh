@@ -1,0 +1,99 @@
+// The host's plan and launch of attention by the heads of a group, attention_group.cuh: for which problems there is a
+// kernel, how many blocks run, and the memory that they share.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "core/attention.h"
+#include "core/attention_lists.h"
+#include "core/quantize.h"
+#include "cuda/attention_group_tile.cuh"
+#include "cuda/attention_places.cuh"
+#include "cuda/primitives.cuh"
+
+namespace pass_ext::gpu {
+
+constexpr int32_t kLeastGroup = 8;  // heads that share a key; a tile of fragments has 16
+
+// True if there is a kernel for the type and the widths, and heads enough to be worth it: the batch does not decide.
+inline bool has_group_kernel(const AttentionProblem& problem, CodeType codes) {
+  const auto has = [&](int32_t key_dim, int32_t value_dim) {
+    return problem.head_dim == key_dim && problem.value_dim == value_dim;
+  };
+  return problem.type != FloatType::float32 && codes == CodeType::none && problem.group >= kLeastGroup &&
+         (has(576, 512) || has(512, 512) || has(192, 128) || has(128, 128));
+}
+
+// use(GroupShape), for problems that have one.
+template <typename Use>
+void with_group_shape(const AttentionProblem& problem, const Use& use) {
+  const auto with_widths = [&](auto element, auto key_dim, auto value_dim) {
+    using T = decltype(element);
+    constexpr int kKeyDim = decltype(key_dim)::value, kValueDim = decltype(value_dim)::value;
+    problem.group <= 16 ? use(GroupShape<T, kKeyDim, kValueDim, 1>{}) : use(GroupShape<T, kKeyDim, kValueDim, 2>{});
+  };
+  const auto with_type = [&](auto element) {
+    using std::integral_constant;
+    switch (problem.head_dim) {
+      case 576: return with_widths(element, integral_constant<int, 576>{}, integral_constant<int, 512>{});
+      case 512: return with_widths(element, integral_constant<int, 512>{}, integral_constant<int, 512>{});
+      case 192: return with_widths(element, integral_constant<int, 192>{}, integral_constant<int, 128>{});
+      default: return with_widths(element, integral_constant<int, 128>{}, integral_constant<int, 128>{});
+    }
+  };
+  problem.type == FloatType::bfloat16 ? with_type(bfloat16{}) : with_type(float16{});
+}
+
+struct GroupPlan {
+  int64_t items, blocks;
+  int32_t shares;
+  bool is_parted;
+  int64_t workspace;  // floats
+};
+
+// Shapes alone decide, so there are shares for all slots of the cache; blocks of those that a text has not end at once.
+inline GroupPlan plan_group_attention(const AttentionProblem& problem, const KeyLists& lists, int32_t multiprocessors) {
+  GroupPlan plan{};
+  with_group_shape(problem, [&](auto shape) {
+    using Shape = decltype(shape);
+    const int64_t places = lists.keys ? lists.size : problem.slots + (problem.k_new.data ? problem.max_nodes : 0);
+    plan.shares = shares_of((places + 1) / 2);
+    plan.items = problem.rows * problem.kv_heads * ((problem.group + Shape::kRows - 1) / Shape::kRows);
+    plan.is_parted = plan.shares > 1 && plan.items < multiprocessors;
+    plan.blocks =
+        plan.is_parted ? plan.items : between(plan.items, 1, int64_t{Shape::kResidentBlocks} * multiprocessors);
+    if (plan.is_parted)
+      plan.workspace = plan.shares * problem.rows * problem.heads * Shape::kPartStride;
+    else if (plan.shares > 1)
+      plan.workspace = plan.blocks * Shape::kRows * Shape::kValueDim;
+  });
+  return plan;
+}
+
+inline bool are_same_rows(const KeyRows& k, const KeyRows& v, int32_t heads) {
+  return k.data == v.data && k.outer == v.outer && k.slot == v.slot && (k.head == v.head || heads == 1);
+}
+
+inline void launch_group_attention(const AttentionProblem& problem, const KeyLists& lists, const GroupPlan& plan,
+                                   float* workspace, Stream stream) {
+  const GroupAttention group{problem,
+                             lists,
+                             are_same_rows(problem.k_cache, problem.v_cache, problem.kv_heads) &&
+                                 are_same_rows(problem.k_new, problem.v_new, problem.kv_heads),
+                             plan.is_parted,
+                             plan.items,
+                             plan.shares,
+                             workspace};
+  with_group_shape(problem, [&](auto shape) {
+    using Shape = decltype(shape);
+    launch("attention_tree", group_kernel_of<Shape>(),
+           LaunchShape{{plan.blocks, plan.is_parted ? plan.shares : 1}, {kGroupThreads}, Shape::kSharedBytes}, stream,
+           group);
+    if (plan.is_parted)
+      launch("attention_tree (combine)", group_combine_kernel_of<typename Shape::T, Shape::kValueDim>(),
+             LaunchShape{{problem.rows * problem.heads}, {Shape::kValueDim / 4}}, stream, group);
+  });
+}
+
+}  // namespace pass_ext::gpu
