@@ -40,7 +40,7 @@ STABLE_TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
       "cache_commit_(Tensor(a!)[] caches, Tensor prefix_lens, Tensor cu_nodes, Tensor path, Tensor num_accepted, "
       "Tensor[] new, Tensor? block_table) -> ()");
 
-  // quantized
+  // quantize
   library.def("quantize_rows(Tensor rows, ScalarType dtype) -> Tensor");
 
   // draft

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from pass_ext.huge_pages import to_huge_pages
+
 MAX_CACHED_BYTES = 2 << 30
 _log = logging.getLogger("pass_ext")
 _SIZES = "sizes.json"  # file name -> bytes, of a cached model
@@ -38,7 +40,8 @@ def load_checkpoint(
             converted first.
 
     A GGUF file is converted at the first call, and a model of up to 2 GiB kept in ``$PASS_EXT_CACHE``, else
-    ``~/.cache/pass_ext``: so the next call takes seconds. Folders and names are loaded by transformers' own calls.
+    ``~/.cache/pass_ext``: so the next call takes seconds. Folders and names are loaded by transformers' own calls. Weights in
+    CPU memory are moved to huge pages (``to_huge_pages``).
 
     Raises ImportError for a missing package, OSError or ValueError for what cannot be loaded.
     """
@@ -60,7 +63,7 @@ def load_checkpoint(
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model = plain_copy(AutoModelForCausalLM.from_pretrained(**source, dtype=dtype), dtype)
     _cache(model, tokenizer, cached)
-    return model, tokenizer
+    return to_huge_pages(model), tokenizer
 
 
 def demo_model() -> Path:
@@ -98,7 +101,7 @@ def _load(path: str | os.PathLike[str], dtype: torch.dtype, **model_args: Any) -
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **model_args)
     except SafetensorError as error:  # neither an OSError nor a ValueError
         raise ValueError(f"the weights of {path} are damaged, or were cut off: {error}") from error
-    return model.eval().requires_grad_(False), tokenizer
+    return to_huge_pages(model.eval().requires_grad_(False)), tokenizer
 
 
 def _load_cached(folder: Path, dtype: torch.dtype) -> tuple[Any, Any] | None:

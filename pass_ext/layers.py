@@ -1,10 +1,11 @@
 """A decoder layer for few rows: products, norm, rotary embedding and gate, whole layers around their attention, layers that
-keep a state instead of keys, and rows of keys and values in 8 bits.
+keep a state instead of keys, rows of keys and values in 8 bits, and weights on huge pages.
 
 A row has the same bits whatever the other rows of a call are. docs/ops/layer.md, docs/ops/step.md, docs/ops/adapter.md and
 docs/ops/recurrent.md have the contracts.
 """
 
+from pass_ext.huge_pages import to_huge_pages
 from pass_ext.ops.adapter import adapter_rows, adapter_rows_
 from pass_ext.ops.convolution import convolution_tree
 from pass_ext.ops.layer import (
@@ -16,7 +17,7 @@ from pass_ext.ops.layer import (
     layer_stack,
 )
 from pass_ext.ops.linear import linear_rows
-from pass_ext.ops.quantized import dequantize_rows, quantize_rows
+from pass_ext.ops.quantize import dequantize_rows, quantize_rows
 from pass_ext.ops.recurrent import RecurrentUpdate, recurrent_tree
 from pass_ext.ops.state import state_commit_
 from pass_ext.ops.step import step_gate, step_rms_norm, step_rotary
@@ -40,4 +41,5 @@ __all__ = [
     "step_gate",
     "step_rms_norm",
     "step_rotary",
+    "to_huge_pages",
 ]

@@ -1,8 +1,8 @@
 """Lists the files of each op of csrc/schema.cpp and names the missing ones: ``python -m tools.op_families [FAMILY ...]``.
 
-An op's family is the first word of its name: ``tree_mask`` belongs to tree, but ``quantize_rows`` to quantized. A gradient,
-``lookahead_embed_backward``, has the reference, export and benchmark of its forward op. Exit status 1: a file without an excuse
-is missing or does not mention the op. ``CPU_ONLY`` of pass_ext/_library and ``EXCUSES`` below are the excuses. Needs no build.
+An op's family is the first word of its name: ``tree_mask`` belongs to tree. A gradient, ``lookahead_embed_backward``, has the
+reference, export and benchmark of its forward op. Exit status 1: a file without an excuse is missing or does not mention the
+op. ``CPU_ONLY`` of pass_ext/_library and ``EXCUSES`` below are the excuses. Needs no build.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def ops_of(root: Path) -> list[str]:
 
 
 def family_of(op: str) -> str:
-    """The op family: the first word of the op's name, or the rows that it makes."""
-    return "quantized" if op == "quantize_rows" else op.partition("_")[0]
+    """The op family: the first word of the op's name."""
+    return op.partition("_")[0]
 
 
 def cpu_only(root: Path) -> dict[str, str]:

@@ -89,11 +89,14 @@ _ROPE_OF_EACH_KIND = {kind: dict(rope_type="default", rope_theta=1e4) for kind i
 
 _QWEN4 = dict(
     num_hidden_layers=4,
-    indexer_n_heads=4,
+    indexer_n_heads=16,
     indexer_kv_heads=1,
     indexer_head_dim=16,
     indexer_budget=8,
     indexer_compress_ratio=2,
+    ple_layer_ids=[1, 3],
+    heads_per_ngram=2,
+    ngram_vocab_size_base=50,
 )
 _SPARSE_IN_ONE = ["full_attention", "minimax_m3_sparse"]
 _WINDOW_IN_ONE = ("cohere2", "flint", "kolibri1", "laguna", "mellum", "ministral", "olmo3", "smollm3")

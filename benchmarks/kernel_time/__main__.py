@@ -60,7 +60,9 @@ def record(root: Path, library: Path, only: str = "") -> dict[str, Any]:
     tiles = {name: {"instructions": loop["path"], "products": loop["classes"]["matrix"]} for name, loop in hot.items()}
     merges = measure_merges(library)
     steps = record_all({shape: merge.in_flight for shape, merge in merges.items()}, only)
+    commit = commit_of_kernels()
     for step in steps:
+        step["commit"] = commit
         for launch in (*step["least"], *step["most"]):
             for part in ("whole", "to_atomic", "to_product", "to_last_product"):
                 launch[part] = {event: count for event, count in launch[part].items() if count}
@@ -69,16 +71,13 @@ def record(root: Path, library: Path, only: str = "") -> dict[str, Any]:
     recorded = {(step["kind"], step["name"]): step for step in steps}
     kept = {(step["kind"], step["name"]): step for step in saved["steps"]}
     steps = [recorded.get(step, kept.get(step)) for step in {**kept, **recorded}]
-    earlier = saved.get("kept") or {}
-    others = earlier["commit"] if earlier.get("but") == only else saved.get("commit")
     return {
         "date": now(),
-        "commit": commit_of_kernels(),
+        "commit": commit,
         "ratios": ratios,
         "tiles": tiles,
         "merges": {shape: merge._asdict() for shape, merge in merges.items()},
         "steps": steps,
-        "kept": {"commit": others, "but": only} if only else None,
     }
 
 

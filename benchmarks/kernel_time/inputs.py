@@ -3,8 +3,8 @@
 Logits: 128,256 in bfloat16, peaked (distributions.py), temperature 0.8. Each step has a planned number of accepted drafts.
 Under `coupled` the drafts up to that number are the target's tokens, the others differ. Under `rejection` a draft is certain
 to be accepted if both distributions are equal, and certain to be rejected if q is one at a token that the target does not draw.
-Attention: 32 heads and 8 key heads of head_dim 128 in bfloat16; to latents, 128 heads of 576 numbers, of
-which 512 are values. A layer around its attention: SmolLM2-135M's shapes.
+Attention: 32 heads and 8 key heads of head_dim 128 in bfloat16, or keys and values in 8 bits; to latents, 128 heads of 576
+numbers, of which 512 are values. A layer around its attention: SmolLM2-135M's shapes.
 """
 
 from __future__ import annotations
@@ -186,6 +186,38 @@ def latent_call(requests: int, rows: int, heads: int = LATENT_HEADS, keys: int =
     name = f"{keys:,} latents, {LATENT_HEADS} heads, {requests} x {rows} row{'s' * (rows > 1)}"
     expected = attend_to_latents(**arguments)[0]
     return Call("attention in one order", name, attend_to_latents, arguments, _is_near(expected))
+
+
+def one_order_calls(keys: int = 1_024) -> Iterator[Call]:
+    """attention_tree that adds in one order (``batch_invariant``), to all keys and to lists of half of them."""
+    for rows in (1, 4):
+        plain = attention_call(f"{keys:,} keys, {_rows(rows)}", keys, rows, -1, KEY_HEADS)
+        yield _changed(plain, "attention in one order", batch_invariant=True)
+    plain = attention_call(f"lists of {keys // 2:,} of {keys:,} keys, 4 rows", keys, 4, -1, KEY_HEADS)
+    random = torch.Generator().manual_seed(SEED)
+    lists = torch.stack([torch.randperm(keys, generator=random)[: keys // 2].sort().values for _ in range(4)]).int()
+    yield _changed(plain, "attention in one order", batch_invariant=True, key_lists=lists)
+
+
+def codes_calls(keys: int = 1_024) -> Iterator[Call]:
+    """attention_tree to keys and values in 8 bits."""
+    for dtype, name in ((torch.int8, "int8"), (torch.float8_e4m3fn, "e4m3")):
+        for rows in (4, 16):
+            plain = attention_call(f"{keys:,} keys in {name}, {_rows(rows)}", keys, rows, -1, KEY_HEADS)
+            codes = {
+                part: pass_ext.layers.quantize_rows(plain.arguments[part], dtype) for part in ("k_cache", "v_cache")
+            }
+            yield _changed(plain, "attention to codes", **codes)
+
+
+def _changed(call: Call, kind: str, **arguments: Any) -> Call:
+    """The call with other arguments, and their result as the planned one."""
+    given = call.arguments | arguments
+    return call._replace(kind=kind, arguments=given, is_right=_is_near(call.op(**given)[0]))
+
+
+def _rows(count: int) -> str:
+    return f"{count} row{'s' * (count > 1)}"
 
 
 def layer_calls(width: int = 576, heads: int = 9, key_heads: int = 3, inner: int = 1536) -> Iterator[Call]:

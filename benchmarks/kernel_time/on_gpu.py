@@ -35,9 +35,11 @@ from benchmarks.kernel_time.inputs import (
     accept_calls,
     attention_call,
     attention_calls,
+    codes_calls,
     draft_calls,
     latent_call,
     layer_calls,
+    one_order_calls,
 )
 from benchmarks.ops.contenders.inputs.distributions import make_draft_logits, make_logits, per_row
 
@@ -123,7 +125,7 @@ def graph_time(run: Callable[..., Any], sets: list[tuple[Any, ...]], calls: int,
 
 def estimated() -> Iterator[Callable[[], Call]]:
     """The steps that have estimates."""
-    for calls in (draft_calls, accept_calls, attention_calls, layer_calls):
+    for calls in (draft_calls, accept_calls, attention_calls, layer_calls, one_order_calls, codes_calls):
         for call in calls():
             yield lambda call=call: call  # type: ignore[misc]
     yield functools.partial(latent_call, 1, 1)

@@ -45,6 +45,8 @@ METHOD = """## Method
   of a race (below). This is an assumption: no other part is known on both sides.
 - **Attention**: *high* joins loads in as many turns of a loop as the kernel's machine code has loads on their way before it
   uses any (below): its loops are unrolled so far.
+- **Attention in one order, and to codes**: a whole GPU on the emulator, which counts every instruction on the path, as it does
+  for other kernels; the loops that make numbers of codes have no scale of their own.
 - **Low** is the longer of the path and of the bytes at {bandwidth:.1f} TB/s; **high** is their sum. What kernels have written
   is read from L2, not from memory.
 - **Cold code** is stated apart: the most that a step's instructions cost if no cache holds them.
@@ -199,13 +201,7 @@ def render(
 ) -> str:
     """The text of the page for a result, for what a GPU measured, and for the paths of the kernels that it ran."""
     estimates = Estimates(result)
-    kept = result.get("kept")
-    older = (
-        f' Only steps named "{kept["but"]}" were recorded; the others are those of commit {kept["commit"]}.'
-        if kept
-        else ""
-    )
-    parts = [HEADER, f"Kernels of commit {result['commit']}.{older}\n", METHOD.format(bandwidth=BANDWIDTH / 1e12)]
+    parts = [HEADER, _commits(result), METHOD.format(bandwidth=BANDWIDTH / 1e12)]
     if measured:
         parts += ["## Measured\n", *_measured(estimates, measured)]
     if measured and paths:
@@ -215,6 +211,16 @@ def render(
     parts += [f"\n{LIMITS}"]
     parts += ["\n## Constants\n", *_constants(estimates), "\n## Critical paths\n", *_paths(result)]
     return "\n".join(parts) + "\n"
+
+
+def _commits(result: dict[str, Any]) -> str:
+    """The commits of the kernels, each with the kinds of the steps that were recorded there."""
+    kinds: dict[str, dict[str, None]] = {}
+    for step in result["steps"]:
+        kinds.setdefault(step["commit"], {})[step["kind"]] = None
+    if len(kinds) == 1:
+        return f"Kernels of commit {next(iter(kinds))}.\n"
+    return "".join(f"Kernels of commit {commit}: {', '.join(names)}.\n" for commit, names in kinds.items())
 
 
 LIMITS = """## What takes the time

@@ -1,6 +1,7 @@
 """Records the steps of inputs.py: the real kernels run on the emulator, which records the critical path of each launch.
 
-Attention: the emulator runs one key head on an eighth of the GPU, for key heads are equal and share nothing.
+Attention: the emulator runs one key head on an eighth of the GPU, for key heads are equal and share nothing. In one order, and
+to keys and values in 8 bits, all of them on a whole GPU: these estimates know no tiles.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from benchmarks.kernel_time.inputs import (
     Call,
     accept_calls,
     attention_call,
+    codes_calls,
     draft_calls,
     latent_call,
     layer_calls,
+    one_order_calls,
 )
 from pass_ext import testing
 
@@ -89,7 +92,7 @@ def record_all(in_flight: Mapping[str, tuple[int, int]], only: str = "") -> list
     blocks = RESIDENT_BLOCKS * MULTIPROCESSORS // KEY_HEADS
     steps = [emulated(call) for call in (*draft_calls(), *accept_calls(), *layer_calls())]
     steps += [attention_step(name, *shape, blocks) for name, shape in ATTENTION.items()]
-    steps += [one_order_step(rows) for rows in (1, 4)] + [latent_step()]
+    steps += [latent_step(), *(whole_gpu_step(call) for call in (*one_order_calls(), *codes_calls()))]
     records = []
     for step in steps:
         if only in f"{step.kind}, {step.name}":
@@ -117,15 +120,6 @@ def attention_step(name: str, keys: int, rows: int, window: int, blocks: int) ->
     return Step(call.kind, name, lambda: attention_tree(**call.arguments, **NOTHING_ELSE, **grid), call.is_right)
 
 
-def one_order_step(rows: int, keys: int = 1024) -> Step:
-    """A step of attention in one order, on a whole GPU."""
-    name = f"{keys:,} keys, {rows} row{'s' * (rows > 1)}"
-    call = attention_call(name, keys, rows, -1, KEY_HEADS)
-    options: dict[str, Any] = dict(batch_invariant=True, multiprocessors=MULTIPROCESSORS)
-    run = lambda: attention_tree(**call.arguments, **NOTHING_ELSE, **options)  # noqa: E731
-    return Step("attention in one order", name, run, call.is_right)
-
-
 def latent_step() -> Step:
     """A row of attention to latents: the heads of one tile, on their share of a GPU. Other heads do the same beside them."""
     call = latent_call(1, 1, heads=HEADS_OF_BLOCK)
@@ -134,4 +128,11 @@ def latent_step() -> Step:
     caches = dict(k_cache=latents, v_cache=latents[..., :LATENT_VALUES])
     multiprocessors = MULTIPROCESSORS * HEADS_OF_BLOCK // LATENT_HEADS
     run = lambda: attention_tree(**rest, **caches, **WITHOUT_REACH, multiprocessors=multiprocessors)  # noqa: E731
+    return Step(call.kind, call.name, run, call.is_right)
+
+
+def whole_gpu_step(call: Call) -> Step:
+    """A step of attention on a whole GPU, all of its key heads."""
+    grid = dict(blocks=RESIDENT_BLOCKS * MULTIPROCESSORS, multiprocessors=MULTIPROCESSORS)
+    run = lambda: attention_tree(**call.arguments, **NOTHING_ELSE, **grid)  # noqa: E731
     return Step(call.kind, call.name, run, call.is_right)

@@ -7,7 +7,7 @@
 
 #include "core/attention.h"
 #include "core/attention_lists.h"
-#include "core/quantized.h"
+#include "core/quantize.h"
 #include "cpu/attention_tiles.h"
 
 namespace pass_ext {

@@ -1,5 +1,5 @@
 // Rows of keys and values in 8 bits, read on the CPU at one instruction set (see each_isa.h). A row is a header, which
-// begins with its scale, and a code for each number: core/quantized.h. The text follows that of product-inl.h.
+// begins with its scale, and a code for each number: core/quantize.h. The text follows that of product-inl.h.
 
 // The values of codes without their scale. Those in fp8 are fp16 with fewer bits: e5m2 the upper half of one, e4m3 one
 // whose exponent is 8 less.

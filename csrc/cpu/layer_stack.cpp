@@ -17,7 +17,7 @@
 
 #include "cpu/attention.h"
 #include "cpu/layer_pack.h"
-#include "cpu/quantized.h"
+#include "cpu/quantize.h"
 #include "cpu/workers.h"
 #include "host/attention.h"
 #include "host/cache.h"

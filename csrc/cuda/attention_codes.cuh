@@ -1,4 +1,4 @@
-// Attention on the GPU to keys and values in 8 bits (core/quantized.h), in bf16 and fp16. As cuda/attention.cuh, but
+// Attention on the GPU to keys and values in 8 bits (core/quantize.h), in bf16 and fp16. As cuda/attention.cuh, but
 // what comes from memory are tiles of codes. A block turns each into a tile of numbers without their scales, which is
 // exact in 16 bits, and multiplies that with the same fragments. The scale of a key multiplies its score, that of a
 // value its weight:
@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "core/attention.h"
-#include "core/quantized.h"
+#include "core/quantize.h"
 #include "cuda/attention.cuh"
 #include "cuda/attention_codes_tile.cuh"
 #include "cuda/attention_parts.cuh"

@@ -7,7 +7,7 @@
 
 #include "core/attention.h"
 #include "core/attention_lists.h"
-#include "core/quantized.h"
+#include "core/quantize.h"
 #include "cuda/attention_codes_tile.cuh"
 #include "cuda/attention_combine.cuh"
 #include "cuda/attention_plain.cuh"

@@ -1,4 +1,4 @@
-// Tiles of K and V in 8 bits (core/quantized.h) on their way through shared memory: copies of codes, which run while
+// Tiles of K and V in 8 bits (core/quantize.h) on their way through shared memory: copies of codes, which run while
 // earlier tiles are multiplied, and the tile of numbers that a tile of codes becomes: values of codes without their
 // scales, which 16 bits hold exactly, in the layout of attention_tile.cuh.
 #pragma once
@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "core/attention.h"
-#include "core/quantized.h"
+#include "core/quantize.h"
 #include "cuda/attention_schedule.cuh"
 #include "cuda/attention_tile.cuh"
 #include "cuda/primitives.cuh"

@@ -12,7 +12,7 @@
 
 #include "core/attention.h"
 #include "core/attention_lists.h"
-#include "core/quantized.h"
+#include "core/quantize.h"
 #include "cuda/attention_places.cuh"
 #include "cuda/numbers.cuh"
 #include "cuda/primitives.cuh"

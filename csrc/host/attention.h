@@ -9,7 +9,7 @@
 #include "core/attention.h"
 #include "core/attention_lists.h"
 #include "host/packed.h"
-#include "host/quantized.h"
+#include "host/quantize.h"
 
 namespace pass_ext {
 

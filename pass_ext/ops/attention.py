@@ -13,7 +13,7 @@ from torch import Tensor
 from pass_ext import _library
 from pass_ext.ops.common.arguments import integers, typed
 from pass_ext.ops.common.kernels import call, fake_kernel, refuse_gradients
-from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES
+from pass_ext.ops.quantize import CODE_HEADER, MOST_OF_CODES
 from pass_ext.ops.tree import check_bounds
 
 HEAD_DIMS = (64, 80, 96, 128, 256)

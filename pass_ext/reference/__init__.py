@@ -11,7 +11,7 @@ from pass_ext.reference.layer import layer_after_attention, layer_before_attenti
 from pass_ext.reference.linear import linear_rows
 from pass_ext.reference.lookahead import lookahead_embed
 from pass_ext.reference.next import next_rows_, next_tree_
-from pass_ext.reference.quantized import quantize_rows
+from pass_ext.reference.quantize import quantize_rows
 from pass_ext.reference.recall import recall_scores
 from pass_ext.reference.recurrent import recurrent_tree, recurrent_tree_algebra
 from pass_ext.reference.shard import shard_best, shard_local

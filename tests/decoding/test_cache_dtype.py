@@ -25,7 +25,7 @@ from pass_ext.decoding.models import own_forward, parts
 from pass_ext.decoding.session import session as sessions
 from pass_ext.integrations.transformers.processors import NotedRows
 from pass_ext.layers import dequantize_rows, quantize_rows
-from pass_ext.ops.quantized import MOST_OF_CODES
+from pass_ext.ops.quantize import MOST_OF_CODES
 from pass_ext.testing import assert_same_bits
 
 CODES = tuple(MOST_OF_CODES)

@@ -99,19 +99,20 @@ struct Engine {
   char* shared = nullptr;
 };
 
-Engine& engine() {
-  static Engine* const e = [] {
-    auto* made = new Engine;
-    made->stacks = static_cast<char*>(mmap(nullptr, kStackBytes * kMostThreads, PROT_READ | PROT_WRITE,
-                                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    made->shared =
-        static_cast<char*>(mmap(nullptr, kSharedBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    made->memory = std::make_unique<Memory>(made->shared, kSharedBytes);
-    for (unsigned i = 0; i < kMostThreads; ++i) mprotect(made->stacks + i * kStackBytes, 4096, PROT_NONE);
-    return made;
-  }();
-  return *e;
+Engine* make_engine() {
+  auto* made = new Engine;
+  made->stacks = static_cast<char*>(mmap(nullptr, kStackBytes * kMostThreads, PROT_READ | PROT_WRITE,
+                                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  made->shared =
+      static_cast<char*>(mmap(nullptr, kSharedBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  made->memory = std::make_unique<Memory>(made->shared, kSharedBytes);
+  for (unsigned i = 0; i < kMostThreads; ++i) mprotect(made->stacks + i * kStackBytes, 4096, PROT_NONE);
+  return made;
 }
+
+Engine* const the_engine = make_engine();
+
+Engine& engine() { return *the_engine; }
 
 Index3 unflatten(unsigned rank, Index3 size) {
   return {rank % size.x, rank / size.x % size.y, rank / (size.x * size.y)};
@@ -311,7 +312,9 @@ void warp_operation(const char* name, unsigned mask, Complete complete, Event ev
   for (unsigned lane = 0; lane < lanes; ++lane) {
     if (!(mask >> lane & 1) || start + lane == e.current_rank) continue;
     const Thread& other = e.threads[start + lane];
-    if (other.state == State::at_warp_operation && other.mask == mask && !std::strcmp(other.waits_for, name)) continue;
+    if (other.state == State::at_warp_operation && other.mask == mask &&
+        (other.waits_for == name || !std::strcmp(other.waits_for, name)))
+      continue;
     wait(State::at_warp_operation, name);
     return;
   }
@@ -379,9 +382,17 @@ uint64_t count_launches() { return engine().launches; }
 uint64_t count_accesses() { return engine().accesses; }
 std::map<std::string, Traffic> count_bytes() { return engine().traffic; }
 
-void record_paths(PathSettings settings) { engine().paths.start(std::move(settings)); }
+bool enters_code = false;
 
-std::vector<LaunchPath> taken_paths() { return engine().paths.stop(); }
+void record_paths(PathSettings settings) {
+  engine().paths.start(std::move(settings));
+  enters_code = true;
+}
+
+std::vector<LaunchPath> taken_paths() {
+  enters_code = false;
+  return engine().paths.stop();
+}
 
 void end_session() {
   engine().traffic = engine().memory->traffic();
@@ -603,12 +614,10 @@ void check_access(const void* address, size_t bytes, Access kind, bool aligned) 
     fail("misaligned: an access of " + std::to_string(bytes) + " bytes at an address that is no multiple of it");
   if (a >= e.stacks && a < e.stacks + kStackBytes * kMostThreads) return;  // a thread's own variables
   ++e.accesses;
-  const std::string error = e.memory->access(address, bytes, kind, observer());
-  if (!error.empty()) {
+  if (!e.memory->access(address, bytes, kind, observer(), !e.looks_again)) {
     if (kind == Access::read && is_constant_data(address)) return;
-    fail(error);
+    fail(e.memory->what_is_wrong());
   }
-  if (!e.looks_again) e.memory->count(address, bytes, kind);
   if (e.paths.is_on && !e.is_inside_operation) record_access(address, bytes, kind);
   if (kind != Access::atomic) return;
   if (++e.current->atomics_in_a_row > kMostAtomicsInARow)

@@ -80,6 +80,7 @@ float exp2_approximate(float x);
 uint32_t larger_bfloat16s(uint32_t a, uint32_t b);  // here, so that a path counts few instructions for it
 // Copies without a check; the caller has made its own.
 void copy_bytes(void* to, const void* from, size_t bytes);
+extern bool enters_code;                                  // paths are recorded
 void enter_code(const void* address);                     // a basic block begins
 void check_streaming(const void* address, size_t bytes);  // global, and not written in this launch
 void check_global(const char* name, const void* address);

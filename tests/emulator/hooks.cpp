@@ -39,7 +39,9 @@ void __tsan_vptr_update(void*, void*) {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_init() {}
-void __sanitizer_cov_trace_pc() { emulator::enter_code(__builtin_return_address(0)); }
+void __sanitizer_cov_trace_pc() {
+  if (emulator::enters_code) emulator::enter_code(__builtin_return_address(0));
+}
 }
 
 // ---- the calls of checked_memory.h ----

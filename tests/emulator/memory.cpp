@@ -139,71 +139,90 @@ bool Memory::is_ordered(const Region& region, Stamp earlier, const Observer& me)
   return false;
 }
 
-std::string Memory::access(const void* address, size_t bytes, Access kind, const Observer& me) {
-  static const char* const kVerb[] = {"reads ", "writes ", "atomically updates "};
-  const std::string_view verb = kVerb[static_cast<int>(kind)];
-  const auto say = [&](auto&&... parts) {
-    std::ostringstream text;
-    (text << ... << parts);
-    return text.str();
+namespace {
+
+const char* verb_of(Access kind) {
+  return kind == Access::read ? "reads " : kind == Access::write ? "writes " : "atomically updates ";
+}
+
+template <typename... Parts>
+std::string say(Parts&&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return text.str();
+}
+
+}  // namespace
+
+std::string Memory::conflict(const Region& region, const void* address, size_t bytes, Access kind, Stamp other,
+                             const char* what, const Observer& me) const {
+  const bool same_block = other.block() == me.block;
+  return say("race: ", verb_of(kind), describe(region, address, bytes), ", which thread ", other.thread(),
+             same_block ? "" : say(" of block ", other.block()), ' ', what,
+             same_block ? " with no barrier in between" : " with no fence and atomic in between");
+}
+
+bool Memory::access(const void* address, size_t bytes, Access kind, const Observer& me, bool counts) {
+  const auto fails = [&](std::string what) {
+    wrong_ = std::move(what);
+    return false;
   };
   Region* const found = find(address);
-  if (!found) return say("out of bounds: ", verb, bytes, " bytes that no buffer holds", nearest(address));
+  if (!found)
+    return fails(say("out of bounds: ", verb_of(kind), bytes, " bytes that no buffer holds", nearest(address)));
   Region& region = *found;
   const size_t offset = static_cast<const char*>(address) - region.begin;
   if (bytes > region.size - offset)
-    return say("out of bounds: ", verb, describe(region, address, bytes), ", which has ", region.size);
+    return fails(say("out of bounds: ", verb_of(kind), describe(region, address, bytes), ", which has ", region.size));
+  if (counts) {
+    if (kind != Access::write) region.traffic.loaded += bytes;
+    if (kind != Access::read) region.traffic.stored += bytes;
+  }
   if (region.content == Content::read_only)
-    return kind == Access::read ? "" : say("read-only: ", verb, describe(region, address, bytes));
+    return kind == Access::read || fails(say("read-only: ", verb_of(kind), describe(region, address, bytes)));
 
-  Stamp known[8];  // the neighbouring bytes mostly have the same stamps, and those need no second look
-  const auto is_known = [&](Stamp stamp, int slot) {
-    if (stamp.bits == known[slot].bits) return true;
-    if (!is_ordered(region, stamp, me)) return false;
-    known[slot] = stamp;
-    return true;
-  };
-  const auto conflict = [&](Stamp other, const char* what) {
-    const bool same_block = other.block() == me.block;
-    return say("race: ", verb, describe(region, address, bytes), ", which thread ", other.thread(),
-               same_block ? "" : say(" of block ", other.block()), ' ', what,
-               same_block ? " with no barrier in between" : " with no fence and atomic in between");
-  };
   const Stamp now(me.block, me.thread, me.clock());
+  uint8_t* const flags = region.flags.empty() ? nullptr : region.flags.data();
+  Byte before, after;  // of the byte in front: its neighbours mostly have the same past, which needs no second look
+  uint8_t flag_before = 0, flag_after = 0;
   for (size_t i = offset; i < offset + bytes; ++i) {
     Byte& byte = region.bytes[i];
-    if (!region.flags.empty()) {
-      if (region.flags[i] & kInFlight)
-        return say("asynchronous copy: ", verb, describe(region, address, bytes),
-                   ", into which a copy is still under way (no copy_async_wait)");
-      if (kind != Access::write && !(region.flags[i] & kWritten))
-        return say("uninitialised: ", verb, describe(region, address, bytes), ", which nothing has written");
-    }
-    if (!is_known(byte.write, 0)) return conflict(byte.write, "wrote");
-    if (kind != Access::atomic)
-      for (int k = 0; k < 2; ++k)
-        if (!is_known(byte.update[k], 1 + k)) return conflict(byte.update[k], "updated atomically");
-    if (kind != Access::read)
-      for (int k = 0; k < 2; ++k)
-        if (!is_known(byte.read[k], 3 + k)) return conflict(byte.read[k], "read");
-    if (kind == Access::read) {
-      remember(byte.read, now, region.is_shared);
+    const uint8_t flag = flags ? flags[i] : kWritten;
+    if (i > offset && flag == flag_before && byte == before) {
+      byte = after;
+      if (flags) flags[i] = flag_after;
       continue;
     }
-    if (kind == Access::atomic)
-      remember(byte.update, now, region.is_shared);
-    else
-      byte = Byte{now, {}, {}};  // whoever is ordered behind this write is ordered behind all before it
-    if (!region.flags.empty()) region.flags[i] |= kWritten;
+    before = byte;
+    flag_before = flag_after = flag;
+    if (flag & kInFlight)
+      return fails(say("asynchronous copy: ", verb_of(kind), describe(region, address, bytes),
+                       ", into which a copy is still under way (no copy_async_wait)"));
+    if (kind != Access::write && !(flag & kWritten))
+      return fails(
+          say("uninitialised: ", verb_of(kind), describe(region, address, bytes), ", which nothing has written"));
+    if (!is_ordered(region, byte.write, me))
+      return fails(conflict(region, address, bytes, kind, byte.write, "wrote", me));
+    if (kind != Access::atomic)
+      for (const Stamp update : byte.update)
+        if (!is_ordered(region, update, me))
+          return fails(conflict(region, address, bytes, kind, update, "updated atomically", me));
+    if (kind != Access::read)
+      for (const Stamp read : byte.read)
+        if (!is_ordered(region, read, me)) return fails(conflict(region, address, bytes, kind, read, "read", me));
+    if (kind == Access::read) {
+      remember(byte.read, now, region.is_shared);
+    } else {
+      if (kind == Access::atomic)
+        remember(byte.update, now, region.is_shared);
+      else
+        byte = Byte{now, {}, {}};  // whoever is ordered behind this write is ordered behind all before it
+      flag_after |= kWritten;
+      if (flags) flags[i] = flag_after;
+    }
+    after = byte;
   }
-  return "";
-}
-
-void Memory::count(const void* address, size_t bytes, Access kind) {
-  Region* const region = find(address);
-  if (!region) return;
-  if (kind != Access::write) region->traffic.loaded += bytes;
-  if (kind != Access::read) region->traffic.stored += bytes;
+  return true;
 }
 
 std::map<std::string, Traffic> Memory::traffic() const {
@@ -217,8 +236,7 @@ std::string Memory::begin_async_write(void* address, size_t bytes, const Observe
   const Region* target = find(address);
   if (target && !target->is_shared)
     return "copy_async: the target " + describe(*target, address, bytes) + " is not shared";
-  std::string error = access(address, bytes, Access::write, me);
-  if (!error.empty()) return error;
+  if (!access(address, bytes, Access::write, me, false)) return wrong_;
   Region& region = *find(address);
   const size_t offset = static_cast<char*>(address) - region.begin;
   std::fill_n(region.flags.begin() + static_cast<long>(offset), bytes, kInFlight);

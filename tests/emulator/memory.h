@@ -34,6 +34,11 @@ struct Stamp {
 // Who touched a byte last. read, update: of two different threads, of two different blocks where there were two.
 struct Byte {
   Stamp write, update[2], read[2];
+  bool operator==(const Byte& other) const {
+    return ((write.bits ^ other.write.bits) | (update[0].bits ^ other.update[0].bits) |
+            (update[1].bits ^ other.update[1].bits) | (read[0].bits ^ other.read[0].bits) |
+            (read[1].bits ^ other.read[1].bits)) == 0;
+  }
 };
 
 // A past that somebody knows, of the threads of one block: all that thread t did while its clock was below past[t].
@@ -68,9 +73,9 @@ class Memory {
   bool is_shared(const void* address) const { return address >= shared_ && address < shared_ + shared_bytes_; }
 
   Place place_of(const void* address);
-  // Checks and records one access; returns "" or what is wrong with it.
-  std::string access(const void* address, size_t bytes, Access kind, const Observer& observer);
-  void count(const void* address, size_t bytes, Access kind);  // an access that was right
+  // Checks and records one access, and counts its bytes if `counts`; false if it is wrong.
+  bool access(const void* address, size_t bytes, Access kind, const Observer& observer, bool counts);
+  const std::string& what_is_wrong() const { return wrong_; }  // with the last access that was
   std::map<std::string, Traffic> traffic() const;              // of each buffer, by its name
   std::string begin_async_write(void* address, size_t bytes, const Observer& observer);
   void finish_async_write(void* address, size_t bytes, const Observer& observer);
@@ -99,6 +104,8 @@ class Memory {
   std::string describe(const Region& region, const void* address, size_t bytes) const;
   std::string nearest(const void* address) const;
   bool is_ordered(const Region& region, Stamp earlier, const Observer& observer) const;
+  std::string conflict(const Region& region, const void* address, size_t bytes, Access kind, Stamp other,
+                       const char* what, const Observer& observer) const;
   bool knows_address(const std::vector<Acquisition>& acquisitions, const Observer& observer) const;
   void release_bytes(Region& region);
 
@@ -108,6 +115,7 @@ class Memory {
   std::vector<std::unique_ptr<Region>> regions_;
   size_t permanent_ = 0;
   Region* last_ = nullptr;
+  std::string wrong_;
   std::map<const void*, std::map<unsigned, Past>> published_;  // address -> block -> what it published there
   std::map<const void*, std::vector<Acquisition>> acquired_;   // by the running block
 };

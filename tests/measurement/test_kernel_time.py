@@ -54,6 +54,19 @@ def test_measured_times_stand_beside_their_estimates():
     assert "## Measured" not in page.render(result)
 
 
+def test_the_page_says_at_which_commit_each_kind_of_steps_was_recorded():
+    """Steps that are recorded alone have another commit than those that are kept."""
+    result = page.read(ROOT)
+    steps = [
+        step | {"commit": "aaaaaaaaaaaa" if step["kind"] == "accept" else "bbbbbbbbbbbb"} for step in result["steps"]
+    ]
+    text = page.render(result | {"steps": steps})
+    assert "\nKernels of commit aaaaaaaaaaaa: accept.\n" in text
+    assert "\nKernels of commit bbbbbbbbbbbb: draft_sample, layer, attention, attention in one order, " in text
+    same = [step | {"commit": "aaaaaaaaaaaa"} for step in result["steps"]]
+    assert "\nKernels of commit aaaaaaaaaaaa.\n" in page.render(result | {"steps": same})
+
+
 def test_the_fit_reproduces_every_step_that_the_gpu_measured():
     """Within a quarter, attention too, whose steps are not fitted."""
     measured, paths = page.read_measured(ROOT), fit.read_measured_paths(ROOT)

@@ -26,7 +26,7 @@ _ATTENTION = [
 ]
 _CODES = [
     "tests/ops/attention/test_attention_quantized.py",
-    "tests/ops/test_quantized.py",
+    "tests/ops/test_quantize.py",
     "tests/ops/layer/test_layer_stack.py",
 ]
 _GENERATE = [
@@ -123,7 +123,7 @@ _CPP = _files_of_families() | {
     "core/recurrent-inl.h": (["recurrent", "state"], _STATES),
     "core/state.h": (["state"], _STATES),
     "core/attention_lists.h": (["attention"], ["tests/ops/attention/test_attention_lists.py"]),
-    "core/quantized.h": (["attention", "quantized"], _CODES),
+    "core/quantize.h": (["attention", "quantize"], _CODES),
     "cpu/slice-inl.h": (["recurrent", "state", "convolution"], _STATES),
     "cpu/state.cpp": (["state"], _STATES),
     "cpu/state_kernels-inl.h": (["state"], _STATES),
@@ -196,7 +196,9 @@ _PYTHON: dict[str, list[str]] = {
     "requests/grammar": _GRAMMAR,
     "requests/guides": _GRAMMAR,
     "requests/prompts": _GENERATE,
-    "models/indexed": ["tests/decoding/models/test_indexed.py"],
+    "models/indexed": ["tests/decoding/models/test_indexed.py", "tests/decoding/models/test_indexed_blocks.py"],
+    "models/ngram_layers": ["tests/decoding/models/test_indexed_blocks.py"],
+    "models/one_order": ["tests/decoding/models/test_one_order.py"],
     "models/row_attention": [
         "tests/decoding/models/test_row_attention.py",
         "tests/decoding/models/test_decoded_models.py",

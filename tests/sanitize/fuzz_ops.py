@@ -21,7 +21,7 @@ from torch import Tensor
 import pass_ext
 from pass_ext import _library, reference
 from pass_ext.layers import dequantize_rows
-from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES
+from pass_ext.ops.quantize import CODE_HEADER, MOST_OF_CODES
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES = (*FLOATS, torch.float64, torch.int32, torch.int64, torch.int16, torch.uint8, torch.bool, torch.complex64)

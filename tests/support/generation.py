@@ -33,7 +33,7 @@ def slots_for(model, count=4, seed=0, **more):
 
 
 def methods_for(model):
-    lookahead = slots_for(model)
+    lookahead, layers = slots_for(model), getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 2)
     return {
         "plain": Plain(),
         "ngram": NGram(longest=3, shortest=1, tokens=5, branches=2),
@@ -41,7 +41,7 @@ def methods_for(model):
         "two passes": PaSS(lookahead, passes=2, tree=Tree.from_branching((3, 2, 1)), rows=24),
         "one pass, planned": PaSS(lookahead, rows=12),
         "one pass, deep": PaSS(
-            slots_for(model, rank=3, deep_layers=0 if model.config.model_type == "opt" else 2),
+            slots_for(model, rank=3, deep_layers=0 if model.config.model_type == "opt" else layers),
             tree=BUSHY.with_lookahead({0: 4, 2: 4, 7: 4}),
             rows=24,
         ),

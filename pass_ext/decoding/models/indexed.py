@@ -8,6 +8,10 @@ An indexer has a key of its own for each token, and queries q and weights w of i
 The module makes q, keys, w and factor by its own forward, which gets ``_TextKeys`` in place of the keys of the text. Scores are
 computed here, each in one order of adding, and of equal ones the earlier token's counts more. So a row chooses the same tokens
 whatever else a step has. The session's cache has an indexer's keys behind those of its layer.
+
+Another form (Qwen4) chooses whole blocks of the tokens that a row sees, by a key of each block: the mean of its tokens' keys,
+normed and rotated to the block's first position. The tokens after the last whole block are always seen. A block of the text is
+that of every row; where it reaches into the rows of a step, it is that of the rows after its last one.
 """
 
 from __future__ import annotations
@@ -23,9 +27,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pass_ext.decoding.models.latents import latent_layers
+from pass_ext.decoding.models.parts import decoder_of
 from pass_ext.decoding.models.shadow import current_call
 from pass_ext.ops import linear  # noqa: F401, which registers the op
 from pass_ext.ops.attention import WIDTH_STEP
+from pass_ext.tree import PackedTrees
 
 _linear = torch.ops.pass_ext.linear_rows.default
 
@@ -33,6 +39,15 @@ _MOST_PRODUCTS = 1 << 24  # numbers of one tensor
 _COMPARED = 7  # rows
 _believed: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
 """The forwards that were compared, and whether they choose as the head of this file says."""
+
+
+class Blocks(NamedTuple):
+    """How an indexer chooses whole blocks of tokens."""
+
+    size: int
+    keys: Callable[[Tensor, Tensor], Tensor]
+    """The keys of blocks' tokens ``[n, size, D]`` and the position of each block's first one ``[n]`` -> the blocks' keys
+    ``[n, D]``. A block has the same bits among any others."""
 
 
 class IndexRows(NamedTuple):
@@ -46,7 +61,9 @@ class IndexRows(NamedTuple):
     """``[N, heads]`` float32."""
     factor: float
     most: int
-    """So many keys are chosen for a row."""
+    """So many keys, or blocks, are chosen for a row."""
+    blocks: Blocks | None = None
+    """None: single tokens are chosen."""
 
 
 class ChosenKeys(NamedTuple):
@@ -122,26 +139,120 @@ def _rows_of(indexer: Any, forward: Callable[..., Any], *inputs: Any, **named: A
     raise TypeError(f"{type(indexer).__name__} has other scores")
 
 
+# ---- an indexer of blocks ----
+
+
+def _rows_of_blocks(indexer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, rotation: _Rotation) -> IndexRows:
+    """hidden ``[1, N, d]``; cos, sin: ``[1, N, D of the rotation]``, of the rows."""
+    made = indexer.index_qk_proj(hidden)[0].unflatten(-1, (-1, indexer.index_head_dim))
+    q, keys = made.tensor_split([indexer.index_n_heads], 1)
+    q = _rotated(indexer.q_layernorm(q), cos[0, :, None], sin[0, :, None]).float()
+    blocks = Blocks(indexer.compress_ratio, partial(_block_keys, indexer.k_layernorm, rotation))
+    factor = indexer.index_head_dim**-0.5
+    return IndexRows(q, keys[:, 0], q.new_ones(q.shape[:2]), factor, indexer.block_topk, blocks)
+
+
+_Rotation = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Of positions ``[n]``: cos and sin ``[1, n, D of the rotation]`` in the dtype of another tensor, the first argument."""
+
+
+def _block_keys(norm: Any, rotation: _Rotation, keys: Tensor, positions: Tensor) -> Tensor:
+    total = keys[:, 0].float()
+    for token in range(1, keys.shape[1]):  # in one order, whatever the number of blocks
+        total = total + keys[:, token]
+    cos, sin = rotation(keys, positions)
+    rotated: Tensor = _rotated(norm((total / keys.shape[1]).to(keys.dtype)), cos[0], sin[0])
+    return rotated
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    front, rest = x.tensor_split([cos.shape[-1]], -1)
+    first, second = front.chunk(2, -1)
+    return torch.cat((front * cos + torch.cat((-second, first), -1) * sin, rest), -1)
+
+
+class MaskOfChosen:
+    """Stands for the mask of a layer that computes with its own mask and its indexer's: holds the one and what was chosen."""
+
+    dtype = torch.bool
+
+    def __init__(self, mask: Any, chosen: ChosenKeys) -> None:
+        self.mask, self.chosen = mask, chosen
+
+    def __and__(self, _: Any) -> MaskOfChosen:
+        return self
+
+
 # ---- in a shadow ----
 
 
 def choose_by_rows(shadow: nn.Module) -> None:
     """Has the indexers of a model's shadow choose keys for the rows of a call."""
-    for _, indexer in _indexers(shadow):
-        indexer.forward = partial(_chosen, indexer, indexer.forward)
+    for part, indexer in _indexers(shadow):
+        if _chooses_blocks(indexer):
+            part.forward = partial(_attended, indexer, part.forward, _rotation_of(shadow))
+            indexer.forward = _chosen_before
+        else:
+            indexer.forward = partial(_chosen, indexer, indexer.forward)
 
 
 def _chosen(indexer: Any, forward: Callable[..., Any], /, *inputs: Any, **named: Any) -> ChosenKeys:
+    return _choice(indexer, lambda: _rows_of(indexer, forward, *inputs, **named))
+
+
+def _attended(
+    indexer: Any,
+    forward: Callable[..., Any],
+    rotation: _Rotation,
+    /,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Any,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    """The forward of attention whose indexer chooses blocks."""
+    chosen = _choice(indexer, lambda: _rows_of_blocks(indexer, hidden_states, *position_embeddings, rotation))
+    return forward(hidden_states, position_embeddings, MaskOfChosen(attention_mask, chosen), *rest, **named)
+
+
+def _chosen_before(*_: Any, **__: Any) -> None:
+    """What an indexer of blocks computes where its layer has the choice already."""
+
+
+def _choice(indexer: Any, rows: Callable[[], IndexRows]) -> ChosenKeys:
     call = current_call.get()
     if call is None:
         raise RuntimeError(f"this {type(indexer).__name__} is for pass_ext's own calls of a model")
-    chosen: ChosenKeys = call.attend.choose(_rows_of(indexer, forward, *inputs, **named))
+    chosen: ChosenKeys = call.attend.choose(rows())
     return chosen
 
 
+def _rotation_of(model: nn.Module) -> _Rotation:
+    rotary: Any = decoder_of(model).rotary_emb
+    return lambda like, positions: rotary(like, positions[None])
+
+
+def _chooses_blocks(indexer: Any) -> bool:
+    return hasattr(indexer, "compress_ratio")
+
+
+def chooses_blocks(model: nn.Module) -> bool:
+    """True if the model's indexers choose whole blocks of tokens, for which transformers' cache keeps all positions."""
+    return any(_chooses_blocks(indexer) for _, indexer in _indexers(model))
+
+
 def index_widths(model: nn.Module) -> dict[int, int]:
-    """The layers that have an indexer -> the numbers of its keys."""
-    return {part.layer_idx: indexer.head_dim for part, indexer in _indexers(model)}
+    """The layers that have an indexer -> the numbers of its keys behind each KV head's."""
+    return {
+        part.layer_idx: indexer.index_head_dim // _heads(part) if _chooses_blocks(indexer) else indexer.head_dim
+        for part, indexer in _indexers(model)
+    }
+
+
+def _heads(part: Any) -> int:
+    heads: int = part.config.num_key_value_heads
+    return heads
 
 
 def _indexers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
@@ -157,18 +268,21 @@ def unserved(model: nn.Module) -> str | None:
     latents = latent_layers(model)
     for part, indexer in _indexers(model):
         name = type(indexer).__name__
-        if hasattr(indexer, "compress_ratio"):
-            return (
-                f"attends to the keys that {name} chooses for each row, whole blocks of tokens by the means of their keys, and "
-                "gives attention a mask of them; pass_ext chooses single tokens and gives it lists, so it cannot decode this "
-                "model"
-            )
         if not _is_right(indexer):
+            form = "Qwen4's" if _chooses_blocks(indexer) else "DeepSeek-V3.2's"
+            given = "a mask" if _chooses_blocks(indexer) else "a list"
             return (
-                f"attends to the keys that {name} chooses for each row, by scores of another form than DeepSeek-V3.2's, or "
-                "without giving attention a list of them, so pass_ext cannot decode this model"
+                f"attends to the keys that {name} chooses for each row, by scores of another form than {form}, or without "
+                f"giving attention {given} of them, so pass_ext cannot decode this model"
             )
-        if part.layer_idx not in latents:
+        if _chooses_blocks(indexer):
+            if indexer.index_head_dim % _heads(part):
+                return (
+                    f"attends to the keys that {name} chooses for each row, and pass_ext decodes that where the "
+                    f"{indexer.index_head_dim} numbers of the indexer's key are a multiple of the {_heads(part)} KV heads, "
+                    "behind whose keys they are cached"
+                )
+        elif part.layer_idx not in latents:
             return (
                 f"attends to the keys that {name} chooses for each row, and pass_ext decodes that for layers that attend by "
                 "latents (kv_b_proj is a plain linear layer without bias)"
@@ -182,7 +296,8 @@ def _is_right(indexer: Any) -> bool:
     method = type(indexer).forward
     if method not in _believed:
         try:
-            _believed[method] = _chooses_alike(indexer)
+            alike = _chooses_blocks_alike if _chooses_blocks(indexer) else _chooses_alike
+            _believed[method] = alike(indexer)
         except (TypeError, RuntimeError, ValueError, AttributeError, IndexError):
             _believed[method] = False
     return _believed[method]
@@ -203,6 +318,27 @@ def _chooses_alike(indexer: Any) -> bool:
     chosen, highest = scores.gather(1, theirs).sort(1, descending=True).values, scores.topk(own.index_topk).values
     # Not the tokens: they may choose others of equal scores.
     return torch.allclose(chosen, highest, rtol=0.0, atol=1e-4 * float(scores.tril().abs().max()))
+
+
+def _chooses_blocks_alike(indexer: Any) -> bool:
+    own, size, generator = copy.copy(indexer), indexer.compress_ratio, torch.Generator().manual_seed(0)
+    own.token_budget, own.block_topk = size, 1
+    n, like = 4 * size - 1, indexer.index_qk_proj.weight
+    hidden = torch.randn(1, n, like.shape[1], generator=generator).to(like)
+    angles = torch.rand(1, n, indexer.index_head_dim // 4, generator=generator) * 6
+    cos, sin = (torch.cat((x, x), -1).to(like) for x in (angles.cos(), angles.sin()))
+    causal, numbers = torch.ones(n, n, dtype=torch.bool, device=like.device).tril(), torch.arange(n, device=like.device)
+    theirs = own(hidden, (cos, sin), causal[None, None], None)[0, 0]
+    rows = _rows_of_blocks(own, hidden, cos, sin, lambda _, positions: (cos[:, positions], sin[:, positions]))
+    assert rows.blocks is not None
+    lists = _lists_of_blocks(rows, rows.blocks, rows.keys, causal, 0, numbers - 1, numbers)
+    ours = torch.zeros(n, n + 1, dtype=torch.bool, device=like.device)
+    differ = (ours.scatter(1, lists.long() % (n + 1), True)[:, :n] != theirs).any(1)
+    ends = numbers[: 3 * size].view(3, size)[:, -1]
+    keys = rows.blocks.keys(rows.keys[: 3 * size].unflatten(0, (3, size)), ends - size + 1)
+    scores = _scores(rows.q, keys.float(), rows.weights, rows.factor).masked_fill(ends > numbers[:, None], -torch.inf)
+    best, second = scores.topk(2).values.unbind(1)
+    return not bool((differ & (best - second > 1e-4 * float(best.max()))).any())
 
 
 # ---- an indexer's keys in a cache ----
@@ -231,28 +367,35 @@ def _padding(count: int) -> int:
 
 
 def chosen_keys(
-    rows: IndexRows, held: Tensor | None, prefix_lens: Tensor, cu_nodes: Tensor, visible: Tensor, tokens: Tensor
+    rows: IndexRows, held: Tensor | None, prefix_lens: Tensor, trees: PackedTrees, tokens: Tensor
 ) -> ChosenKeys:
-    """The keys of each row of a step, which is as ``attention_tree`` takes it.
+    """The keys of each row of a step.
 
     Reads lengths on the host, for which a GPU is waited for.
 
     Args:
-        held: ``[B, S, D]``, the indexer's keys in the cache; None: there are none yet.
+        held: ``[B, S, parts, D / parts]``, the indexer's keys in the cache; None: there are none yet.
         tokens: ``[B]``, of each request's rows those that are tokens; look-ahead slots never make a step choose.
     """
-    if bool((prefix_lens + tokens <= rows.most).all()):
+    size = 1 if rows.blocks is None else rows.blocks.size
+    if bool(((prefix_lens + tokens) // size <= rows.most).all()):
         return ChosenKeys(None)
-    bounds, parts = cu_nodes.tolist(), []
+    bounds, parts = trees.cu_nodes.tolist(), []
     for b, prefix in enumerate(prefix_lens.tolist()):
         mine = slice(bounds[b], bounds[b + 1])
-        numbers = torch.arange(bounds[b + 1] - bounds[b], device=cu_nodes.device)
+        numbers = torch.arange(bounds[b + 1] - bounds[b], device=trees.cu_nodes.device)
         if not len(numbers):
             continue
-        keys = rows.keys[mine] if held is None or not prefix else torch.cat((held[b, :prefix], rows.keys[mine]))
-        sees = visible[mine, numbers // 64] >> numbers % 64 & 1 == 1
+        keys = rows.keys[mine]
+        if held is not None and prefix:
+            keys = torch.cat((held[b, :prefix].flatten(1), keys))
+        sees = trees.visible[mine, numbers // 64] >> numbers % 64 & 1 == 1
         part = rows._replace(q=rows.q[mine], keys=rows.keys[mine], weights=rows.weights[mine])
-        parts.append(_lists(part, keys, sees, prefix))
+        if rows.blocks is None:
+            parts.append(_lists(part, keys, sees, prefix))
+        else:
+            parents, depths = trees.parents[mine].long(), trees.depths[mine].long()
+            parts.append(_lists_of_blocks(part, rows.blocks, keys, sees, prefix, parents, depths))
     lists = parts[0].new_full((len(rows.q), max(part.shape[1] for part in parts)), -1)
     first = bounds[0]
     for some in parts:
@@ -279,6 +422,31 @@ def _lists(rows: IndexRows, keys: Tensor, sees: Tensor, prefix: int) -> Tensor:
         row, key = chosen.nonzero(as_tuple=True)
         lists[first + row, (chosen.cumsum(1) - 1)[row, key]] = key.int()
     return lists
+
+
+def _lists_of_blocks(
+    rows: IndexRows, blocks: Blocks, keys: Tensor, sees: Tensor, prefix: int, parents: Tensor, depths: Tensor
+) -> Tensor:
+    """As ``_lists``, of the tokens of the chosen blocks and those after the last block of each row's text. parents, depths:
+    ``[n]``, of the rows."""
+    size, beyond = blocks.size, len(keys)
+    newest = prefix + torch.arange(len(parents), device=keys.device)
+    path = [newest]  # the last keys of each row's text
+    for _ in range(size - 1):
+        above = prefix + parents[(newest - prefix).clamp(min=0)]  # the root's parent is the last token before it
+        newest = above.where(newest >= prefix, newest - 1)
+        path.insert(0, newest)
+    paths, lengths = torch.stack(path, 1), prefix + depths + 1
+    of_text = torch.arange(prefix // size * size, device=keys.device).view(-1, size)
+    ends = lengths % size == 0
+    tokens, firsts = torch.cat((of_text, paths[ends])), torch.cat((of_text[:, 0], lengths[ends] - size))
+    is_after = torch.arange(size, device=keys.device) >= size - lengths[:, None] % size
+    found = [paths.masked_fill(~is_after, beyond)]
+    if len(tokens):
+        chosen = _lists(rows, blocks.keys(keys[tokens], firsts), sees[:, ends], len(of_text))
+        found.append(tokens[chosen.long()].masked_fill((chosen < 0)[..., None], beyond).flatten(1))
+    lists = torch.cat(found, 1).sort(1).values
+    return lists.masked_fill(lists == beyond, -1).int()
 
 
 def _scores(q: Tensor, keys: Tensor, weights: Tensor, factor: float) -> Tensor:

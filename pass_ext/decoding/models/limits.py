@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models import indexed, states
+from pass_ext.decoding.models import indexed, ngram_layers, states
 from pass_ext.decoding.models.parts import configs_of, unwrapped
 from pass_ext.decoding.models.row_attention import scales_by_row
 from pass_ext.decoding.models.shadow import OurCall, our_call
@@ -34,10 +34,6 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
             f"{name} {lost}: pass_ext gives the model packed rows of its own making, which would leave it out; use "
             "the model's own generate, or an adapter that changes layers only, as LoRA"
         )
-    if getattr(text, "ple_layer_ids", None):
-        raise ValueError(
-            f"{name} looks up n-grams of tokens in its layers (ple_layer_ids), which rows of a tree have not in front of them"
-        )
     reason = indexed.unserved(unwrapped(model))
     if reason is not None:
         raise ValueError(f"{name} {reason}")
@@ -48,6 +44,7 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
             "accepted tokens, so only models whose layers attend, or keep a state that pass_ext knows, are supported"
         )
     reason = states.unserved(unwrapped(model)) if states.keeps_states(text) else None
+    reason = reason or ngram_layers.unserved(unwrapped(model))
     if reason is not None:
         raise ValueError(f"{name} {reason}")
     if getattr(text, "hidden_size_per_layer_input", 0):
@@ -154,7 +151,9 @@ def replaced_ids(model: Any, name: str, ids: list[int], stand_ins: list[int], em
     device = model.get_input_embeddings().weight.device
     known = torch.tensor([*ids, *stand_ins], device=device)
     try:
-        ours, theirs = _first_keys(model, inputs_embeds=embed(known)[None]), _first_keys(model, input_ids=known[None])
+        ours, theirs = (
+            _first_keys(model, known, **x) for x in ({"inputs_embeds": embed(known)[None]}, {"input_ids": known[None]})
+        )
     except Exception:  # a generation's first call says what is wrong
         return {}
     replaced: dict[int, int] = {}
@@ -184,6 +183,9 @@ class _FirstLayer:
 
     layers = 0
 
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
     @property
     def states(self) -> _FirstLayer:
         return self
@@ -200,17 +202,20 @@ class _FirstLayer:
     def convolution(self, place: Any, x: Tensor, *options: Any) -> Tensor:
         raise _Keys(x)
 
+    def earlier(self, place: Any, x: Tensor, step: int, count: int) -> list[Tensor]:
+        return [torch.zeros_like(x)] * count
+
     def recurrent(self, place: Any, q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Tensor:
         raise _Keys(k)
 
 
-def _first_keys(model: Any, **inputs: Tensor) -> Tensor:
+def _first_keys(model: Any, ids: Tensor, **inputs: Tensor) -> Tensor:
     (rows,) = inputs.values()
     seen = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device)
 
     try:
         # All at one position, so that equal tokens have equal keys.
-        with our_call(OurCall(_FirstLayer(), seen=seen, numbers={})):
+        with our_call(OurCall(_FirstLayer(ids), seen=seen, numbers={})):
             model(**inputs, attention_mask=seen, position_ids=torch.zeros_like(seen).long(), use_cache=False)
     except _Keys as found:
         return found.keys

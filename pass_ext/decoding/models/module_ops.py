@@ -32,7 +32,7 @@ _norm = torch.ops.pass_ext.step_rms_norm.default
 _gate = torch.ops.pass_ext.step_gate.default
 _rotary = torch.ops.pass_ext.step_rotary.default
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _EPS = ("variance_epsilon", "eps")
 _SEPARATE = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _JOINED = {"gate_up_proj", "chunk", "down_proj", "activation_fn"}
@@ -164,7 +164,7 @@ def is_plain_linear(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
         weight is not None
         and is_plain(weight)
         and (weight.is_cpu or weight.is_cuda)
-        and weight.dtype in _FLOATS
+        and weight.dtype in FLOATS
         and (layer.bias is None or (is_plain(layer.bias) and layer.bias.dtype == weight.dtype))
         and (weight.shape[1] < 2 or weight.stride(1) == 1)
         and is_untouched(layer)
@@ -247,7 +247,7 @@ def _norm_forward(part: nn.Module) -> Callable[..., Tensor] | None:
 @cache
 def _norm_form(kind: Any, forward: Callable[..., Tensor], eps_name: str, dtype: torch.dtype) -> int | None:
     """The index of the form in which modules of this class multiply by their weight; None if they compute anything else."""
-    if dtype not in _FLOATS:
+    if dtype not in FLOATS:
         return None
     x, weight, eps = (_random(3, 4, 96) * 3).to(dtype), _random(96).to(dtype), 0.05
     try:
@@ -299,7 +299,7 @@ def _gate_forward(part: nn.Module) -> Callable[[Tensor], Tensor] | None:
     modules: dict[str, Any] = part._modules
 
     def forward(input: Tensor) -> Tensor:
-        if not _may_replace() or input.dtype not in _FLOATS:
+        if not _may_replace() or input.dtype not in FLOATS:
             return original(part, input)
         if gated.joined:
             gate, up = modules["gate_up_proj"](input), None
@@ -376,7 +376,7 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
         and k.shape[2:] == q.shape[2:]
         and cos.shape == sin.shape == (1, *q.shape[2:])
         and q.dtype is k.dtype is cos.dtype is sin.dtype
-        and q.dtype in _FLOATS
+        and q.dtype in FLOATS
     )
 
 
@@ -388,7 +388,7 @@ def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
 @cache
 def _rotates_halves(rotate: FunctionType) -> bool:
     """True if the function gives the op's bits in every dtype."""
-    for dtype in _FLOATS:
+    for dtype in FLOATS:
         q, k = (_random(1, heads, 5, 16).to(dtype) for heads in (3, 2))
         cos, sin = _random(2, 1, 5, 16).to(dtype)
         try:

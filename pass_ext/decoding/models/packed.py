@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.module_ops import is_plain
+from pass_ext.decoding.models.one_order import OneOrder
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
 from pass_ext.decoding.models.step_states import StepStates
 from pass_ext.decoding.models.vocabulary import LogitShards
@@ -73,6 +74,24 @@ class StepAttend(Attend, Protocol):
     """How many have attended."""
     states: StepStates
     """The states of the layers that keep one."""
+    ids: Tensor | None
+    """``[N]``, of the rows; -1 - i is look-ahead slot i."""
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        window: int = -1,
+        sinks: Tensor | None = None,
+        chunk: int = -1,
+        lists: Tensor | None = None,
+    ) -> Tensor:
+        """As ``Attend``. lists: the keys of each row, as ``attention_tree`` takes key_lists; None: all that it sees."""
 
     @property
     def text_rows(self) -> int:
@@ -172,7 +191,8 @@ class Adapted:
     numbers: Mapping[int, int] | None = None
     """The number of each layer that attends among those that do; None: all layers attend."""
     index_widths: Mapping[int, int] = MappingProxyType({})
-    """The layers that have an indexer, by their number among those that attend -> the numbers of its keys."""
+    """The layers that have an indexer, by their number among those that attend -> the numbers of its keys behind each KV
+    head's."""
     keeps_states: bool = False
     """Some layers keep a state."""
     most_positions: int = sys.maxsize
@@ -245,7 +265,8 @@ class Adapted:
                 "only: train some without (--deep)"
             )
         more = {} if slots is None or slots.adapters is None else {"adapt": slots.adapt_}
-        logits = self.model(rows, positions, _checked(attend, len(rows)), wanted, **more)
+        with OneOrder() if attend.batch_invariant else nullcontext():
+            logits = self.model(rows, positions, _checked(attend, len(rows)), wanted, **more)
         count, shape = len(rows if wanted is None else wanted), list(getattr(logits, "shape", ()))
         if len(shape) != 2 or shape[0] != count:
             which = (

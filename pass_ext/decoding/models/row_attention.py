@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.indexed import ChosenKeys
+from pass_ext.decoding.models.indexed import ChosenKeys, MaskOfChosen
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.shadow import OurCall, current_call
 
@@ -252,6 +252,9 @@ def _row_attention(
     """q, k, v ``[1, heads, N, D]`` -> ``[1, N, heads, D of v]``. s_aux: the sinks. indices: the keys that an indexer has
     chosen."""
     call, rows = _call(), query.shape[2]
+    lists: dict[str, Any] = {}
+    if isinstance(attention_mask, MaskOfChosen):
+        lists, attention_mask = {"lists": attention_mask.chosen.lists}, attention_mask.mask
     kept_keys = dict(enumerate(call.kept)).get(module.layer_idx, -1)  # type: ignore[call-overload]
     reach, reason = _reach(module, attention_mask, rows, sliding_window, kept_keys)
     latents = vars(module).get("expand_kv")
@@ -268,7 +271,7 @@ def _row_attention(
         layer = call.numbers.get(layer, call.attend.layers)
     options = dict(scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
     if not isinstance(latents, Latents):
-        return call.attend(layer, q, k, v, **reach._asdict(), **options)[None], None
+        return call.attend(layer, q, k, v, **reach._asdict(), **options, **lists)[None], None
     return call.attend.of_latents(layer, q, k, latents, indices, **reach._asdict(), **options)[None], None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from operator import is_not
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.module_ops import are_few
+from pass_ext.decoding.models.one_order import OneOrder
 from pass_ext.decoding.models.parts import decoder_layers, linear_at
-from pass_ext.decoding.models.slots import CallSlots
+from pass_ext.decoding.models.slots import CallSlots, with_vectors
 
 # ---- a call ----
 
@@ -59,15 +60,16 @@ def our_call(call: OurCall) -> Iterator[None]:
     """Inside, and in this thread only, shadows compute this call."""
     token = current_call.set(call)
     try:
-        yield
+        with OneOrder() if call.batch_invariant else nullcontext():
+            yield
     finally:
         current_call.reset(token)
 
 
 def takes_rows_of_our_call(rows: int, most: int, *, is_heavy: bool = False) -> bool:
-    """Inside ``our_call``, True for few rows of a product that is not heavy, and for all of a batch-invariant call."""
+    """Inside ``our_call``, True for few rows of a product that is not heavy."""
     call = current_call.get()
-    return call is not None and (call.batch_invariant or (not is_heavy and are_few(rows, most, call.text_rows)))
+    return call is not None and not is_heavy and are_few(rows, most, call.text_rows)
 
 
 def add_adapters(shadow: Any, places: Iterable[str]) -> None:
@@ -94,15 +96,10 @@ def _shifted(number: int, forward: Callable[..., Any], *inputs: Tensor, **named:
     call = current_call.get()
     if call is None or call.slots is None or call.slots.offsets is None:
         return forward(*inputs, **named)
-    hidden, offsets = inputs[0] if inputs else named["hidden_states"], call.slots.offsets[number]
-    if hidden.numel() != offsets.numel():
-        raise ValueError(
-            f"{call.model}: these look-ahead slots have vectors for the inputs of layers, for these rows "
-            f"{list(offsets.shape)}, and layer {number}'s input is {list(hidden.shape)}: use slots without"
-        )
+    offsets = call.slots.offsets[number]
     if inputs:
-        return forward(hidden + offsets, *inputs[1:], **named)
-    return forward(**{**named, "hidden_states": hidden + offsets})
+        return forward(with_vectors(inputs[0], offsets), *inputs[1:], **named)
+    return forward(**{**named, "hidden_states": with_vectors(named["hidden_states"], offsets)})
 
 
 # ---- a shadow ----

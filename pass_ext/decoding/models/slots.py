@@ -106,6 +106,19 @@ class PlacedSlots:
         return None if self.deep is None and adapters is None else CallSlots(ids, self.deep, adapters)
 
 
+def with_vectors(hidden: Tensor, offsets: Tensor) -> Tensor:
+    """A layer's input with the vector ``offsets[i]`` ``[N, d]`` added to row i of each text, where a row has several streams to
+    each of them: ``[B, N, d]``, ``[B, N, streams, d]`` or ``[B, N, streams * d]``."""
+    count, width = offsets.shape
+    if hidden.dim() not in (3, 4) or hidden.shape[1] != count or hidden.shape[-1] % width:
+        raise ValueError(
+            f"these look-ahead slots have vectors for the inputs of layers, for these rows {list(offsets.shape)}, and a "
+            f"layer's input is {list(hidden.shape)}: use slots without"
+        )
+    streams = hidden.unflatten(-1, (-1, width))
+    return (streams + offsets.view(1, count, *(1,) * (streams.dim() - 3), width)).flatten(-2)
+
+
 def _sizes(adapters: PlacedAdapters) -> Any:
     return adapters.scale, [*adapters.pairs], [(name, down.shape, up.shape) for name, down, up in adapters.stacks]
 

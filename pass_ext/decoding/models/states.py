@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pass_ext.decoding.models.ngram_layers import ngram_layers, places_of_ngrams
+from pass_ext.decoding.models.one_order import any_order
 from pass_ext.decoding.models.parts import decoder_layers
 from pass_ext.decoding.models.rebound import globals_of, rebound
 from pass_ext.decoding.models.shadow import current_call
@@ -146,7 +148,8 @@ class _Served:
         if refused:
             raise self._refusal(call.model, f"is called with {', '.join(refused)}")
         if not self._is_compared:
-            self._compare(call.model, given)
+            with any_order():
+                self._compare(call.model, given)
             self._is_compared = True
         out = function.compute(call.attend.states, self._place, given)
         return (out, None) if function.is_pair else out
@@ -234,8 +237,11 @@ def keeps_states(text: Any) -> bool:
 def unserved(model: nn.Module) -> str | None:
     """Describes the first layer whose state is out of reach, to follow the model's name; None: there is none."""
     kinds, known = kinds_of(model.config.get_text_config(decoder=True)), _Known()  # type: ignore[union-attr, operator]
+    ngrams = {module for part in ngram_layers(model) for module in part.modules()}
     own: str | None = None
     for part in model.modules():
+        if part in ngrams:
+            continue
         uses = known.of(type(part))
         served = {FUNCTIONS[name].form == "window" for name in uses.functions}
         if any(method in uses.names and is_window not in served for method, is_window in _STORES.items()):
@@ -258,8 +264,9 @@ def functions_of(model: nn.Module) -> list[str]:
 
 
 def places_of(model: nn.Module) -> list[StatePlace]:
-    """Where transformers keeps the model's states, layer by layer. A layer that scans head by head has one place for all."""
-    known, places = _Known(), []
+    """Where transformers keeps the model's states, in the order of their use. A layer that scans head by head has one place for
+    all."""
+    known, places = _Known(), [place for part in ngram_layers(model) for place in places_of_ngrams(part)]
     for part in model.modules():
         names = known.of(type(part)).functions
         places += [_place(name, part) for name in FUNCTIONS if name in names]

@@ -18,16 +18,27 @@ class StatePlace(NamedTuple):
     """Where transformers' cache keeps a state, and how it lies there."""
 
     layer: int
-    form: Literal["window", "plain", "transposed", "channels"]
-    """"window": the last K inputs of a convolution, one more than here. Recurrent states are "plain", as here, "transposed"
-    ``[B, H, dv, dk]``, or of "channels" ``[B, dv, dk]``, one head's."""
+    form: Literal["window", "inputs", "tokens", "plain", "transposed", "channels"]
+    """"window": the last K inputs of a convolution, one more than here; "inputs": as many as here; "tokens": ids ``[B, n]``.
+    Recurrent states are "plain", as here, "transposed" ``[B, H, dv, dk]``, or of "channels" ``[B, dv, dk]``, one head's."""
     number: int = 0
-    """Among the layer's windows."""
+    """Among the layer's windows, inputs and tokens."""
+    zero: int = 0
+    """The token that is 0 here; ``zero`` tokens are before a text."""
+
+    @property
+    def is_convolution(self) -> bool:
+        """transformers keeps it among its states of convolutions."""
+        return self.form in ("window", "inputs", "tokens")
 
     def to_theirs(self, state: Tensor) -> Tensor:
         """A state of ours as transformers keeps it."""
         if self.form == "window":
             return functional.pad(state, (1, 0))  # its oldest input is never read
+        if self.form == "inputs":
+            return state
+        if self.form == "tokens":
+            return state[:, 0].long() + self.zero
         if self.form == "channels":
             state = state[:, 0]
         return state if self.form == "plain" else state.transpose(-1, -2)
@@ -36,6 +47,10 @@ class StatePlace(NamedTuple):
         """A state of transformers' as it lies here."""
         if self.form == "window":
             return state[..., 1:]
+        if self.form == "inputs":
+            return state
+        if self.form == "tokens":
+            return (state - self.zero).float()[:, None]
         if self.form == "channels":
             state = state[:, None]
         return (state if self.form == "plain" else state.transpose(-1, -2)).float()
@@ -83,6 +98,18 @@ class StepStates:
         state = self._next(place, (x.shape[1], weight.shape[1] - 1), x)
         self.updates.append(x)
         return convolution_tree(x, weight, bias, state, self._parents, self._cu_nodes, activation=activation)
+
+    def earlier(self, place: StatePlace, x: Tensor, step: int, count: int) -> list[Tensor]:
+        """x ``[N, C]`` -> the inputs ``[N, C]`` of the rows ``step`` tokens before each row, 2 step before it … ``count`` of
+        them. The state has the last ``count * step`` inputs."""
+        state, parts = self._next(place, (x.shape[1], count * step), x), list[Tensor]()
+        self.updates.append(x)
+        weight = x.new_zeros(x.shape[1], step + 1)
+        weight[:, 0] = 1  # of the oldest input
+        for held in state.split(step, 2)[::-1]:
+            x = convolution_tree(x, weight, None, held, self._parents, self._cu_nodes)
+            parts.append(x)
+        return parts
 
     def recurrent(
         self, place: StatePlace, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, **options: Any

@@ -20,6 +20,7 @@ from pass_ext.decoding.models import limits, states
 from pass_ext.decoding.models.indexed import choose_by_rows, index_widths
 from pass_ext.decoding.models.latents import attend_by_latents, latent_layers
 from pass_ext.decoding.models.module_ops import are_few, computes_by_ops, is_plain, is_untouched, most_few_rows
+from pass_ext.decoding.models.ngram_layers import serve_ngrams
 from pass_ext.decoding.models.own_forward import OwnForward, is_hooked
 from pass_ext.decoding.models.packed import Adapted, KeptHidden, StepAttend
 from pass_ext.decoding.models.parts import decoder_of, unwrapped
@@ -136,6 +137,7 @@ class TransformersModel(Adapted):
             computes_by_ops(inner, takes_rows_of_our_call)
             if self.keeps_states:
                 states.serve_states(inner)
+                serve_ngrams(inner)
             head = inner.get_output_embeddings()
             if isinstance(head, nn.Module):
                 head.forward = partial(self._kept_before, head.forward)

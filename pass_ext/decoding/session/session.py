@@ -17,6 +17,7 @@ from torch import Tensor
 from pass_ext.decoding.arguments import instance, type_of, whole_number
 from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.models.indexed import split_index_keys, with_index_keys
+from pass_ext.decoding.models.one_order import check_seen
 from pass_ext.decoding.models.packed import Adapted, NewRows
 from pass_ext.decoding.models.slots import PlacedSlots
 from pass_ext.decoding.models.step_states import StatePlace, StepStates, Update
@@ -25,7 +26,7 @@ from pass_ext.decoding.session.step_attention import StepAttention, is_front, pa
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.attention import padded_widths
 from pass_ext.ops.cache import cache_commit_
-from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES, quantize_rows
+from pass_ext.ops.quantize import CODE_HEADER, MOST_OF_CODES, quantize_rows
 from pass_ext.ops.state import state_commit_
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
@@ -62,9 +63,10 @@ class Session:
             each token and head (``quantize_rows``). All rows attend to the stored numbers, so every method writes ``Plain``'s
             text over the same cache. None: in the model's dtype.
         batch_invariant: True: each row of a call has the bits that it has alone, on a GPU too, and rows of prompts as well: so
-            greedy and coupled texts are ``Plain``'s to the token, alone and in any batch. Slower: linear layers of any size and
-            of any number of rows are ``linear_rows``, and on a GPU attention adds in one order. False: on the CPU rows of
-            steps have these bits anyway.
+            greedy and coupled texts are ``Plain``'s to the token, alone and in any batch. Slower: all products of the model,
+            those of experts too, are ``linear_rows``, and on a GPU attention adds in one order. A model is refused whose sums
+            have no one order: quantised weights here, other operations at the first call. False: on the CPU rows of steps
+            have these bits anyway, but for those of experts.
     """
 
     def __init__(
@@ -96,6 +98,8 @@ class Session:
             )
         self.past, self.cuda_graphs, self.run_ahead = past, cuda_graphs, run_ahead
         self.model: Adapted = packed_model(model)
+        if batch_invariant:
+            check_seen(self.model.model)
         self.cache_dtype, self.batch_invariant = cache_dtype, batch_invariant
         self.caches: list[tuple[Tensor, Tensor]] = []
         self._stack: Tensor | None = None  # all caches, if all layers' are alike

@@ -13,7 +13,7 @@ from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.packed import NewRows, StepAttend
 from pass_ext.decoding.models.row_attention import is_being_recorded
 from pass_ext.ops.attention import MOST_VALUE_DIM, WIDTH_STEP, attention_tree, padded_widths
-from pass_ext.ops.quantized import CODE_HEADER, dequantize_rows, quantize_rows
+from pass_ext.ops.quantize import CODE_HEADER, dequantize_rows, quantize_rows
 from pass_ext.tree import PackedTrees
 
 
@@ -31,7 +31,7 @@ class StepAttention(StepAttend):
         self._session, self._trees = session, trees
         self._new: list[Tensor] = []
         self._stacked: Tensor | None = None
-        self._ids = ids
+        self.ids = ids
         self._index_keys: Tensor | None = None
         self._header = 0 if session.cache_dtype is None else CODE_HEADER
 
@@ -42,9 +42,9 @@ class StepAttention(StepAttend):
     def _tokens(self) -> Tensor:
         """How many rows of each request are tokens."""
         bounds = self._trees.cu_nodes
-        if self._ids is None:
+        if self.ids is None:
             return bounds.diff()
-        return F.pad((self._ids >= 0).cumsum(0), (1, 0))[bounds.long()].diff()  # those before each row
+        return F.pad((self.ids >= 0).cumsum(0), (1, 0))[bounds.long()].diff()  # those before each row
 
     def __call__(
         self,
@@ -58,6 +58,7 @@ class StepAttention(StepAttend):
         window: int = -1,
         sinks: Tensor | None = None,
         chunk: int = -1,
+        lists: Tensor | None = None,
     ) -> Tensor:
         options: dict[str, Any] = dict(
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
@@ -66,7 +67,7 @@ class StepAttention(StepAttend):
             sinks=sinks,
             chunk=chunk,
         )
-        return self._of_layer(layer, q, k, v, None, options)
+        return self._of_layer(layer, q, k, v, lists, options)
 
     def _of_layer(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, lists: Tensor | None, options: dict[str, Any]
@@ -91,10 +92,11 @@ class StepAttention(StepAttend):
             )
         keys = rows.keys.to(session.model.table.dtype)
         if not self.is_first:
-            _, held = split_index_keys(session.caches[self.layers][0][:, :, 0], keys.shape[-1], keys.dtype)
+            cached = session.caches[self.layers][0]
+            _, held = split_index_keys(cached, keys.shape[-1] // cached.shape[2], keys.dtype)
         self._index_keys = keys
         rows = rows._replace(keys=keys)
-        return chosen_keys(rows, held, session.prefix_lens, trees.cu_nodes, trees.visible, self._tokens())
+        return chosen_keys(rows, held, session.prefix_lens, trees, self._tokens())
 
     def of_latents(
         self, layer: int, q: Tensor, k: Tensor, latents: Latents, chosen: ChosenKeys | None = None, **options: Any
@@ -102,7 +104,8 @@ class StepAttention(StepAttend):
         if options["scale"] is None:
             options["scale"] = q.shape[-1] ** -0.5
         lists = None if chosen is None else chosen.lists
-        requests = () if lists is not None or latents.takes(q) else self._requests()
+        absorbs = lists is not None or self.batch_invariant or latents.takes(q)
+        requests = () if absorbs else self._requests()
         if len(requests) != 1:
             queries, values = latents.absorbed(q), k[..., : latents.rank]
             return latents.expanded(self._of_layer(layer, queries, k, values, lists, options))
@@ -142,7 +145,7 @@ class StepAttention(StepAttend):
         else:
             k, v = quantize_rows(k, dtype), quantize_rows(v, dtype)
         if self._index_keys is not None:
-            k = with_index_keys(k, self._index_keys[:, None])
+            k = with_index_keys(k, self._index_keys.unflatten(1, (k.shape[1], -1)))
             self._index_keys = None
         return k, k[..., :width] if is_shared else v
 
@@ -209,7 +212,7 @@ class StepAttention(StepAttend):
     def again(self, rows: int) -> StepAttention:
         parents, cu_nodes, most, visible, depths = self._trees
         trees = PackedTrees(parents[:rows], cu_nodes.clamp(max=rows), most, visible[:rows], depths[:rows])
-        return StepAttention(self._session, trees, None if self._ids is None else self._ids[:rows])
+        return StepAttention(self._session, trees, None if self.ids is None else self.ids[:rows])
 
     def new_rows(self) -> NewRows:
         return self._new if self._stacked is None else self._stacked

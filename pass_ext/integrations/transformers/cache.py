@@ -68,7 +68,7 @@ def read_states(cache: Any, places: Sequence[StatePlace]) -> list[Tensor]:
     states = []
     for place in places:
         layer = cache.layers[place.layer]
-        kept = layer.conv_states if place.form == "window" else layer.recurrent_states
+        kept = layer.conv_states if place.is_convolution else layer.recurrent_states
         state = kept[place.number]
         heads = state.unbind(1) if place.form == "channels" and state.dim() == 4 else [state]
         states += [place.to_ours(each) for each in heads]
@@ -80,7 +80,7 @@ def write_states(cache: Any, places: Sequence[StatePlace], states: Sequence[Tens
     for place, group in groupby(zip(places, states, strict=True), key=lambda pair: pair[0]):
         theirs = [place.to_theirs(state) for _, state in group]
         state, layer = theirs[0] if len(theirs) == 1 else torch.stack(theirs, 1), cache.layers[place.layer]
-        if place.form == "window":
+        if place.is_convolution:
             layer.has_previous_state[place.number] = False  # the layer takes the window as a text's beginning
             layer.update_conv_state(state, place.number, conv_kernel_size=state.shape[-1])
         else:

@@ -17,7 +17,7 @@ from pass_ext.decoding.drafting.drafter import DraftingMethod
 from pass_ext.decoding.generation import Generation, generate
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.early_exit import packed_model
-from pass_ext.decoding.models.indexed import index_widths, split_index_keys, with_index_keys
+from pass_ext.decoding.models.indexed import chooses_blocks, index_widths, split_index_keys, with_index_keys
 from pass_ext.decoding.models.latents import latent_layers
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.parts import cache_name, given_cache, unwrapped
@@ -381,9 +381,10 @@ def _past_layers(
         keys, values = (_gathered(x.transpose(1, 2), columns) for x in read_cache(cache, layer))
         if layer in latents:  # theirs are latents and rotated keys
             keys = torch.cat((keys, values), -1)
-            if layer in indexers:
-                of_indexer = _gathered(cache.layers[layer].indexer_keys[:, :, None], columns)
-                keys = with_index_keys(keys, of_indexer)
+        if layer in indexers:
+            of_indexer = _gathered(cache.layers[layer].indexer_keys, columns)
+            keys = with_index_keys(keys, of_indexer.unflatten(2, (keys.shape[2], -1)))
+        if layer in latents:
             values = keys[..., : latents[layer][0]]
         pairs.append((keys, values))
     return pairs
@@ -420,9 +421,11 @@ def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> A
         write_cache(cache, layer, keys, values)
         if layer in indexers:
             _, of_indexer = split_index_keys(tensors[0], indexers[layer], tensors[0].dtype)
-            of_indexer = _gathered(of_indexer, rows)[:, :, 0]
+            of_indexer = _gathered(of_indexer, rows).flatten(2)
             cache.layers[layer].lazy_initialization_indexer(of_indexer)
             cache.layers[layer].indexer_keys = of_indexer
+            if layer == min(indexers) and chooses_blocks(inner):
+                cache.layers[layer].indexer_position_ids = rows.expand(3, -1, -1)
     return cache
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.parts import decoder_layers, sizes_of
+from pass_ext.decoding.models.slots import with_vectors
 from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
 from pass_ext.ops.adapter import adapter_rows
 
@@ -55,8 +56,8 @@ def adapters_in_training(
 def _shifted(offset: Tensor) -> Callable[..., Any]:
     def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if inputs:
-            return (inputs[0] + offset, *inputs[1:]), named
-        return inputs, {**named, "hidden_states": named["hidden_states"] + offset}
+            return (with_vectors(inputs[0], offset), *inputs[1:]), named
+        return inputs, {**named, "hidden_states": with_vectors(named["hidden_states"], offset)}
 
     return hook
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pass_ext.decoding.models.ngram_layers import ngram_layers
 from pass_ext.decoding.models.shadow import OurCall, our_call, shadow_of
 from pass_ext.decoding.models.states import keeps_states, serve_states
 from pass_ext.decoding.models.step_states import StatePlace, StepStates
@@ -31,6 +32,11 @@ def with_states(model: Any) -> Any:
     no cache holds their states."""
     if not keeps_states(model.config.get_text_config(decoder=True)):
         return model
+    if ngram_layers(model):
+        raise SystemExit(
+            f"slots cannot be trained for {model.config.model_type}: its layers look up n-grams of tokens (ple_layer_ids), and "
+            "slots are no tokens"
+        )
     shadow = shadow_of(model)
     for part in serve_states(shadow):
         part.forward = partial(_without_cache, part.forward)

@@ -28,7 +28,7 @@ from pass_ext import MultiCandidate, NGram, PaSS, Plain, Session, Speculative, T
 if Version(transformers.__version__) < Version("5.24"):
     pytest.skip("the functions are those of transformers 5.24", allow_module_level=True)
 
-FAMILIES = ("qwen3_next", "lfm2", "nemotron_h", "falcon_h1", "mamba", "kimi_linear", "zamba")
+FAMILIES = ("qwen3_next", "lfm2", "nemotron_h", "falcon_h1", "mamba", "kimi_linear", "zamba", "qwen4_exp_text")
 NEW = 12
 
 
@@ -269,7 +269,7 @@ def test_rejected_rows_leave_no_trace(model):
 # ---- transformers' caches ----
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "zamba", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "zamba", "lfm2", "qwen4_exp_text"])
 def test_a_text_goes_on_from_transformers_cache(family):
     model = tiny_model(family)
     ids, mask = prompts(3, 9, padding=(0, 4, 2))
@@ -290,7 +290,7 @@ def test_a_text_goes_on_from_transformers_cache(family):
     assert method.stats.model_calls <= NEW - 5 + 1
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "zamba", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "zamba", "lfm2", "qwen4_exp_text"])
 def test_transformers_goes_on_from_our_cache(family):
     """Every kind of state lies in it as transformers' own steps read it."""
     model, (ids, mask) = tiny_model(family), prompts(2, 9)

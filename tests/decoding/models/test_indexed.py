@@ -21,7 +21,7 @@ from pass_ext.decoding.session import step_attention
 from pass_ext.integrations.transformers.processors import NotedRows
 from pass_ext.layers import dequantize_rows, quantize_rows
 from pass_ext.ops.attention import padded_widths
-from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES
+from pass_ext.ops.quantize import CODE_HEADER, MOST_OF_CODES
 from pass_ext.testing import assert_error_within, assert_same_bits
 
 pytestmark = pytest.mark.skipif(
@@ -160,27 +160,46 @@ def test_of_equal_scores_the_earlier_tokens_count_more():
         (2, [[0, 1, 2], [0, 1, 2], [0, 1, 2], [0, 1, 2], [0, 1, 2]]),
         (1, [[0, 1, -1], [0, 1, 2], [0, 1, 3], [0, 1, 2], [0, 1, 3]]),
     ):
-        held = torch.zeros(1, 4, 8)
-        chosen = indexed.chosen_keys(rows, held, torch.tensor([prefix]), tree.cu_nodes, tree.visible, torch.tensor([5]))
+        held = torch.zeros(1, 4, 1, 8)
+        chosen = indexed.chosen_keys(rows, held, torch.tensor([prefix]), tree, torch.tensor([5]))
         assert chosen.lists.tolist() == want
     few = rows._replace(most=7)
-    assert (
-        indexed.chosen_keys(few, held, torch.tensor([2]), tree.cu_nodes, tree.visible, torch.tensor([5])).lists is None
-    )
+    assert indexed.chosen_keys(few, held, torch.tensor([2]), tree, torch.tensor([5])).lists is None
 
 
 def test_all_lists_are_made_where_the_rows_are():
     """A tensor that is made without a device is without numbers here."""
     generator, tree = torch.Generator().manual_seed(0), pass_ext.pack_trees([Tree([-1, 0, 0, 1, 2]), Tree.chain(2)])
     q, weights, keys, held = (
-        torch.randn(shape, generator=generator) for shape in ((8, 4, 8), (8, 4), (8, 8), (2, 20, 8))
+        torch.randn(shape, generator=generator) for shape in ((8, 4, 8), (8, 4), (8, 8), (2, 20, 1, 8))
     )
-    step = torch.tensor([9, 17], dtype=torch.int32), tree.cu_nodes, tree.visible, torch.tensor([5, 3])
-    rows = indexed.IndexRows(q, keys, weights, 1.0, 6)
-    want = indexed.chosen_keys(rows, held, *step).lists
-    with torch.device("meta"):
-        lists = indexed.chosen_keys(rows, held, *step).lists
-    assert lists.device == q.device and torch.equal(lists, want)
+    step = torch.tensor([9, 17], dtype=torch.int32), tree, torch.tensor([5, 3])
+    for blocks in (None, indexed.Blocks(3, lambda members, places: members.sum(1) + places[:, None])):
+        rows = indexed.IndexRows(q, keys, weights, 1.0, 3, blocks)
+        want = indexed.chosen_keys(rows, held, *step).lists
+        with torch.device("meta"):
+            lists = indexed.chosen_keys(rows, held, *step).lists
+        assert lists.device == q.device and torch.equal(lists, want)
+
+
+def test_vectors_of_slots_are_added_to_every_stream():
+    """A layer of hy_v4 has four streams; a call has four rows, so that vectors added to the wrong sizes would fit."""
+    model = tiny_model("hy_v4")
+    method = methods_for(model)["one pass, deep"]
+    ids, mask = ragged_prompts(6)
+    want = greedy_of_transformers(model, ids, mask, NEW, **GREEDY)
+    got = generate(model, ids, method, max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
+    assert torch.equal(got.sequences, want)
+    slots, session, text = method.lookahead, Session(model, 1, 64), torch.tensor([5, 6, -1, -2])
+    session.set_slots(slots, 2)
+    with session.model.attached():
+        logits = session.call(session.packed([Tree.chain(3)]), text)
+    rows = torch.cat((model.get_input_embeddings()(text[:2]), slots.weight[:2]))
+    for number, layer in enumerate(model.model.layers):
+        vectors = torch.cat((torch.zeros(2, 64), slots.deep[number, :2]))[None, :, None]
+        layer.register_forward_pre_hook(lambda _, inputs, vectors=vectors: (inputs[0] + vectors, *inputs[1:]))
+    alone = model(inputs_embeds=rows[None]).logits[0]
+    torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_sampled_texts_are_a_function_of_the_seed(deepseek):
@@ -478,23 +497,6 @@ def test_on_a_gpu(family):
 
 
 # ---- refused ----
-
-
-def test_indexers_of_blocks_are_refused():
-    with pytest.raises(ValueError, match=r"qwen4_exp_text attends .*QSAIndexer chooses for each row, whole blocks of"):
-        generate(tiny_model("qwen4_exp_text"), prompts(1, 5)[0], max_new_tokens=2)
-    n_grams = dict(ple_layer_ids=[1], ple_embed_dim=16, heads_per_ngram=2, ngram_vocab_size_base=50)
-    with pytest.raises(ValueError, match=r"qwen4_exp_text looks up n-grams of tokens in its layers \(ple_layer_ids\)"):
-        generate(tiny_model("qwen4_exp_text", **n_grams), prompts(1, 5)[0], max_new_tokens=2)
-
-
-def test_vectors_of_slots_for_layers_with_several_streams_are_refused():
-    model = tiny_model("hy_v4")
-    slots = methods_for(model)["one pass, deep"]
-    with pytest.raises(
-        ValueError, match=r"hy_v4: these look-ahead slots have vectors .* layer 0's input is \[1, \d+, 4, "
-    ):
-        generate(model, prompts(1, 5)[0], slots, max_new_tokens=4)
 
 
 def test_layers_that_keep_expanded_heads_are_refused():

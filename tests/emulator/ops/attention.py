@@ -7,7 +7,7 @@ from torch import Tensor
 
 from emulator import session
 from emulator.ops.launching import given, seeds
-from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES
+from pass_ext.ops.quantize import CODE_HEADER, MOST_OF_CODES
 
 FLOAT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 CODE_TYPES = {dtype: number for number, dtype in enumerate(MOST_OF_CODES, start=1)}

@@ -7,7 +7,7 @@ from attention_checks import FLOATS, assert_right, assert_same_runs, is_small, r
 from emulator.ops.attention import attention_tree as emulated_attention
 
 import pass_ext
-from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES
+from pass_ext.ops.quantize import CODE_HEADER, MOST_OF_CODES
 from pass_ext.reference.attention import attention_terms
 
 CODES = tuple(MOST_OF_CODES)

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pass_ext import _library
-from pass_ext.ops.quantized import MOST_OF_CODES
+from pass_ext.ops.quantize import MOST_OF_CODES
 from tools.op_families import family_of
 
 LOGITS = (torch.bfloat16, torch.float16, torch.float32)

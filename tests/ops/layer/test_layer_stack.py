@@ -13,7 +13,7 @@ from torch.nn import functional
 import pass_ext
 from pass_ext import Tree
 from pass_ext.layers import LayerWeights
-from pass_ext.ops.quantized import MOST_OF_CODES
+from pass_ext.ops.quantize import MOST_OF_CODES
 from pass_ext.testing import assert_same_bits
 from pass_ext.tree import pack_trees
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.ops.contenders.inputs.distributions import require
 from pass_ext.layers import dequantize_rows, quantize_rows
-from pass_ext.ops.quantized import CODE_HEADER
+from pass_ext.ops.quantize import CODE_HEADER
 
 PAGE = 64  # slots of a page; every cache is rounded up to whole pages
 # Unit roundoff of the bound. Float32 gets a larger one, because contenders may approximate exponentials.

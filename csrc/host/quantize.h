@@ -1,8 +1,8 @@
-// Checks quantize_rows' arguments, the same on every device, packs them into core/quantized.h's QuantizeRows and makes
+// Checks quantize_rows' arguments, the same on every device, packs them into core/quantize.h's QuantizeRows and makes
 // the output.
 #pragma once
 
-#include "core/quantized.h"
+#include "core/quantize.h"
 #include "host/step.h"
 
 namespace pass_ext {

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import pass_ext
 from pass_ext import reference
 from pass_ext.layers import dequantize_rows, quantize_rows
-from pass_ext.ops.quantized import CODE_HEADER, MOST_OF_CODES
+from pass_ext.ops.quantize import CODE_HEADER, MOST_OF_CODES
 from pass_ext.testing import assert_same_bits
 
 CODES = tuple(MOST_OF_CODES)

@@ -1,5 +1,5 @@
 """Keys and values to 8 bits, `pass_ext.layers.quantize_rows`, against the same in PyTorch.
-`python -m benchmarks.ops.quantized --help`.
+`python -m benchmarks.ops.quantize --help`.
 
 The new keys and values of a layer: all rows of a step, K and V as one tensor.
 """
@@ -16,7 +16,7 @@ from benchmarks.harness.command import parse, run
 from benchmarks.harness.plan import Aim, Plan
 from benchmarks.harness.results import line_name, lines_of
 from pass_ext import reference
-from pass_ext.ops.quantized import CODE_HEADER
+from pass_ext.ops.quantize import CODE_HEADER
 
 SHAPES = ((8, 3, 64), (8, 8, 128), (256, 8, 128))  # rows, heads, width
 TYPES = {"int8": torch.int8, "fp8 e4m3": torch.float8_e4m3fn}
@@ -76,4 +76,4 @@ def name(line: list[Row]) -> str:
 
 
 if __name__ == "__main__":
-    run("quantized", parse(__doc__ or ""), make_plan, judge)
+    run("quantize", parse(__doc__ or ""), make_plan, judge)

@@ -1,4 +1,4 @@
-// Rows of numbers as rows in 8 bits on the CPU, at one instruction set (see each_isa.h): core/quantized.h.
+// Rows of numbers as rows in 8 bits on the CPU, at one instruction set (see each_isa.h): core/quantize.h.
 
 // A row as codes of one type, behind their header.
 template <CodeType type, typename T>

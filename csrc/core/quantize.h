@@ -17,7 +17,7 @@ namespace pass_ext {
 // none: numbers in the dtype of the queries.
 enum class CodeType : int32_t { none, int8, float8_e4m3, float8_e5m2 };
 
-constexpr int32_t kCodeHeader = 16;  // bytes; pass_ext.ops.quantized.CODE_HEADER
+constexpr int32_t kCodeHeader = 16;  // bytes; pass_ext.ops.quantize.CODE_HEADER
 
 // Rows of numbers of type T, and the same as codes.
 template <typename T>
@@ -43,7 +43,7 @@ PASS_EXT_HOST_DEVICE float value_of_code(CodeType type, uint8_t code) {
   return size == 0x7fu ? float_of(0x7fc00000u) : 256.0f * to_float(float16{static_cast<uint16_t>(sign | size << 7)});
 }
 
-// The largest code; pass_ext.ops.quantized.MOST_OF_CODES.
+// The largest code; pass_ext.ops.quantize.MOST_OF_CODES.
 PASS_EXT_HOST_DEVICE float most_of_codes(CodeType type) {
   return type == CodeType::int8 ? 127.0f : type == CodeType::float8_e4m3 ? 448.0f : 57344.0f;
 }

@@ -1,10 +1,10 @@
-// torch.ops.pass_ext.quantize_rows on CUDA: launch and registration. The kernel: cuda/quantized.cuh.
-#include "cuda/quantized.cuh"
+// torch.ops.pass_ext.quantize_rows on CUDA: launch and registration. The kernel: cuda/quantize.cuh.
+#include "cuda/quantize.cuh"
 
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/runtime.h"
-#include "host/quantized.h"
+#include "host/quantize.h"
 
 namespace pass_ext {
 namespace {

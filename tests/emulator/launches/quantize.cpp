@@ -1,5 +1,5 @@
-// The kernel of csrc/cuda/quantized.cuh through its own launch function, as quantized.cu calls it.
-#include "cuda/quantized.cuh"
+// The kernel of csrc/cuda/quantize.cuh through its own launch function, as quantize.cu calls it.
+#include "cuda/quantize.cuh"
 
 #include <stdexcept>
 

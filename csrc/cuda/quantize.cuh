@@ -1,11 +1,11 @@
 // Rows of numbers as rows in 8 bits on the GPU, in one launch, a warp per row: once over the row for its scale, once
-// for the codes. The form of a row: core/quantized.h. A lane works on eight neighbouring numbers, read in units of 16
+// for the codes. The form of a row: core/quantize.h. A lane works on eight neighbouring numbers, read in units of 16
 // bytes if all addresses allow it (`wide`).
 #pragma once
 
 #include <cstdint>
 
-#include "core/quantized.h"
+#include "core/quantize.h"
 #include "cuda/numbers.cuh"
 #include "cuda/primitives.cuh"
 

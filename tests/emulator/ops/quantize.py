@@ -7,7 +7,7 @@ from emulator import session
 from emulator.ops.attention import CODE_TYPES
 from emulator.ops.launching import name_of, pointers, seeds
 from emulator.ops.step import groups_of
-from pass_ext.ops.quantized import CODE_HEADER
+from pass_ext.ops.quantize import CODE_HEADER
 
 
 def quantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
-// quantize_rows' problem on the CPU, shared among threads: what csrc/cpu/quantized.cpp computes.
+// quantize_rows' problem on the CPU, shared among threads: what csrc/cpu/quantize.cpp computes.
 #pragma once
 
-#include "core/quantized.h"
+#include "core/quantize.h"
 
 namespace pass_ext {
 

@@ -1,15 +1,15 @@
 // torch.ops.pass_ext.quantize_rows on the CPU: parallel split, registration. The inner loops:
-// cpu/quantized_kernels-inl.h.
-#include "cpu/quantized.h"
+// cpu/quantize_kernels-inl.h.
+#include "cpu/quantize.h"
 
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
 
 #include "cpu/workers.h"
-#include "host/quantized.h"
+#include "host/quantize.h"
 
-#define PASS_EXT_KERNELS "cpu/quantized_kernels-inl.h"
+#define PASS_EXT_KERNELS "cpu/quantize_kernels-inl.h"
 #include "cpu/each_isa.h"
 
 namespace pass_ext {

@@ -1,7 +1,7 @@
 """``quantize_rows`` and ``dequantize_rows``: rows of keys and values in 8 bits, as ``attention_tree`` reads them.
 
 A row is 16 bytes, of which the first four are a float32 scale and the others 0, and then a code for each number:
-csrc/core/quantized.h. Kernels: csrc/cpu/quantized.cpp, csrc/cuda/quantized.cuh.
+csrc/core/quantize.h. Kernels: csrc/cpu/quantize.cpp, csrc/cuda/quantize.cuh.
 """
 
 import torch
@@ -12,7 +12,7 @@ from pass_ext.ops.common.arguments import typed
 from pass_ext.ops.common.kernels import call, fake_kernel, refuse_gradients
 
 CODE_HEADER = 16
-"""Bytes in front of the codes of a row: kCodeHeader of csrc/core/quantized.h."""
+"""Bytes in front of the codes of a row: kCodeHeader of csrc/core/quantize.h."""
 MOST_OF_CODES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """The largest code of each dtype."""
 

@@ -1,0 +1,130 @@
+"""Layers that add features of the last n tokens of a text (Qwen4's per-layer embeddings), in a model's shadow.
+
+A layer looks up the n-gram that ends at each token, and mixes what it finds with that of earlier tokens by a convolution, whose
+taps are ``step`` tokens apart. In a tree the tokens before a row are its ancestors and, beyond the root, the end of the text:
+both, tokens and inputs of the convolution, are states, moved after the accepted rows like those of other convolutions.
+A look-ahead slot counts as the token that ends texts, beyond which no n-gram reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pass_ext.decoding.models.parts import decoder_of
+from pass_ext.decoding.models.shadow import current_call
+from pass_ext.decoding.models.step_states import StatePlace, StepStates
+
+_COMPARED = 16  # rows
+_believed: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
+"""The layers' forwards that were compared, and whether they compute as here."""
+
+
+def ngram_layers(model: nn.Module) -> list[Any]:
+    """The modules that look up n-grams."""
+    return [part for part in model.modules() if "ple_embedding" in part._modules]
+
+
+def places_of_ngrams(part: Any) -> list[StatePlace]:
+    """Where transformers keeps a module's states, in the order of their use: tokens, and inputs of the convolution."""
+    return [
+        StatePlace(part.layer_idx, "tokens", 2, part.ple_embedding.eos_token_id),
+        StatePlace(part.layer_idx, "inputs", 1),
+    ]
+
+
+def unserved(model: nn.Module) -> str | None:
+    """Why n-grams cannot be looked up for this model, to follow its name; None: they can, or it has none."""
+    for part in ngram_layers(model):
+        method = type(part).forward
+        if method not in _believed:
+            try:
+                _believed[method] = _computes_alike(part)
+            except (TypeError, RuntimeError, ValueError, AttributeError, IndexError):
+                _believed[method] = False
+        if not _believed[method]:
+            return (
+                f"looks up n-grams of tokens in {type(part).__name__}, which computes something else than in transformers "
+                "5.24, so pass_ext cannot decode this model"
+            )
+    return None
+
+
+def serve_ngrams(shadow: nn.Module) -> None:
+    """Has the modules of a model's shadow that look up n-grams take the rows of a call."""
+    parts = ngram_layers(shadow)
+    for part in parts:
+        tokens, inputs = places_of_ngrams(part)
+        embedding = part.ple_embedding
+        embedding.forward = partial(_looked_up, _states_of_call, tokens, embedding.context_len, embedding.forward)
+        part._short_conv = partial(_convolved, _states_of_call, inputs, part.conv1d)
+    if parts:
+        decoder_of(shadow).reverse_embedding = _ids_of_call
+
+
+def _states_of_call() -> Any:
+    call = current_call.get()
+    if call is None:
+        raise RuntimeError("these n-grams are for pass_ext's own calls of a model")
+    return call.attend.states
+
+
+def _ids_of_call(_: Tensor) -> Tensor:
+    """In place of a search for each row in the table of embeddings."""
+    call = current_call.get()
+    assert call is not None
+    ids: Tensor = call.attend.ids
+    return ids[None]
+
+
+def _looked_up(
+    states: Callable[[], Any],
+    place: StatePlace,
+    before: int,
+    forward: Callable[..., Tensor],
+    /,
+    input_ids: Tensor,
+    cache: Any = None,
+) -> Tensor:
+    """ids ``[1, N]``, of slots negative -> ``[1, N, D]``. Each row's last tokens are a text to the module's own forward."""
+    ids = torch.where(input_ids[0] < 0, place.zero, input_ids[0])
+    x = (ids - place.zero).float()[:, None]
+    rows = torch.cat((*states().earlier(place, x, 1, before)[::-1], x), 1)
+    return forward(rows.long() + place.zero, None)[None, :, -1]
+
+
+def _convolved(
+    states: Callable[[], Any], place: StatePlace, conv1d: nn.Conv1d, /, hidden_states: Tensor, cache: Any = None
+) -> Tensor:
+    """``[1, N, C]`` -> ``[1, N, C]``."""
+    x, weight = hidden_states[0].contiguous(), conv1d.weight[:, 0]
+    earlier: list[Tensor] = states().earlier(place, x, conv1d.dilation[0], weight.shape[1] - 1)
+    out = x.new_zeros(x.shape, dtype=torch.float32)
+    for tap, inputs in enumerate((*earlier[::-1], x)):
+        out = out + inputs * weight[:, tap].float()
+    return functional.silu(out).to(x.dtype)[None]
+
+
+@torch.no_grad()
+def _computes_alike(part: Any) -> bool:
+    """Compares a few rows as one text."""
+    embedding, generator = part.ple_embedding, torch.Generator().manual_seed(0)
+    like, most = part.conv1d.weight, max(2, embedding.unigram_vocab_size)
+    ids = torch.randint(most, (_COMPARED,), generator=generator).to(like.device)
+    ids[_COMPARED // 2] = embedding.eos_token_id
+    hidden = torch.randn(1, _COMPARED, len(like), generator=generator).to(like)
+    parents = torch.arange(-1, _COMPARED - 1, dtype=torch.int32, device=like.device)
+    step = StepStates([], [], 1, parents, parents.new_tensor([0, _COMPARED]), is_first=True, is_prompt=True)
+    tokens, inputs = places_of_ngrams(part)
+    found = _looked_up(lambda: step, tokens, embedding.context_len, embedding.forward, ids[None])
+    convolved, theirs = _convolved(lambda: step, inputs, part.conv1d, hidden), part._short_conv(hidden, None)
+    most_off = (1e-4 if like.dtype == torch.float32 else 2e-2) * float(theirs.abs().max())
+    return torch.equal(found, embedding(ids[None], None)) and torch.allclose(
+        convolved, theirs, rtol=0.0, atol=most_off + 1e-6
+    )

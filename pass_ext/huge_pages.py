@@ -1,0 +1,75 @@
+"""``to_huge_pages``: a model's weights in memory that Linux maps by pages of 2 MiB.
+
+    pages that a call walks through = bytes of the weights / bytes of a page
+
+A decoding step reads every weight once. In the file that transformers maps, a page has 4 KiB: the processor looks up an address
+for every 4 KiB, and reads ahead of itself no further.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import Counter
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_PAGE = 2 << 20
+_ALIGNMENT = 64  # bytes: a cache line
+
+
+def to_huge_pages(model: Model) -> Model:
+    """The model, its parameters in CPU memory moved to huge pages where the system has some; every number stays the same.
+
+    ``load_checkpoint`` does it. For a model that was loaded otherwise, call it before the first generation, and before anything
+    keeps the parameters' memory, as other processes and views do.
+
+    Parameters that share their memory with another tensor or process stay, and so do tensor subclasses. All stay where Linux is
+    told to use no huge pages, on other systems, and where there is not as much memory left as the weights take: a mapped file
+    can be dropped from memory, the copy cannot.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors if _is_plain(tensor.data))
+    moved = [
+        parameter
+        for parameter in model.parameters()
+        if _is_plain(parameter.data)
+        and not parameter.is_shared()
+        and parameter.is_contiguous()
+        and users[parameter.untyped_storage().data_ptr()] == 1
+        and parameter.untyped_storage().nbytes() == parameter.nbytes > 0
+    ]
+    places, size = [], 0
+    for parameter in moved:
+        places.append(size)
+        size += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
+    if size < _PAGE or not _has_huge_pages() or size > _free_bytes():
+        return model
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    for parameter, place in zip(moved, places, strict=True):
+        copy = torch.frombuffer(memory, dtype=parameter.dtype, count=parameter.numel(), offset=place)
+        parameter.data = copy.view(parameter.shape).copy_(parameter.data)
+    return model
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
+
+
+def _has_huge_pages() -> bool:
+    try:
+        return "[never]" not in _SWITCH.read_text()
+    except OSError:
+        return False
+
+
+def _free_bytes() -> int:
+    """Memory that programs can have without swapping; files in memory count as free."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))

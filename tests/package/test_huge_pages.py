@@ -1,0 +1,103 @@
+"""Weights on huge pages: the numbers stay, the memory is what Linux is asked to map by huge pages, what is shared stays."""
+
+import copy
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pass_ext import huge_pages
+from pass_ext.layers import to_huge_pages
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="huge pages of Linux")
+needs_pages = pytest.mark.skipif(
+    not huge_pages._SWITCH.exists() or "[never]" in huge_pages._SWITCH.read_text(),
+    reason="this Linux uses no huge pages",
+)
+
+
+class Model(nn.Module):
+    """An embedding tied to its head, a bias of odd size, and two weights that are views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(1000, 576, dtype=torch.bfloat16)
+        self.head = nn.Linear(576, 1000, bias=False, dtype=torch.bfloat16)
+        self.head.weight = self.embedding.weight
+        self.layer = nn.Linear(576, 1531)
+        both = torch.randn(2, 300, 300)
+        self.first, self.second = nn.Parameter(both[0]), nn.Parameter(both[1])
+        self.transposed = nn.Parameter(torch.randn(7, 5).T)
+        self.empty = nn.Parameter(torch.empty(0))
+        self.register_buffer("lent", torch.randn(600))
+        self.borrowed = nn.Parameter(self.lent)
+
+
+def flags_of(tensor):
+    """The flags of the mapping that the tensor lies in, as /proc shows them."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= tensor.data_ptr() < int(found[2], 16)
+        elif inside and line.startswith("VmFlags"):
+            return line.split()[1:]
+    raise AssertionError("no mapping")
+
+
+@needs_pages
+def test_numbers_stay_and_memory_is_asked_for_as_huge_pages():
+    model = Model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    stays = {name: getattr(model, name).data_ptr() for name in ("first", "second", "transposed", "lent", "borrowed")}
+    assert to_huge_pages(model) is model
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert model.head.weight is model.embedding.weight
+    for weight in (model.embedding.weight, model.layer.weight, model.layer.bias):
+        assert "hg" in flags_of(weight) and weight.data_ptr() % 64 == 0
+    assert stays == {name: getattr(model, name).data_ptr() for name in stays}
+    model.second.data.zero_()
+    assert torch.equal(model.first, before["first"])
+
+
+@needs_pages
+def test_a_moved_model_is_an_ordinary_one(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = to_huge_pages(nn.Sequential(nn.Linear(576, 1531), nn.Linear(1531, 3)))
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    saved = load_file(tmp_path / "weights.safetensors")
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    loaded, copied = torch.load(tmp_path / "weights.pt"), copy.deepcopy(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, saved[name]) and torch.equal(value, loaded[name])
+        assert torch.equal(value, copied.state_dict()[name])
+    x = torch.randn(2, 576)
+    model(x).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert not torch.equal(model(x), copied(x))
+    weight = model[0].weight.detach()
+    del model
+    assert weight.sum().isfinite(), "a tensor keeps its memory"
+
+
+@needs_pages
+@pytest.mark.parametrize(
+    "why", ["switched off", "another system", "no memory left", "less than a page", "other processes"]
+)
+def test_parameters_stay_where_they_are(why, monkeypatch, tmp_path):
+    model = nn.Linear(30, 30) if why == "less than a page" else nn.Linear(1000, 1000)
+    if why == "other processes":
+        model.share_memory()
+    if why == "switched off":
+        (tmp_path / "enabled").write_text("always madvise [never]\n")
+    if why in ("switched off", "another system"):
+        monkeypatch.setattr(huge_pages, "_SWITCH", tmp_path / "enabled")
+    if why == "no memory left":
+        monkeypatch.setattr(huge_pages, "_free_bytes", lambda: 1 << 20)
+    at = model.weight.data_ptr()
+    assert to_huge_pages(model).weight.data_ptr() == at
