@@ -185,7 +185,7 @@ def latent_call(requests: int, rows: int, heads: int = LATENT_HEADS, keys: int =
     }
     name = f"{keys:,} latents, {LATENT_HEADS} heads, {requests} x {rows} row{'s' * (rows > 1)}"
     expected = attend_to_latents(**arguments)[0]
-    return Call("attention to latents", name, attend_to_latents, arguments, _is_near(expected))
+    return Call("attention in one order", name, attend_to_latents, arguments, _is_near(expected))
 
 
 def one_order_calls(keys: int = 1_024) -> Iterator[Call]:

@@ -8,6 +8,7 @@ A kernel-code/same-code-<commit>.json can show that a file with another hash has
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import re
@@ -46,10 +47,14 @@ def with_headers(file: Path, root: Path) -> list[Path]:
         if path in files:  # with all that it includes
             continue
         files[path] = None
-        included = re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), flags=re.MULTILINE)
-        headers = (root / "csrc" / name for name in reversed(included))
+        headers = (root / "csrc" / name for name in reversed(_included(path.read_text())))
         waiting += (header for header in headers if header.exists())
     return list(files)
+
+
+@functools.cache  # a header has many users
+def _included(text: str) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s+"([^"]+)"', text, flags=re.MULTILINE)
 
 
 def content_hash(file: Path, root: Path) -> str:

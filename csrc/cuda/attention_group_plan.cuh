@@ -7,7 +7,7 @@
 
 #include "core/attention.h"
 #include "core/attention_lists.h"
-#include "core/quantized.h"
+#include "core/quantize.h"
 #include "cuda/attention_group_tile.cuh"
 #include "cuda/attention_places.cuh"
 #include "cuda/primitives.cuh"

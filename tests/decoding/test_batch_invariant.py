@@ -66,6 +66,14 @@ def test_on_the_kernels_of_a_gpu(monkeypatch, codes, length):
             assert differing(model, ids, mask, **options) > 0
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_experts_on_the_kernels_of_a_gpu():
+    model = tiny_model("qwen3_moe", num_hidden_layers=1).bfloat16()
+    ids, mask = prompts(2, 9, padding=(0, 5))
+    with testing.rerouted_backend("emulated", KERNELS).active():
+        assert differing(model, ids, mask, passes(model), new=2, batch_invariant=True) == 0
+
+
 # ---- experts ----
 
 EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")

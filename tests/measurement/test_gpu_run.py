@@ -91,6 +91,7 @@ stages = [
     Stage("cores", {"x": [sys.executable, "-c", CORES]}, 10, keeps_output=True),
     Stage("prints", {"x": ["echo", "a number: 7"]}, 10, keeps_output=True),
 ]
+stages = [stage for stage in stages if stage.name in (sys.argv[4:] or [stage.name])]
 os.environ["OMP_PROC_BIND"] = "true"  # what importing benchmarks does, and torch then binds this thread
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 sys.exit(0 if Runner(path, folder / "run.log", time.monotonic() + 100).run(stages) else 1)
@@ -118,8 +119,9 @@ def stand_in(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "WITNESS": str(tmp_path / "witness")}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plugins take seconds to load
 
-    def start(label="1"):
-        command = [sys.executable, "run.py", tmp_path, label, ROOT]
+    def start(label="1", *stages):
+        """Runs these stages, or all."""
+        command = [sys.executable, "run.py", tmp_path, label, ROOT, *stages]
         return subprocess.Popen(
             command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
         )
@@ -203,7 +205,7 @@ def test_a_killed_run_leaves_its_outcomes(stand_in, tmp_path, benchmarks_gpu, se
     page = [sys.executable, "-m", "benchmarks.pages.gpu_status", "--root", tmp_path / "root"]
     assert subprocess.run(page, cwd=ROOT).returncode == 0
     assert "accept.cuh" in (tmp_path / "root/benchmarks/results/gpu-status.md").read_text()
-    stand_in("2").wait(timeout=90)
+    stand_in("2", "tests").wait(timeout=90)
     again = witnessed(tmp_path)[len(finished) :]
     passed = {tuple(line) for line in finished if line[1] != last[line[0]]} - {("test_accept", "5")}
     assert not passed & set(map(tuple, again)), "tests that passed are not run again"

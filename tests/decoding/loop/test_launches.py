@@ -54,12 +54,22 @@ def steps(monkeypatch):
     return modes
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["slots", "adapted"])
-@pytest.mark.parametrize(("architecture", "of_layer"), [("llama", 4), ("qwen3", 5)])
-def test_launches_of_a_step(steps, architecture, of_layer, adapted):
+MORE = pytest.mark.slow  # either architecture and either kind of slots is in a quick pair
+
+
+@pytest.mark.parametrize(
+    ("architecture", "adapted"),
+    [
+        ("llama", False),
+        ("qwen3", True),
+        pytest.param("llama", True, marks=MORE),
+        pytest.param("qwen3", False, marks=MORE),
+    ],
+)
+def test_launches_of_a_step(steps, architecture, adapted):
     """A layer's: norm, q, k, v and rotation (qwen3: norms of heads and rotation after them); o; norm, gate and up; down.
     Adapters of the slots add none. Attention has one or two. docs/ops/layer.md has the sums for 30 layers."""
-    outside = []
+    outside, of_layer = [], {"llama": 4, "qwen3": 5}[architecture]
     for layers in (1, 2):
         model = small_model(architecture, num_hidden_layers=layers, head_dim=64)
         adapters = SlotAdapters(adapter_sizes(model, 3)) if adapted else None

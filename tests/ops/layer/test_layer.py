@@ -17,7 +17,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 BEFORE = [
     {}, dict(whole=True), dict(plain=True), dict(fp32_cos=True), dict(width=65, head_dim=10), dict(plain=True, rotated=6),
-    dict(plain=True, head_dim=80, rotated=40), dict(head_dim=7, rotated=6), dict(head_dim=520, heads=1, key_heads=1),
+    dict(plain=True, head_dim=80, rotated=40), dict(head_dim=520, heads=1, key_heads=1), dict(head_dim=7, rotated=6),
 ]  # fmt: skip
 AFTER = [("mlp_norm",), (), ("attention_norm", "output_norm"), ("attention_norm", "mlp_norm", "output_norm")]
 MANY = pytest.mark.quick_on("cpu")

@@ -61,7 +61,7 @@ def test_rows_are_those_of_the_reference(backend, tree, kind, recalls):
     drafted = 0
     for seed, (count, rank) in enumerate([(1, 1), (3, 0), (8, 5), (33, 31), (64, 32), (100, 65), (20, -1)]):
         arguments = a_step(
-            backend, TREES[tree], 1 + seed, count=count, rank=None if kind == "in order" else rank, seed=seed,
+            backend, TREES[tree], 1 + seed % 5, count=count, rank=None if kind == "in order" else rank, seed=seed,
             sampled=kind in ("raced", "filtered"), filters=kind == "filtered",
         )  # fmt: skip
         state = check(of_few_tokens(arguments) if recalls else arguments)
