@@ -89,7 +89,9 @@ struct PlacedRow {
   int32_t begin, places;  // it sees nothing before `begin`, the first place of a step
 
   // True if it may see a place from `from` to below `to`.
-  PASS_EXT_DEVICE bool sees_any(int64_t from, int64_t to) const { return from < places && to > begin; }
+  PASS_EXT_DEVICE bool sees_any(int64_t from, int64_t to) const {
+    return begin < places && from < places && to > begin;
+  }
 };
 
 // Every lane of the warp must call it. A row of no request has no places.
