@@ -45,10 +45,6 @@ void with_group_shape(const AttentionProblem& problem, const Use& use) {
   problem.type == FloatType::bfloat16 ? with_type(bfloat16{}) : with_type(float16{});
 }
 
-// Of the parts of all shares. They are written and read once, 0.1 ms at an H100's 3 TB/s; with more, blocks take all
-// shares, in which the sums are the same and the memory does not grow with the slots.
-constexpr int64_t kMostPartBytes = int64_t{128} << 20;
-
 struct GroupPlan {
   int64_t items, blocks;
   int32_t shares;
@@ -65,8 +61,7 @@ inline GroupPlan plan_group_attention(const AttentionProblem& problem, const Key
     plan.shares = shares_of((places + 1) / 2);
     plan.items = problem.rows * problem.kv_heads * ((problem.group + Shape::kRows - 1) / Shape::kRows);
     const int64_t parts = plan.shares * problem.rows * problem.heads * Shape::kPartStride;
-    plan.is_parted = plan.shares > 1 && plan.items < multiprocessors &&
-                     parts * static_cast<int64_t>(sizeof(float)) <= kMostPartBytes;
+    plan.is_parted = plan.shares > 1 && plan.items < multiprocessors && parts <= kMostParts;
     plan.blocks =
         plan.is_parted ? plan.items : between(plan.items, 1, int64_t{Shape::kResidentBlocks} * multiprocessors);
     if (plan.is_parted)
