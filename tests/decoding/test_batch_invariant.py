@@ -67,6 +67,16 @@ def test_on_the_kernels_of_a_gpu(monkeypatch, codes, length):
 
 
 @pytest.mark.usefixtures("one_thread")
+def test_a_group_of_heads_on_the_kernels_of_a_gpu(monkeypatch):
+    """Eight heads of a key head and 128 numbers, whose products are by tensor cores."""
+    monkeypatch.setattr(parts, "_stack_of", lambda *_: None)
+    model = small_model("llama", num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=1, head_dim=128)
+    model, (ids, mask) = model.bfloat16(), prompts(2, 40, padding=(0, 31))
+    with testing.rerouted_backend("emulated", KERNELS).active():
+        assert differing(model, ids, mask, passes(model), new=2, batch_invariant=True) == 0
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_experts_on_the_kernels_of_a_gpu():
     model = tiny_model("qwen3_moe", num_hidden_layers=1).bfloat16()
     ids, mask = prompts(2, 9, padding=(0, 5))

@@ -1,21 +1,24 @@
 """``OneOrder``: inside it each row of what PyTorch computes has the bits that it has alone. For batch-invariant calls.
 
     products     ``linear_rows``, whose sums have one order: of linear layers, of routers, of each expert
-    sums         ``linear_rows`` with a weight of ones, in float32: so means and softmax too
-    functions    of single numbers: on the CPU by whole vectors, because PyTorch rounds the numbers behind these otherwise
+    sums         ``linear_rows`` with a weight of ones, in float32: so means and softmax too; sums in float64 are refused
+    functions    of single numbers, complex ones too: on the CPU by whole vectors, because PyTorch rounds the numbers behind
+                 these otherwise
     other work   copies, and results without floats: nothing is rounded
 
 PyTorch chooses the order of a sum by the sizes of the tensors, so by the other rows of a call. Any other operation is refused
-by its name, and that of the module. Compiled code runs uncompiled inside. Kernels that are called past PyTorch's dispatcher are
-not seen: ``check_seen`` refuses models that bring some.
+by its name, and that of the module. Compiled code runs uncompiled inside. Kernels that are called past PyTorch's dispatcher
+(Triton's, or a library's by its own binding) are not seen.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils._pytree import tree_leaves
 
 from pass_ext.decoding.models.module_ops import FLOATS
 from pass_ext.ops import linear  # noqa: F401, which registers the op
@@ -39,19 +43,26 @@ class OneOrder(TorchDispatchMode):
     ) -> Any:
         if not _PLAIN.issuperset(types):  # a tensor of another class works by operations that come here in turn
             return NotImplemented
-        named = kwargs or {}
-        ours = _OURS.get(func._opname) if func.namespace in ("aten", "transformers") else None
-        if ours is not None and any(x.is_floating_point() for x in args if isinstance(x, Tensor)):
-            try:
-                return ours(*args, **named)
-            except (_Other, TypeError) as error:
-                raise _refusal(func) from error
-        if func.namespace == "aten" and torch.Tag.pointwise in func.tags:
-            return _by_whole_vectors(func, args, named)
-        out = func(*args, **named)
-        if not _copies(func) and _has_floats(out):
-            raise _refusal(func)
-        return out
+        try:
+            return _served(func, args, kwargs or {})
+        except _Other as error:
+            raise _refusal(func) from error
+
+
+def _served(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    ours = _OURS.get(func._opname) if func.namespace in ("aten", "transformers") else None
+    if ours is not None and any(map(_is_float, args)):
+        if not _takes(ours, args, named):
+            raise _Other
+        return ours(*args, **named)
+    if _copies(func, named):
+        return func(*args, **named)
+    if _is_of_single_numbers(func):
+        return _by_whole_vectors(func, args, named)
+    out = func(*args, **named)
+    if any(map(_is_float, tree_leaves([out, _written(func, args, named)]))):
+        raise _Other
+    return out
 
 
 def any_order() -> AbstractContextManager[Any]:
@@ -80,25 +91,41 @@ def _caller() -> str:
     return "the model"
 
 
-def _has_floats(out: Any) -> bool:
-    return any(
-        isinstance(x, Tensor) and x.is_floating_point() for x in (out if isinstance(out, (tuple, list)) else (out,))
-    )
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _takes(ours: Callable[..., Tensor], args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    try:
+        _signature(ours).bind(*args, **named)
+    except TypeError:
+        return False
+    return True
+
+
+_signature = cache(inspect.signature)
+
+
+def _written(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+    """Arguments into which an operation writes, which may return nothing."""
+    arguments = func._schema.arguments
+    given = {**{x.name: value for x, value in zip(arguments, args, strict=False)}, **named}
+    return [given.get(x.name) for x in arguments if x.alias_info is not None and x.alias_info.is_write]
 
 
 # ---- what the mode does not see ----
 
 _NUMBERS = (*FLOATS, torch.float64, torch.complex64, torch.int64, torch.bool)
-_LIBRARIES = ("deepgemm", "sonicmoe")
+_EXPERTS = (None, "eager", "grouped_mm", "batched_mm")  # PyTorch's products
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 def check_seen(model: Any) -> None:
     """Refuses a model whose products other libraries compute: with weights that are codes, or of another class than PyTorch's,
-    or with their kernels for experts."""
+    or with other kernels for experts than PyTorch's."""
     for name, part in model.named_modules() if isinstance(model, nn.Module) else ():
         experts = getattr(getattr(part, "config", None), "_experts_implementation", None)
-        reason = f"computes experts by {experts}" if experts in _LIBRARIES else None
+        reason = None if experts in _EXPERTS else f"computes experts by {experts}"
         for weight in (*part._parameters.values(), *part._buffers.values()):
             if weight is not None and weight.dim() > 1 and not _are_numbers(weight):
                 reason = f"has a weight of the class {type(weight).__name__} in {weight.dtype}"
@@ -114,18 +141,27 @@ def _are_numbers(weight: Tensor) -> bool:
 # ---- functions of single numbers ----
 
 _ROUNDED_ONCE = frozenset({
-    "abs", "add", "clamp", "clamp_max", "clamp_min", "div", "maximum", "minimum", "mul", "neg", "relu", "rsub", "sqrt", "sub",
-    "where",
+    "abs", "add", "ceil", "clamp", "clamp_max", "clamp_min", "copysign", "div", "eq", "floor", "fmax", "fmin", "ge", "gt",
+    "hardtanh", "heaviside", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "le", "logical_and", "logical_not",
+    "logical_or", "logical_xor", "lt", "maximum", "minimum", "mul", "nan_to_num", "ne", "neg", "reciprocal", "relu", "round",
+    "rsub", "sgn", "sign", "signbit", "sqrt", "sub", "threshold", "trunc", "where",
 })  # fmt: skip
 _VECTORS = 64  # numbers, in any dtype on any processor
 _OF_ONE_THREAD = 1 << 15  # numbers: where threads divide more, vectors end at other places
 
 
+@cache
+def _is_of_single_numbers(func: Any) -> bool:
+    is_pointwise = torch.Tag.pointwise in func.tags or func._opname in ("complex", "polar")
+    return func.namespace == "aten" and is_pointwise and [str(x.type) for x in func._schema.returns] == ["Tensor"]
+
+
 def _by_whole_vectors(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
     tensors = [x for x in args if isinstance(x, Tensor)]
     shape, name = torch.broadcast_shapes(*(x.shape for x in tensors)), func._opname.rstrip("_")
-    is_exact = name in _ROUNDED_ONCE and not ({"alpha", "rounding_mode"} & named.keys())
-    is_on_cpu = all(x.is_cpu for x in tensors) and any(x.is_floating_point() for x in tensors)
+    is_exact = name in _ROUNDED_ONCE and not ({"alpha", "rounding_mode", "decimals"} & named.keys())
+    is_exact = is_exact and not any(x.is_complex() for x in tensors)
+    is_on_cpu = all(x.is_cpu for x in tensors) and any(map(_is_float, tensors))
     count = math.prod(shape)
     if is_exact or not is_on_cpu or not shape or not count:
         return func(*args, **named)
@@ -133,12 +169,18 @@ def _by_whole_vectors(func: Any, args: Sequence[Any], named: Mapping[str, Any]) 
         functional.pad(x.expand(shape).reshape(-1), (0, -count % _VECTORS), value=1) if _has_axes(x) else x
         for x in args
     ]
+    to = named.get("out", args[0] if name != func._opname else None)
     parts = [
-        func(*(x[first : first + _OF_ONE_THREAD] if _has_axes(x) else x for x in flat), **named)
+        func(
+            *(x[first : first + _OF_ONE_THREAD] if _has_axes(x) else x for x in flat),
+            **{**named, "out": to.new_empty(0)} if "out" in named else named,
+        )
         for first in range(0, count, _OF_ONE_THREAD)
     ]
     out = torch.cat(parts)[:count].view(shape)
-    return out if name == func._opname else args[0].copy_(out)
+    if to is None:
+        return out
+    return (to.resize_(shape) if "out" in named else to).copy_(out)
 
 
 def _has_axes(x: Any) -> bool:
@@ -155,14 +197,14 @@ _COPIES = frozenset({
     "amax", "amin", "max", "min", "sort", "topk",
     "arange", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "new_empty", "new_empty_strided",
     "new_full", "new_ones", "new_zeros", "ones", "ones_like", "scalar_tensor", "zeros", "zeros_like",
-    "bincount", "histc",  # counts, which are exact
+    "histc",  # counts, which are exact
     "native_layer_norm", "_fused_rms_norm",  # PyTorch's kernels take whole rows, each by itself
 })  # fmt: skip
 
 
-def _copies(func: Any) -> bool:
+def _copies(func: Any, named: Mapping[str, Any]) -> bool:
     if func.namespace == "aten":
-        return func.is_view or func._opname in _COPIES
+        return func.is_view or (func._opname in _COPIES and "reduce" not in named)  # scatter may add up
     return func.namespace in ("pass_ext", "prim", "profiler")
 
 
@@ -214,22 +256,24 @@ def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: None = None
 def _sum(
     x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    return _total(x, dim, keepdim)[0].to(dtype or x.dtype)
+    return _total(x, dim, keepdim, dtype)[0].to(dtype or x.dtype)
 
 
 def _mean(
     x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    total, count = _total(x, dim, keepdim)
+    total, count = _total(x, dim, keepdim, dtype)
     return (total / count).to(dtype or x.dtype)
 
 
-def _total(x: Tensor, dim: Sequence[int] | None, keepdim: bool) -> tuple[Tensor, int]:
+def _total(x: Tensor, dim: Sequence[int] | None, keepdim: bool, dtype: torch.dtype | None = None) -> tuple[Tensor, int]:
     """Sums in float32, and the count of numbers of each."""
-    dims = sorted({i % x.dim() for i in dim or range(x.dim())})
+    if not {x.dtype, dtype or x.dtype}.issubset(FLOATS):
+        raise _Other
+    dims = sorted({i % x.dim() for i in dim or range(x.dim())}) if x.dim() else []
     kept = [i for i in range(x.dim()) if i not in dims]
     count = math.prod(x.shape[i] for i in dims)
-    rows = x.permute(*kept, *dims).reshape(*(x.shape[i] for i in kept), count)
+    rows = x.permute([*kept, *dims]).reshape([*(x.shape[i] for i in kept), count])
     total = _product(rows.float(), rows.new_ones(1, count, dtype=torch.float32))[..., 0]
     for i in dims if keepdim else ():
         total = total.unsqueeze(i)
@@ -244,14 +288,16 @@ def _norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    if ord not in (1, 2):
+    if ord not in (1, 2) or x.dtype not in FLOATS:
         raise _Other
     numbers = x.float()
-    total = _total(numbers.abs() if ord == 1 else numbers * numbers, dim, keepdim)[0]
+    total = _total(numbers.abs() if ord == 1 else numbers * numbers, dim, keepdim, dtype)[0]
     return (total if ord == 1 else total.sqrt()).to(dtype or x.dtype)
 
 
 def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    if x.dtype not in FLOATS:
+        raise _Other
     numbers = x.float()
     weights = (numbers - numbers.amax(dim, keepdim=True)).exp()
     return (weights / _total(weights, [dim], True)[0]).to(torch.float32 if half_to_float else x.dtype)

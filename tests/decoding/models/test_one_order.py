@@ -1,10 +1,13 @@
 """``OneOrder``: every operation that adds up gives a row the bits that it has alone, or is refused by its name."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.each import each
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pass_ext.decoding.models.one_order import OneOrder, check_seen
 from pass_ext.testing import assert_same_bits
@@ -65,56 +68,145 @@ CALLS = {
     "rows are added": of(
         lambda x, *_: torch.zeros_like(x).index_add_(0, torch.arange(len(x)).repeat(2), torch.cat([x, 2 * x]))
     ),
-    **{
-        f"function {number}": of(lambda x, *_, function=function: function(x[:, :37]))
-        for number, function in enumerate(
-            (
-                *(
-                    torch.sigmoid,
-                    F.silu,
-                    F.gelu,
-                    F.softplus,
-                    F.mish,
-                    F.elu,
-                    torch.exp2,
-                    torch.tanh,
-                    torch.sin,
-                    torch.exp,
-                ),
-                lambda x: F.gelu(x, approximate="tanh"),
-                lambda x: x.abs() ** 1.5,
-                lambda x: (x.abs() + 1).rsqrt(),
-                lambda x: torch.addcmul(x, x[:, :1], x, value=0.3),
-                lambda x: torch.add(x, x[:, :1], alpha=0.3),
-                lambda x: x.clone().sigmoid_(),
-            )
-        )
-    },
-    "choice": of(lambda x, *_: x.topk(5).values),
 }
-"""Name -> a function of rows ``[N, IN]``."""
+"""Name -> a function of rows ``[N, IN]`` with sums, which ``linear_rows`` adds up unless their name is in ``IN_ORDER``."""
+IN_ORDER = {"layer norm": "native_layer_norm", "rows are added": "index_add_"}
+SUMS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "sum", "mean", "linalg_vector_norm", "_softmax", "index_add_"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@each("name", CALLS)
-def test_a_row_has_the_bits_that_it_has_alone(dtype, name):
-    x, call = numbers(ROWS, IN, seed=9).to(dtype), CALLS[name]
-    with OneOrder():
+ANGLES = numbers(18)
+
+
+def rotated(x):
+    """As llama4 and deepseek_v2 turn queries and keys."""
+    pairs = torch.stack(x[:, :36].float().chunk(2, 1), -1)
+    turns = torch.polar(torch.ones(18), ANGLES)
+    return torch.view_as_real(torch.view_as_complex(pairs) * turns).flatten(1).to(x.dtype)
+
+
+def into(x):
+    """Wider rows than those of ``x``."""
+    return torch.sigmoid(x, out=torch.empty(len(x), 2 * x.shape[1], dtype=x.dtype)[:, ::2])
+
+
+FUNCTIONS = {
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "softplus": F.softplus,
+    "mish": F.mish,
+    "elu": F.elu,
+    "exp2": torch.exp2,
+    "tanh": torch.tanh,
+    "sin": torch.sin,
+    "exp": torch.exp,
+    "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "pow": lambda x: x.abs() ** 1.5,
+    "rsqrt": lambda x: (x.abs() + 1).rsqrt(),
+    "addcmul": lambda x: torch.addcmul(x, x[:, :1], x, value=0.3),
+    "add": lambda x: torch.add(x, x[:, :1], alpha=0.3),
+    "sigmoid_": lambda x: x.clone().sigmoid_(),
+    "sigmoid of out": into,
+    "mul of complex numbers": rotated,
+}
+"""Name -> a function of rows ``[N, 37]``, whose operation is its first word."""
+
+COPIES = {
+    "choice": lambda x: x.topk(5).values,
+    "clone": lambda x: x[:, None, None].contiguous(memory_format=torch.channels_last).flatten(1),
+    "comparison": lambda x: (x > x[:, :1]).to(x.dtype),
+    "nothing missing": lambda x: x.masked_fill(x.isnan() | (x.sign() == 1), 0.5),
+    "floor": lambda x: x.floor() + x.round(),
+    "reciprocal": lambda x: (x + 20).reciprocal(),
+    "scatter": lambda x: torch.zeros_like(x).scatter(1, torch.zeros(len(x), 1).long(), x[:, :1]),
+}
+"""Name -> a function of rows ``[N, 37]`` that PyTorch computes as ever."""
+
+
+class Operations(TorchDispatchMode):
+    """What reaches PyTorch's kernels: names, and the counts of numbers that each takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        sizes = [x.numel() for x in args if isinstance(x, torch.Tensor) and x.dim()]
+        self.counts.setdefault(func._opname, []).append(max(sizes, default=0))
+        return func(*args, **(kwargs or {}))
+
+
+def counts_of_rows(call, x):
+    """What reaches PyTorch's kernels. Rows have the bits that they have alone, and the numbers of PyTorch to a rounding."""
+    with Operations() as reached, OneOrder():
         together = call(x)
         for rows in (slice(1), slice(1, 2), slice(5, 9), slice(ROWS - 1, ROWS)):
             assert_same_bits(call(x[rows]), together[rows])
     theirs = call(x)
     assert together.dtype == theirs.dtype
-    exact = theirs if name == "groups" else call(x.double())  # which PyTorch has in 16 bits alone
-    most = 1e-4 if dtype == torch.float32 else 3e-2
+    most = 1e-4 if x.dtype == torch.float32 else 3e-2
+    exact = theirs if call is CALLS["groups"] else call(x.double())  # which PyTorch has in 16 bits alone
     torch.testing.assert_close(together.double(), exact.double(), rtol=most, atol=most * float(exact.abs().max()))
+    return reached.counts
 
 
-def test_pytorchs_own_sums_depend_on_the_other_rows():
-    """So the test above can fail."""
-    x = numbers(300, 2048)
-    w = numbers(2048, 2048, seed=1)
-    assert any(not torch.equal((x @ w)[:n], x[:n] @ w) for n in (1, 2, 5, 17))
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+@DTYPES
+@each("name", CALLS)
+def test_sums_of_a_row(dtype, name):
+    counts = counts_of_rows(CALLS[name], numbers(ROWS, IN, seed=9).to(dtype))
+    assert counts.keys() & (SUMS | {"linear_rows", *IN_ORDER.values()}) == {IN_ORDER.get(name, "linear_rows")}
+
+
+@DTYPES
+@each("name", FUNCTIONS)
+def test_functions_of_a_row(dtype, name):
+    counts = counts_of_rows(FUNCTIONS[name], numbers(ROWS, 37, seed=9).to(dtype))
+    assert not [count for count in counts[name.split()[0]] if count % 64]
+
+
+@DTYPES
+@each("name", COPIES)
+def test_copies_of_a_row(dtype, name):
+    counts = counts_of_rows(COPIES[name], numbers(ROWS, 37, seed=9).to(dtype))
+    assert "constant_pad_nd" not in counts  # which is for whole vectors
+
+
+def test_pytorchs_own_numbers_depend_on_the_other_rows():
+    """So the tests above can fail."""
+    x, w = numbers(300, 2048), numbers(2048, 2048, seed=1)
+    few = (1, 2, 5, 17)
+    assert any(not torch.equal((x @ w)[:n], x[:n] @ w) for n in few)
+    with OneOrder():
+        together = x[:40] @ w
+        assert all(torch.equal(together[:n], x[:n] @ w) for n in few)
+    x = numbers(ROWS, 37)
+    differing = {
+        name
+        for name, function in FUNCTIONS.items()
+        if not all(torch.equal(function(x[i : i + 1])[0], row) for i, row in enumerate(function(x)))
+    }
+    assert differing
+
+
+def test_a_single_number():
+    with OneOrder():
+        assert torch.tensor(2.0).sum(-1) == torch.tensor(2.0).mean() == 2
+        assert torch.tensor(2.0).softmax(0) == 1
+
+
+def test_results_that_are_no_tensor():
+    with OneOrder():
+        assert torch.equal(torch.ones(3), torch.ones(3)) and not torch.equal(torch.ones(3), torch.ones(2))
+
+
+def test_a_tensor_for_the_result_takes_its_size():
+    x, empty = numbers(3, 37), torch.empty(0)
+    with OneOrder():
+        assert torch.sigmoid(x, out=empty) is empty
+        assert_same_bits(empty, torch.sigmoid(x))
 
 
 def test_threads_change_no_bit():
@@ -145,6 +237,11 @@ class Model(nn.Module):
         return self.function(x)
 
 
+@torch.library.custom_op("pass_ext_tests::double_into", mutates_args={"to"})
+def double_into(x: torch.Tensor, to: torch.Tensor) -> None:
+    to.copy_(x * 2)
+
+
 REFUSED = {
     "aten.cumsum": lambda x: x.cumsum(-1),
     "aten.convolution": lambda x: F.conv1d(x[:, None], torch.ones(1, 1, 3)),
@@ -152,14 +249,37 @@ REFUSED = {
     "aten.std": lambda x: x.std(-1),
     "aten.mm.default": lambda x: x.double() @ x.double().T,
     "aten.index_put_": lambda x: torch.zeros(9, IN).index_put_((torch.zeros(len(x)).long(),), x, accumulate=True),
+    "c10d.allreduce_": lambda x: distributed.all_reduce(x),
+    "aten.mm.default of complex numbers": lambda x: x.to(torch.complex64) @ x.T.to(torch.complex64),
+    "aten._fft_r2c": lambda x: torch.fft.rfft(x),
+    "aten.mm.out": lambda x: torch.mm(x, x.T, out=torch.empty(len(x), len(x))),
+    "aten.sum.default": lambda x: x.double().sum(),
+    "aten.sum.dim_IntList": lambda x: x.sum(-1, dtype=torch.float64),
+    "aten._softmax": lambda x: x.double().softmax(-1),
+    "aten.linalg_vector_norm": lambda x: x.double().norm(dim=-1),
+    "aten.scatter.reduce": lambda x: x.scatter(1, torch.zeros(len(x), 2).long(), x, reduce="add"),
+    "aten.scatter_.value_reduce": lambda x: x.scatter_(1, torch.zeros(len(x), 2).long(), 2.0, reduce="multiply"),
+    "aten.bincount": lambda x: torch.bincount(torch.zeros(len(x)).long(), weights=x[:, 0]),
+    "aten.frexp": lambda x: torch.frexp(x),
+    "pass_ext_tests.double_into": lambda x: double_into(x, torch.empty_like(x)),
     "aten._grouped_mm": lambda x: torch._grouped_mm(x, x.T, offs=torch.tensor([64], dtype=torch.int32)),
 }
 
 
+@pytest.fixture(scope="module")
+def rank(tmp_path_factory):
+    store = f"file://{tmp_path_factory.mktemp('rank') / 'store'}"
+    distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("rank")
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_sums_are_refused_by_name(name):
     x = numbers(ROWS, 64 if "grouped" in name else IN)
-    with OneOrder(), pytest.raises(ValueError, match=rf"batch_invariant must be False .*: Model calls {name}"):
+    operation = name.split()[0]
+    with OneOrder(), pytest.raises(ValueError, match=rf"batch_invariant must be False .*: Model calls {operation}"):
         Model(REFUSED[name])(x)
 
 
@@ -196,3 +316,14 @@ def test_weights_in_codes_are_refused(weight, what):
     packed[0].register_buffer("qweight", torch.zeros(4, 4, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"0 \(Identity\) has a weight of the class Tensor in torch.int32"):
         check_seen(packed)
+
+
+@pytest.mark.parametrize("name", [None, "eager", "grouped_mm", "batched_mm", "deepgemm", "sonicmoe", "of_ones_own"])
+def test_experts_of_other_libraries_are_refused(name):
+    model = nn.Sequential(nn.Identity())
+    model[0].config = SimpleNamespace(_experts_implementation=name)
+    if name in (None, "eager", "grouped_mm", "batched_mm"):
+        check_seen(model)
+    else:
+        with pytest.raises(ValueError, match=rf"0 \(Identity\) computes experts by {name}"):
+            check_seen(model)
