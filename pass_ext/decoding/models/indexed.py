@@ -1,7 +1,7 @@
 """Attention to the keys that an indexer chooses for each row, in a model's shadow.
 
-An indexer has a key of its own for each token, and queries q and weights w of its heads for each row. A row attends to the
-``index_topk`` tokens that it sees with the highest scores,
+An indexer has a key of its own for each token, and queries q and weights w of its heads for each row. In one form
+(DeepSeek-V3.2) a row attends to the ``index_topk`` tokens that it sees with the highest scores,
 
     score of a token = sum over heads of w * relu(factor * (q . key))
 
@@ -9,9 +9,9 @@ The module makes q, keys, w and factor by its own forward, which gets ``_TextKey
 computed here, each in one order of adding, and of equal ones the earlier token's counts more. So a row chooses the same tokens
 whatever else a step has. The session's cache has an indexer's keys behind those of its layer.
 
-Another form (Qwen4) chooses whole blocks of the tokens that a row sees, by a key of each block: the mean of its tokens' keys,
-normed and rotated to the block's first position. The tokens after the last whole block are always seen. A block of the text is
-that of every row; where it reaches into the rows of a step, it is that of the rows after its last one.
+Another form (Qwen4) chooses ``block_topk`` whole blocks of the tokens that a row sees, by a key of each block: the mean of its
+tokens' keys, normed and rotated to the block's first position. The tokens after the last whole block are always seen. A block of
+the text is that of every row; where it reaches into the rows of a step, it is that of the rows after its last one.
 """
 
 from __future__ import annotations
