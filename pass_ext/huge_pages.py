@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,6 +22,11 @@ Model = TypeVar("Model", bound=nn.Module)
 _SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _PAGE = 2 << 20
 _ALIGNMENT = 64  # bytes: a cache line
+_CONTAINERS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of cgroups v2 and v1, as a container sees its own: the folder, its files of limit and use, and what of the use is files."""
 
 
 def to_huge_pages(model: Model) -> Model:
@@ -30,15 +36,15 @@ def to_huge_pages(model: Model) -> Model:
     keeps the parameters' memory, as other processes and views do.
 
     Parameters that share their memory with another tensor or process stay, and so do tensor subclasses. All stay where Linux is
-    told to use no huge pages, on other systems, and where there is not as much memory left as the weights take: a mapped file
-    can be dropped from memory, the copy cannot.
+    told to use no huge pages, on other systems, and where the machine or the container has not as much memory left as the
+    weights take: a mapped file can be dropped from memory, the copy cannot.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors if _is_plain(tensor.data))
+    users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors if _is_plain(tensor))
     moved = [
         parameter
         for parameter in model.parameters()
-        if _is_plain(parameter.data)
+        if _is_plain(parameter)
         and not parameter.is_shared()
         and parameter.is_contiguous()
         and users[parameter.untyped_storage().data_ptr()] == 1
@@ -50,8 +56,11 @@ def to_huge_pages(model: Model) -> Model:
         size += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
     if size < _PAGE or not _has_huge_pages() or size > _free_bytes():
         return model
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # a limit of the process, or a kernel without huge pages
+        return model
     for parameter, place in zip(moved, places, strict=True):
         copy = torch.frombuffer(memory, dtype=parameter.dtype, count=parameter.numel(), offset=place)
         parameter.data = copy.view(parameter.shape).copy_(parameter.data)
@@ -59,7 +68,8 @@ def to_huge_pages(model: Model) -> Model:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    is_ours = type(tensor) in (Tensor, nn.Parameter)
+    return is_ours and tensor.layout is torch.strided and tensor.device.type == "cpu"
 
 
 def _has_huge_pages() -> bool:
@@ -70,6 +80,15 @@ def _has_huge_pages() -> bool:
 
 
 def _free_bytes() -> int:
-    """Memory that programs can have without swapping; files in memory count as free."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    """Memory that this process can have without swapping, as far as the system says; files in memory count as free."""
+    free = [_number("/proc/meminfo", "MemAvailable:") << 10] if Path("/proc/meminfo").exists() else [0]
+    for folder, most, used, file in _CONTAINERS:
+        with suppress(OSError, ValueError):  # not in such a container, or without a limit
+            limit, used_bytes = (int(Path(folder, name).read_text()) for name in (most, used))
+            free.append(limit - used_bytes + _number(f"{folder}/memory.stat", file))
+    return min(free)
+
+
+def _number(path: str, name: str) -> int:
+    lines = map(str.split, Path(path).read_text().splitlines())
+    return next((int(line[1]) for line in lines if line and line[0] == name), 0)

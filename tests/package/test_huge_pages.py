@@ -35,6 +35,11 @@ class Model(nn.Module):
         self.empty = nn.Parameter(torch.empty(0))
         self.register_buffer("lent", torch.randn(600))
         self.borrowed = nn.Parameter(self.lent)
+        self.special = Special(torch.randn(600))
+
+
+class Special(nn.Parameter):
+    """A class of another library, which may keep the address."""
 
 
 def flags_of(tensor):
@@ -52,7 +57,10 @@ def flags_of(tensor):
 def test_numbers_stay_and_memory_is_asked_for_as_huge_pages():
     model = Model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    stays = {name: getattr(model, name).data_ptr() for name in ("first", "second", "transposed", "lent", "borrowed")}
+    stays = {
+        name: getattr(model, name).data_ptr()
+        for name in ("first", "second", "transposed", "lent", "borrowed", "special")
+    }
     assert to_huge_pages(model) is model
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
@@ -87,7 +95,7 @@ def test_a_moved_model_is_an_ordinary_one(tmp_path):
 
 @needs_pages
 @pytest.mark.parametrize(
-    "why", ["switched off", "another system", "no memory left", "less than a page", "other processes"]
+    "why", ["switched off", "another system", "a container's limit", "less than a page", "other processes"]
 )
 def test_parameters_stay_where_they_are(why, monkeypatch, tmp_path):
     model = nn.Linear(30, 30) if why == "less than a page" else nn.Linear(1000, 1000)
@@ -97,7 +105,11 @@ def test_parameters_stay_where_they_are(why, monkeypatch, tmp_path):
         (tmp_path / "enabled").write_text("always madvise [never]\n")
     if why in ("switched off", "another system"):
         monkeypatch.setattr(huge_pages, "_SWITCH", tmp_path / "enabled")
-    if why == "no memory left":
-        monkeypatch.setattr(huge_pages, "_free_bytes", lambda: 1 << 20)
+    if why == "a container's limit":
+        for name, text in {"max": "9000000", "current": "6000000", "stat": "anon 1\ninactive_file 900000\n"}.items():
+            (tmp_path / f"memory.{name}").write_text(text)
+        container = (str(tmp_path), "memory.max", "memory.current", "inactive_file")
+        monkeypatch.setattr(huge_pages, "_CONTAINERS", (container,))
+        assert to_huge_pages(nn.Linear(900, 1000)).weight.data_ptr() % 4096 == 0, "3.6 MB of 3.9 that are free"
     at = model.weight.data_ptr()
     assert to_huge_pages(model).weight.data_ptr() == at

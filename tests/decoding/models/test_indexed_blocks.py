@@ -236,7 +236,7 @@ def test_ngrams_that_are_looked_up_otherwise_are_not_believed(change, monkeypatc
     if change == "tokens":
 
         def shifted(self, tokens, shift):
-            return tokens.roll(shift, 1)
+            return tokens.roll(2 * shift, 1)  # farther back than n tokens
 
         monkeypatch.setattr(module.Qwen4ExpTextNGramEmbedding, "_shift_right_ignore_eos", shifted)
     with pytest.raises(
