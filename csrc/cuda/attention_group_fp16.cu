@@ -1,5 +1,4 @@
-// Attention kernels of float16 for the heads of a group: a file of its own, because kernels of both types in one take
-// minutes.
+// Attention kernels of float16 for the heads of a group: a file a type, so that they compile side by side.
 #include "cuda/attention_group.cuh"
 
 namespace pass_ext::gpu {

@@ -60,11 +60,12 @@ inline GroupPlan plan_group_attention(const AttentionProblem& problem, const Key
     const int64_t places = lists.keys ? lists.size : problem.slots + (problem.k_new.data ? problem.max_nodes : 0);
     plan.shares = shares_of((places + 1) / 2);
     plan.items = problem.rows * problem.kv_heads * ((problem.group + Shape::kRows - 1) / Shape::kRows);
-    plan.is_parted = plan.shares > 1 && plan.items < multiprocessors;
+    const int64_t parts = plan.shares * problem.rows * problem.heads * Shape::kPartStride;
+    plan.is_parted = plan.shares > 1 && plan.items < multiprocessors && parts <= kMostParts;
     plan.blocks =
         plan.is_parted ? plan.items : between(plan.items, 1, int64_t{Shape::kResidentBlocks} * multiprocessors);
     if (plan.is_parted)
-      plan.workspace = plan.shares * problem.rows * problem.heads * Shape::kPartStride;
+      plan.workspace = parts;
     else if (plan.shares > 1)
       plan.workspace = plan.blocks * Shape::kRows * Shape::kValueDim;
   });

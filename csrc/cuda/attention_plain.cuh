@@ -325,8 +325,8 @@ inline PlainPlan plan_plain_attention(const AttentionProblem& problem, const Key
   PlainPlan plan{};
   plan.blocks = problem.rows * problem.kv_heads * ((problem.group + heads - 1) / heads);
   plan.shares = shares_of(lists.keys ? lists.size : problem.slots + (problem.k_new.data ? problem.max_nodes : 0));
-  if (plan.shares > 1 && plan.blocks < kEnoughBlocks * multiprocessors)
-    plan.workspace = plan.shares * problem.rows * problem.heads * (problem.value_dim + int64_t{2});
+  const int64_t parts = plan.shares * problem.rows * problem.heads * (problem.value_dim + int64_t{2});
+  if (plan.shares > 1 && plan.blocks < kEnoughBlocks * multiprocessors && parts <= kMostParts) plan.workspace = parts;
   return plan;
 }
 

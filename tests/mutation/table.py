@@ -25,7 +25,7 @@ _ATTENTION = [
     "tests/ops/attention/test_attention_lists.py",
 ]
 _CODES = [
-    "tests/ops/attention/test_attention_quantized.py",
+    "tests/ops/attention/test_attention_codes.py",
     "tests/ops/test_quantize.py",
     "tests/ops/layer/test_layer_stack.py",
 ]

@@ -11,7 +11,7 @@ from sanitize import HERE, ROOT, SANITIZERS, build, run
 
 # Beside test_<family>.py. opcheck and the tests of torch.compile are left out: they call the same kernels.
 MORE_TESTS = (
-    "adapted_layer", "attention_masks", "attention_merge", "attention_one_row", "attention_quantized", "attention_refusals",
+    "adapted_layer", "attention_codes", "attention_masks", "attention_merge", "attention_one_row", "attention_refusals",
     "logprobs", "lookahead_embedding", "next_rows", "next_tree", "pages", "seed_stability", "support",
 )  # fmt: skip
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from attention_cases import BITS, BUSHY, CHAIN, FLAT, ORDERED, PEAKY, SINK, UNIFORM, attention_case
 from attention_checks import assert_right, assert_same_runs, check, run, sized, solved
-from emulator.ops.attention import attention_tree
+from emulator import session
+from emulator.ops.attention import FLOAT_TYPES, attention_tree
 from support.steps import to
 from test_attention_one_row import assert_rows_are_alone
 
@@ -123,6 +124,20 @@ def test_rows_that_see_nothing(backend):
         assert (out[[1, 5, 6]] == 0).all() and (lse[[1, 5, 6]] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("reach", [dict(window=1), dict(chunk=128)], ids=str)
+@pytest.mark.parametrize("options", [LATENT, dict(dim=192, value_dim=128)], ids=str)
+def test_rows_that_see_nothing_and_whose_reach_begins_where_their_places_end(options, reach):
+    """A block that takes one of them and another row behind it must have no copies on their way between the two."""
+    case = attention_case([128], [6], heads=(1, 8), mask=CHAIN, **options, **reach)
+    visible = case["visible"].clone()
+    visible[:3] = 0
+    case |= {"visible": visible}
+    for multiprocessors in (1, 100):
+        result = attention_tree(**case, multiprocessors=multiprocessors)
+        assert_right(result, case, attention_terms(**case))
+        assert (result[0][:3] == 0).all() and (result[1][:3] == -torch.inf).all()
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_latents_have_the_bits_of_keys_and_values_that_are_copies(backend, dtype):
     case = latents(solved([130], [3], heads=(1, 16), dtype=dtype, new=True, **LATENT)[0])
@@ -153,6 +168,23 @@ def test_the_same_bits_on_any_gpu(options, group):
     assert_right(expected, case, attention_terms(**case))
     for multiprocessors in (1, 3):
         assert_same_runs(attention_tree(**case, multiprocessors=multiprocessors), expected)
+
+
+def test_parts_of_shares_take_at_most_128_mib():
+    """Five rows of 128 heads behind 131,072 slots take them, six do not: then a block takes all shares of its heads."""
+    shape = dict(kv_heads=1, head_dim=576, value_dim=512, type=FLOAT_TYPES[torch.bfloat16], window=-1, chunk=-1)
+    shape |= dict(heads=128, slots=131_072, max_nodes=1, requests=1, batch_invariant=1, multiprocessors=132)
+    with session({}) as machine:
+        floats = [machine.attention_workspace(shape | {"rows": rows}) for rows in (5, 6, 32)]
+    assert floats == [96 * 5 * 128 * 516, 24 * 32 * 512, 128 * 32 * 512]
+
+
+def test_the_same_bits_however_many_slots_a_cache_has():
+    """Parts of 92 rows of 8 heads take more than 128 MiB behind 131,072 slots, and less behind 736."""
+    case = latents(attention_case([700], [2], heads=(1, 8), layout="paged 16", spare=90, **LATENT))
+    unused = torch.full((1, 131_072 // 16), -1, dtype=torch.int32)
+    many = case | {"block_table": torch.cat([case["block_table"], unused], dim=1)}
+    assert_same_runs(attention_tree(**many, multiprocessors=1000), attention_tree(**case, multiprocessors=1000))
 
 
 def test_the_order_of_threads_changes_nothing():
