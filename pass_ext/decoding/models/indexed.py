@@ -1,7 +1,7 @@
 """Attention to the keys that an indexer chooses for each row, in a model's shadow.
 
-An indexer has a key of its own for each token, and queries q and weights w of its heads for each row. A row attends to the
-``index_topk`` tokens that it sees with the highest scores,
+An indexer has a key of its own for each token, and queries q and weights w of its heads for each row. In one form
+(DeepSeek-V3.2) a row attends to the ``index_topk`` tokens that it sees with the highest scores,
 
     score of a token = sum over heads of w * relu(factor * (q . key))
 
@@ -9,9 +9,9 @@ The module makes q, keys, w and factor by its own forward, which gets ``_TextKey
 computed here, each in one order of adding, and of equal ones the earlier token's counts more. So a row chooses the same tokens
 whatever else a step has. The session's cache has an indexer's keys behind those of its layer.
 
-Another form (Qwen4) chooses whole blocks of the tokens that a row sees, by a key of each block: the mean of its tokens' keys,
-normed and rotated to the block's first position. The tokens after the last whole block are always seen. A block of the text is
-that of every row; where it reaches into the rows of a step, it is that of the rows after its last one.
+Another form (Qwen4) chooses ``block_topk`` whole blocks of the tokens that a row sees, by a key of each block: the mean of its
+tokens' keys, normed and rotated to the block's first position. The tokens after the last whole block are always seen. A block
+of the text is that of every row; where it reaches into the rows of a step, it is that of the rows after its last one.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pass_ext.decoding.models.equivalence import difference_of
 from pass_ext.decoding.models.latents import latent_layers
 from pass_ext.decoding.models.parts import decoder_of
 from pass_ext.decoding.models.shadow import current_call
@@ -37,8 +37,6 @@ _linear = torch.ops.pass_ext.linear_rows.default
 
 _MOST_PRODUCTS = 1 << 24  # numbers of one tensor
 _COMPARED = 7  # rows
-_believed: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
-"""The forwards that were compared, and whether they choose as the head of this file says."""
 
 
 class Blocks(NamedTuple):
@@ -293,14 +291,8 @@ def unserved(model: nn.Module) -> str | None:
 @torch.no_grad()
 def _is_right(indexer: Any) -> bool:
     """Compares what is chosen for a few random rows of one text with what the indexer's own forward returns."""
-    method = type(indexer).forward
-    if method not in _believed:
-        try:
-            alike = _chooses_blocks_alike if _chooses_blocks(indexer) else _chooses_alike
-            _believed[method] = alike(indexer)
-        except (TypeError, RuntimeError, ValueError, AttributeError, IndexError):
-            _believed[method] = False
-    return _believed[method]
+    alike = _chooses_blocks_alike if _chooses_blocks(indexer) else _chooses_alike
+    return difference_of(type(indexer).forward, None, partial(alike, indexer)) is None
 
 
 def _chooses_alike(indexer: Any) -> bool:

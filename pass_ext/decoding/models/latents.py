@@ -13,13 +13,13 @@ kernel for all widths.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.models.equivalence import difference_of
 from pass_ext.decoding.models.module_ops import is_autocast_enabled, is_plain, is_untouched, most_few_rows
 from pass_ext.decoding.models.shadow import takes_rows_of_our_call
 from pass_ext.ops import linear  # noqa: F401, which registers the op
@@ -28,8 +28,6 @@ _linear = torch.ops.pass_ext.linear_rows.default
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _COMPARED = 3  # rows
-_believed: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
-"""The methods that were compared, and whether they expand latents as the head of this file says."""
 
 
 def latent_layers(model: nn.Module) -> dict[int, tuple[int, int]]:
@@ -60,9 +58,7 @@ def _expands_latents(part: Any, *, any_device: bool) -> bool:
         return False
     if not all(isinstance(getattr(part, name, None), int) for name in _SIZES):
         return False
-    if method not in _believed:
-        _believed[method] = _is_right(part)
-    return _believed[method]
+    return difference_of(method, None, partial(_is_right, part)) is None
 
 
 @torch.no_grad()
@@ -73,14 +69,11 @@ def _is_right(part: Any) -> bool:
         torch.randn(1, 1, _COMPARED, width, generator=generator).to(weight)
         for width in (part.kv_lora_rank, part.qk_rope_head_dim)
     )
-    try:
-        keys, values = part.expand_kv(latents, rotated)
-        of_keys, of_values = _matrices(part)
-        heads = [torch.einsum("nr,hrd->hnd", latents[0, 0].float(), of_keys.float())]
-        heads += [torch.einsum("nr,hdr->hnd", latents[0, 0].float(), of_values.float())]
-        heads[0] = torch.cat([heads[0], rotated[0].float().expand(len(heads[0]), -1, -1)], 2)
-    except (TypeError, RuntimeError, ValueError, AttributeError):
-        return False
+    keys, values = part.expand_kv(latents, rotated)
+    of_keys, of_values = _matrices(part)
+    heads = [torch.einsum("nr,hrd->hnd", latents[0, 0].float(), of_keys.float())]
+    heads += [torch.einsum("nr,hdr->hnd", latents[0, 0].float(), of_values.float())]
+    heads[0] = torch.cat([heads[0], rotated[0].float().expand(len(heads[0]), -1, -1)], 2)
     most = 1e-4 if weight.dtype == torch.float32 else 2e-2
     return all(
         x[0].shape == y.shape and torch.allclose(x[0].float(), y, rtol=most, atol=most * float(y.abs().max()))

@@ -11,19 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pass_ext.decoding.models.equivalence import difference_of
 from pass_ext.decoding.models.parts import decoder_of
 from pass_ext.decoding.models.shadow import current_call
 from pass_ext.decoding.models.step_states import StatePlace, StepStates
 
 _COMPARED = 16  # rows
-_believed: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
-"""The layers' forwards that were compared, and whether they compute as here."""
+_MOST_APART = 7  # tokens between taps; convolution_tree has 8 taps at most
 
 
 def ngram_layers(model: nn.Module) -> list[Any]:
@@ -42,16 +41,18 @@ def places_of_ngrams(part: Any) -> list[StatePlace]:
 def unserved(model: nn.Module) -> str | None:
     """Why n-grams cannot be looked up for this model, to follow its name; None: they can, or it has none."""
     for part in ngram_layers(model):
-        method = type(part).forward
-        if method not in _believed:
-            try:
-                _believed[method] = _computes_alike(part)
-            except (TypeError, RuntimeError, ValueError, AttributeError, IndexError):
-                _believed[method] = False
-        if not _believed[method]:
+        name, (step,), taps = type(part).__name__, part.conv1d.dilation, part.conv1d.kernel_size
+        if step > _MOST_APART:
             return (
-                f"looks up n-grams of tokens in {type(part).__name__}, which computes something else than in transformers "
-                "5.24, so pass_ext cannot decode this model"
+                f"has {name}, whose convolution has taps {step} tokens apart, and pass_ext decodes that up to {_MOST_APART} "
+                "tokens"
+            )
+        form = step, taps, part.ple_embedding.context_len
+        difference = difference_of(type(part).forward, form, partial(_computes_alike, part))
+        if difference is not None:
+            return (
+                f"looks up n-grams of tokens in {name}, which {difference}; pass_ext knows the layer of transformers 5.24, so "
+                "it cannot decode this model"
             )
     return None
 

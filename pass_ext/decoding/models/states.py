@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pass_ext.decoding.models.equivalence import difference_of
 from pass_ext.decoding.models.ngram_layers import ngram_layers, places_of_ngrams
 from pass_ext.decoding.models.one_order import any_order
 from pass_ext.decoding.models.parts import decoder_layers
@@ -126,8 +126,6 @@ FUNCTIONS = {
 """By their names in transformers 5.24."""
 _REFUSED = ("initial_state", "initial_states", "cu_seqlens", "seq_idx")
 _COMPARED = 4  # rows
-_believed: WeakKeyDictionary[Callable[..., Any], set[Any]] = WeakKeyDictionary()
-"""The modules' functions that were compared, and the forms of their arguments."""
 
 
 class _Served:
@@ -149,7 +147,7 @@ class _Served:
             raise self._refusal(call.model, f"is called with {', '.join(refused)}")
         if not self._is_compared:
             with any_order():
-                self._compare(call.model, given)
+                self._compare(call.model, {name: given[name] for name in self._names if name in given})
             self._is_compared = True
         out = function.compute(call.attend.states, self._place, given)
         return (out, None) if function.is_pair else out
@@ -160,40 +158,37 @@ class _Served:
             "so it cannot decode this model"
         )
 
-    def _compare(self, model: str, given: Arguments) -> None:
+    def _compare(self, model: str, given: dict[str, Any]) -> None:
         """Refuses a function that computes otherwise, by a few rows as one text."""
-        function, given = self._function, {name: given[name] for name in self._names if name in given}
-        try:
-            rows = {name: dim for name, dim in function.rows.items() if given.get(name) is not None}
-            form = _form(given, rows)
-            if form in _believed.get(self._theirs, ()):
-                return
-            device = next(value.device for value in given.values() if isinstance(value, Tensor))
-            numbers = torch.arange(_COMPARED, device=device)
-            for name, dim in rows.items():
-                given[name] = given[name].index_select(dim, numbers % given[name].shape[dim])
-            states, parents = list[Tensor](), (numbers - 1).int()
-            step = StepStates(states, [], 1, parents, parents.new_tensor([0, _COMPARED]), is_first=True, is_prompt=True)
-            ours = [function.compute(step, self._place, given)]
-            if function.returns_state:
-                path = (parents + 1)[None]
-                state_commit_(states, step.updates, parents.new_tensor([0, _COMPARED]), path, path[:, -1])
-                ours.append(self._place.to_theirs(states[0]))
-                theirs = self._theirs(**{**given, function.returns_state: True})
-            else:
-                theirs = [self._theirs(**given)]
-        except (TypeError, KeyError, IndexError, AttributeError) as error:
-            raise self._refusal(model, f"takes other arguments ({type(error).__name__}: {error})") from error
+        rows = {name: dim for name, dim in self._function.rows.items() if given.get(name) is not None}
+        difference = difference_of(self._theirs, _form(given, rows), partial(self._computes_alike, given, rows))
+        if difference is not None:
+            raise self._refusal(model, difference)
+
+    def _computes_alike(self, given: dict[str, Any], rows: Mapping[str, int]) -> bool:
+        function = self._function
+        device = next(value.device for value in given.values() if isinstance(value, Tensor))
+        numbers = torch.arange(_COMPARED, device=device)
+        for name, dim in rows.items():
+            given[name] = given[name].index_select(dim, numbers % given[name].shape[dim])
+        states, parents = list[Tensor](), (numbers - 1).int()
+        step = StepStates(states, [], 1, parents, parents.new_tensor([0, _COMPARED]), is_first=True, is_prompt=True)
+        ours = [function.compute(step, self._place, given)]
+        if function.returns_state:
+            path = (parents + 1)[None]
+            state_commit_(states, step.updates, parents.new_tensor([0, _COMPARED]), path, path[:, -1])
+            ours.append(self._place.to_theirs(states[0]))
+            theirs = self._theirs(**{**given, function.returns_state: True})
+        else:
+            theirs = [self._theirs(**given)]
         most = 1e-4 if given[next(iter(rows))].dtype == torch.float32 else 5e-2
-        if len(ours) != len(theirs) or not all(map(partial(_is_near, most), ours, theirs)):
-            raise self._refusal(model, "computes something else")
-        _believed.setdefault(self._theirs, set()).add(form)
+        return len(ours) == len(theirs) and all(map(partial(_is_near, most), ours, theirs))
 
 
 def _form(given: Arguments, rows: Mapping[str, int]) -> frozenset[Any]:
     """The arguments without the numbers and the rows of tensors."""
     return frozenset(
-        (name, (value.dtype, tuple(n for dim, n in enumerate(value.shape) if dim != rows.get(name))))
+        (name, (value.device.type, value.dtype, tuple(n for dim, n in enumerate(value.shape) if dim != rows.get(name))))
         if isinstance(value, Tensor)
         else (name, str(value))
         for name, value in given.items()

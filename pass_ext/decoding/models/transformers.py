@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models import limits, states
+from pass_ext.decoding.models.equivalence import MACHINE
 from pass_ext.decoding.models.indexed import choose_by_rows, index_widths
 from pass_ext.decoding.models.latents import attend_by_latents, latent_layers
 from pass_ext.decoding.models.module_ops import are_few, computes_by_ops, is_plain, is_untouched, most_few_rows
@@ -35,7 +36,7 @@ from pass_ext.decoding.models.shadow import (
 )
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
 from pass_ext.decoding.models.vocabulary import logit_shards_of
-from pass_ext.decoding.models.way import MACHINE, ModelState, Way, keep_way, known_way, way_of
+from pass_ext.decoding.models.way import ModelState, Way, keep_way, known_way, way_of
 from pass_ext.ops.lookahead import lookahead_embed
 
 

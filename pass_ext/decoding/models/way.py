@@ -17,13 +17,12 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.models.equivalence import MACHINE
 from pass_ext.decoding.models.module_ops import is_plain
 from pass_ext.decoding.models.own_forward import OwnForward
 from pass_ext.decoding.models.packed import StepAttend
 from pass_ext.decoding.models.parts import ModelPlan, Unlike, layers_of, plan_of
 
-MACHINE = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
-"""Errors that say nothing about the model."""
 Tail = Callable[[Tensor, bool], Tensor]
 _COMPARED = 8  # rows
 _FAR = 1 << 20  # positions

@@ -243,3 +243,73 @@ def test_ngrams_that_are_looked_up_otherwise_are_not_believed(change, monkeypatc
         ValueError, match=f"{NAME} looks up n-grams of tokens in Changed, which computes something else"
     ):
         generate(model, prompts(1, 5)[0], max_new_tokens=2)
+
+
+def with_class(model, kind):
+    """The model with another class of its indexers or of its layers that look up n-grams."""
+    for part in list(model.modules()):
+        if issubclass(kind, type(part)) and type(part) is not torch.nn.Module:
+            part.__class__ = kind
+    return model
+
+
+@pytest.mark.parametrize("name", ["Qwen4ExpTextQSAIndexer", "Qwen4ExpTextPLELayer"])
+def test_a_comparison_for_which_memory_is_short_says_nothing_about_the_model(name):
+    from transformers.models.qwen4_exp import modeling_qwen4_exp as module
+
+    base, is_short = getattr(module, name), True
+
+    class Large(base):
+        def forward(self, *inputs, **named):
+            return self._computed(super().forward, *inputs, **named)
+
+        def _short_conv(self, *inputs):
+            return self._computed(super()._short_conv, *inputs)
+
+        def _computed(self, function, *inputs, **named):
+            if is_short:
+                raise torch.OutOfMemoryError("too large")
+            return function(*inputs, **named)
+
+    ids = prompts(1, 5)[0]
+    want = generate(tiny_model(NAME), ids, max_new_tokens=2).sequences
+    model = with_class(tiny_model(NAME), Large)
+    with pytest.raises(torch.OutOfMemoryError, match="too large"):
+        generate(model, ids, max_new_tokens=2)
+    is_short = False
+    assert torch.equal(generate(model, ids, max_new_tokens=2).sequences, want)
+
+
+def test_taps_that_are_too_far_apart_are_refused_alone():
+    """Before and after another model of the same class."""
+    from transformers.models.qwen4_exp import modeling_qwen4_exp as module
+
+    class Apart(module.Qwen4ExpTextPLELayer):
+        def forward(self, *inputs, **named):
+            return super().forward(*inputs, **named)
+
+    ids = prompts(1, 5)[0]
+    for changes in (dict(ngram_size=8, ple_embed_dim=84), {}, dict(ngram_size=8, ple_embed_dim=84)):
+        model = with_class(tiny_model(NAME, **changes), Apart)
+        if changes:
+            with pytest.raises(ValueError, match=f"{NAME} has Apart, whose convolution has taps 8 tokens apart"):
+                generate(model, ids, max_new_tokens=2)
+        else:
+            generate(model, ids, max_new_tokens=2)
+
+
+def test_layers_of_each_size_are_compared():
+    from transformers.models.qwen4_exp import modeling_qwen4_exp as module
+
+    class Sized(module.Qwen4ExpTextPLELayer):
+        def forward(self, *inputs, **named):
+            return super().forward(*inputs, **named)
+
+        def _short_conv(self, hidden, cache):
+            return super()._short_conv(hidden, cache) + 0.01 * (self.conv1d.dilation == (4,))
+
+    ids = prompts(1, 5)[0]
+    for _ in range(2):
+        generate(with_class(tiny_model(NAME), Sized), ids, max_new_tokens=2)
+        with pytest.raises(ValueError, match="in Sized, which computes something else"):
+            generate(with_class(tiny_model(NAME, ngram_size=4, ple_embed_dim=36), Sized), ids, max_new_tokens=2)
