@@ -237,7 +237,7 @@ def test_what_is_not_served_is_refused():
 # ---- a GPU ----
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "qwen3"])
 def test_on_a_gpu(cuda, name):
     model = small_model(name).to(cuda.device, torch.bfloat16)
     ids, mask = (x.to(cuda.device) for x in ragged_prompts(8, longest=300))
