@@ -4,81 +4,16 @@
 // loop,
 //   C[m][n] = sum over k of A[m][k] B[k][n],    A read number by number, B and C as vectors along n:
 //   scores [key][row]  = K [key][d] Q^T [d][row]            values [row][d] += P [row][key] V [key][d]
-// in fp32, or in pairs of bf16 (Pairs) if the processor multiplies those.
+// in fp32, or in pairs of bf16 (Pairs) if the processor multiplies those. Few rows have the same sums of other loops
+// (attention_few-inl.h), and read values where they lie.
 
 #include "cpu/product-inl.h"
+#include "cpu/transpose-inl.h"
 
 #include "cpu/attention_codes-inl.h"
+#include "cpu/attention_forms-inl.h"
 
-// ---- the two forms of operands ----
-
-// Numbers in fp32, whatever the storage type T. A tile's rows are keys.
-template <typename T>
-struct Singles {
-  using Query = T;
-  using Storage = T;
-  using Element = float;
-  static constexpr bool has_factors = false;            // each key has one of its scores, and one of its weights
-  static constexpr int size = 1;                        // keys, or components, in an element
-  static constexpr bool is_stored_so = sizeof(T) == 4;  // cached keys are elements already
-
-  static float query(const T* row, int32_t i) { return to_float(row[i]); }
-
-  static void put_key(float* tile, int32_t key, const T* row, int32_t dim) {
-    for (int32_t d = 0; d < dim; d += Floats::width) store(tile + key * dim + d, load(row + d));
-  }
-  // `rows`: the rows of `size` consecutive keys.
-  static void put_values(float* tile, int32_t key, const T* const* rows, int32_t dim) {
-    put_key(tile, key, rows[0], dim);
-  }
-  // Stores the weights of `size` consecutive keys for a vector of rows. Adds to their total what the product will use.
-  static void put_weights(float* to, const Floats* weights, Floats& total) {
-    store(to, weights[0]);
-    total = total + weights[0];
-  }
-};
-
-// Keys and values that were codes, beside queries of another type.
-template <typename T>
-struct Decoded : Singles<float> {
-  using Query = T;
-  static float query(const T* row, int32_t i) { return to_float(row[i]); }
-};
-
-#if PASS_EXT_LEVEL == 3
-// Two bf16 in a word: neighbouring components of a query or key, or the values of two keys. The processor adds the
-// product of the high halves first, so the earlier key is there: keys then count in their order, wherever those lie
-// that weigh 0.
-struct Pairs {
-  using Query = bfloat16;
-  using Storage = bfloat16;
-  using Element = uint32_t;
-  static constexpr bool has_factors = false;
-  static constexpr int size = 2;
-  static constexpr bool is_stored_so = true;
-
-  static uint32_t query(const bfloat16* row, int32_t i) {
-    return static_cast<uint32_t>(row[2 * i].bits) | static_cast<uint32_t>(row[2 * i + 1].bits) << 16;
-  }
-  static void put_key(uint32_t* tile, int32_t key, const bfloat16* row, int32_t dim) {
-    memcpy(tile + key * (dim / 2), row, dim * sizeof *row);
-  }
-  static void put_values(uint32_t* tile, int32_t key, const bfloat16* const* rows, int32_t dim) {
-    for (int32_t d = 0; d < dim; d += Words::width)
-      store_words(tile + key / 2 * dim + d, interleaved(rows[1] + d, rows[0] + d));
-  }
-  static void put_weights(uint32_t* to, const Floats* weights, Floats& total) {
-    const Words pair = paired(weights[1], weights[0]);
-    store_words(to, pair);
-    total = sum_of_products(total, pair, constant(pair, 0x3f803f80u));  // times one, one
-  }
-};
-
-// Codes, which bf16 holds exactly; their scales are factors.
-struct CodedPairs : Pairs {
-  static constexpr bool has_factors = true;
-};
-#endif
+#include "cpu/attention_few-inl.h"
 
 // ---- a tile ----
 
@@ -86,53 +21,6 @@ template <typename Form>
 struct Keys {
   const typename Form::Element* data;
   int64_t row;
-};
-
-// The rows of a tile in memory.
-template <typename T>
-struct TileRows {
-  const T *key[kTileKeys], *value[kTileKeys];
-  int32_t count = 0;
-  bool is_even = false;  // all neighbouring keys are equally far apart, and all neighbouring values
-
-  // Finds the keys at places [first, end).
-  void find(const AttentionTask& task, int32_t first, int32_t end) {
-    const AttentionProblem& problem = *task.problem;
-    const AttentionRequest& request = task.request;
-    count = end - first;
-    is_even = true;
-    for (int32_t i = 0; i < count;) {
-      const int32_t place = first + i, from = task.tiles->key_at(place);
-      const bool is_fresh = problem.k_new.data && from >= request.prefix;
-      int64_t run = task.tiles->run_at(place, end - place);
-      if (from < request.prefix && problem.k_new.data) run = minimum_of(run, request.prefix - from);
-      if (problem.block_table && !is_fresh) run = minimum_of(run, problem.page_size - from % problem.page_size);
-      const int32_t next = static_cast<int32_t>(i + run);
-      is_even = is_even && run == count;
-      put(key, i, next, key_row<T>(problem, request, problem.k_cache, problem.k_new, from, task.head),
-          is_fresh ? problem.k_new.slot : problem.k_cache.slot);
-      put(value, i, next, key_row<T>(problem, request, problem.v_cache, problem.v_new, from, task.head),
-          is_fresh ? problem.v_new.slot : problem.v_cache.slot);
-      i = next;
-    }
-  }
-
-  // Asks for all rows at once, where no tile before this one could.
-  void prefetch(int32_t key_bytes, int32_t value_bytes) const {
-    const auto fetch = [](const T* row, int32_t bytes) {
-      for (int32_t byte = 0; byte < bytes; byte += 64)
-        __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, 0, 2);
-    };
-    for (int32_t i = 0; i < count; ++i) {
-      fetch(key[i], key_bytes);
-      fetch(value[i], value_bytes);
-    }
-  }
-
- private:
-  static void put(const T** rows, int32_t begin, int32_t end, const T* row, int64_t stride) {
-    for (int32_t i = begin; i < end; ++i) rows[i] = row + (i - begin) * stride;
-  }
 };
 
 // The scales of a tile's keys and values, where these are factors.
@@ -199,6 +87,14 @@ Keys<Form> keys_of(const TileRows<typename Form::Storage>& rows, const Attention
   return {tile, dim / Form::size};
 }
 
+// Values as a product's columns, where they lie.
+template <typename Form>
+struct ValuesInPlace {
+  const typename Form::Storage* const* rows;
+
+  auto at(int64_t step, int64_t column) const { return Form::values(rows + step * Form::size, column); }
+};
+
 // Fills the tile of values, padded with zeros to a whole element. If some row does not see some key, values that are
 // not finite become 0; returns true if there were any.
 template <typename Form>
@@ -219,7 +115,8 @@ bool fill_values(const TileRows<typename Form::Storage>& rows, const AttentionSc
       sources[i] = all_seen ? rows.value[first + i] : cleaned(rows.value[first + i], copy, dim);
       left_out |= sources[i] != rows.value[first + i];
     }
-    Form::put_values(reinterpret_cast<typename Form::Element*>(scratch.values), first, sources, dim);
+    auto* const to = reinterpret_cast<typename Form::Element*>(scratch.values) + int64_t{first} / Form::size * dim;
+    for (int32_t d = 0; d < dim; d += Floats::width) put_lanes(to + d, Form::values(sources, d));
   }
   return left_out;
 }
@@ -303,12 +200,17 @@ inline int32_t width_of_block(const AttentionTask& task, int32_t row) {
   return (rows + Floats::width - 1) / Floats::width * Floats::width;
 }
 
-// [block of rows][step][row in block], missing rows zero.
+// [block of rows][step][row in block], missing rows zero. Few rows: [row][step].
 template <typename Form>
 void arrange_queries(const AttentionTask& task, typename Form::Element* to) {
   using T = typename Form::Query;
   const int32_t dim = task.problem->head_dim, steps = dim / Form::size;
   const T* q = static_cast<const T*>(task.problem->q);
+  if (is_of_few<Form>(task)) {
+    for (int32_t r = 0; r < task.rows; ++r)
+      for (int32_t i = 0; i < steps; ++i) to[r * steps + i] = Form::query(q + task.packed_row(r) * dim, i);
+    return;
+  }
   for (int32_t first = 0; first < task.rows; first += kBlockRows) {
     const int32_t width = width_of_block(task, first);
     for (int32_t r = 0; r < width; ++r) {
@@ -348,6 +250,7 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
   const int32_t padded = (task.rows + kBlockRows - 1) / kBlockRows * kBlockRows;
   E* const queries = reinterpret_cast<E*>(scratch.queries);
   float* const scores = reinterpret_cast<float*>(scratch.scores);
+  const bool is_few = is_of_few<Form>(task);
   if (!task.has_queries) arrange_queries<Form>(task, queries);
   memset(result.values, 0, sizeof(float) * task.rows * value_dim);
   for (int32_t r = 0; r < padded; ++r) {
@@ -381,8 +284,9 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
     }();
     const int32_t keys = tile.count;
     const bool all_seen = task.tiles->all_see(problem, task.request, first, keys);
-    const Keys<Form> key_rows = keys_of<Form>(tile, scratch, key_dim);
-    const bool left_out = fill_values<Form>(tile, scratch, value_dim, all_seen);
+    const bool are_in_place = task.rows <= kMostRows && all_seen && keys % Form::size == 0;
+    const Keys<Form> key_rows = is_few ? Keys<Form>{} : keys_of<Form>(tile, scratch, key_dim);
+    const bool left_out = !are_in_place && fill_values<Form>(tile, scratch, value_dim, all_seen);
     Ahead ahead;
     if (first + keys < end) {
       tiles[1 - turn].find(task, first + keys, end_of_tile(first + keys));
@@ -391,8 +295,10 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
       ahead.count = tiles[1 - turn].count;
       ahead.key_bytes = key_bytes;
       ahead.value_bytes = value_bytes;
-      const int32_t blocks = (task.rows + kBlockRows - 1) / kBlockRows * (keys / kMostRows) +
-                             task.rows / kMostRows * ((value_dim + kBlockRows - 1) / kBlockRows);
+      const int32_t of_keys = is_few ? (keys + kBlockRows - 1) / kBlockRows * ((task.rows + kMostRows - 1) / kMostRows)
+                                     : (task.rows + kBlockRows - 1) / kBlockRows * (keys / kMostRows);
+      const int32_t blocks =
+          of_keys + (task.rows + kMostRows - 1) / kMostRows * ((value_dim + kBlockRows - 1) / kBlockRows);
       const int32_t row_bytes = ahead.key_bytes > ahead.value_bytes ? ahead.key_bytes : ahead.value_bytes;
       ahead.lines_at_once = ahead.count * (row_bytes / 32) / 2 / (blocks + 1) + 1;
     }
@@ -400,19 +306,29 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
     for (int32_t row = 0; row < task.rows; row += kBlockRows) {
       const int32_t rows = static_cast<int32_t>(minimum_of(kBlockRows, task.rows - row));
       const int32_t width = width_of_block(task, row);
-      multiply(Product<E>{key_rows.data, key_rows.row, 1, queries + int64_t{row} * steps, width, steps, scores, width,
-                          nullptr},
-               keys, width, ahead);
+      if (is_few)
+        score_few<Form>(tile, scratch, key_dim, rows, ahead);
+      else
+        multiply(
+            Product<E>{
+                key_rows.data, key_rows.row, 1, {queries + int64_t{row} * steps, width}, steps, scores, width, nullptr},
+            keys, width, ahead);
       if (!is_raw)
         finish_scores(task, scores, width, row, rows, first, keys, all_seen, Form::has_factors ? factors.key : nullptr);
       const float factor = is_raw ? problem.scale * kLog2E : 1.0f;
       for (int32_t r = 0; r < width; r += Floats::width)
         store(scratch.scale + r, weigh<Form>(scores + r, width, keys, factor, result.maximum + row + r,
                                              result.total + row + r, result.exact_total + row + r, factors));
-      multiply(Product<E>{reinterpret_cast<const E*>(scores), 1, width, reinterpret_cast<const E*>(scratch.values),
-                          value_dim, (keys + Form::size - 1) / Form::size, result.values + int64_t{row} * value_dim,
-                          value_dim, scratch.scale},
-               rows, value_dim, ahead);
+      const auto add_values = [&](auto values) {
+        multiply(Product<E, decltype(values)>{reinterpret_cast<const E*>(scores), 1, width, values,
+                                              (keys + Form::size - 1) / Form::size,
+                                              result.values + int64_t{row} * value_dim, value_dim, scratch.scale},
+                 rows, value_dim, ahead);
+      };
+      if (are_in_place)
+        add_values(ValuesInPlace<Form>{tile.value});
+      else
+        add_values(Stored<E>{reinterpret_cast<const E*>(scratch.values), value_dim});
     }
     if (left_out) add_left_out(task, first, tile, result);
   }

@@ -17,10 +17,12 @@ constexpr int kBlockRows = kMostVectors * Floats::width;  // rows whose scores a
 inline int64_t minimum_of(int64_t a, int64_t b) { return a < b ? a : b; }
 inline Floats spread(float value) { return constant(Floats{}, value); }
 inline Floats lanes_at(const float* from) { return load(from); }
+inline void put_lanes(float* to, Floats value) { store(to, value); }
 inline Floats add_product(Floats sum, Floats a, Floats b) { return fused(a, b, sum); }
 #if PASS_EXT_LEVEL == 3
 inline Words spread(uint32_t pair) { return constant(Words{}, pair); }
 inline Words lanes_at(const uint32_t* from) { return load_words(from); }
+inline void put_lanes(uint32_t* to, Words value) { store_words(to, value); }
 inline Floats add_product(Floats sum, Words a, Words b) { return sum_of_products(sum, a, b); }
 #endif
 
@@ -45,21 +47,30 @@ struct Ahead {
   }
 };
 
-// A [rows, steps] with strides, B [steps, columns], C [rows, columns]: overwritten, or first multiplied by scale[row].
+// B in memory, a row to a step.
 template <typename E>
+struct Stored {
+  const E* data;
+  int64_t row;
+
+  auto at(int64_t step, int64_t column) const { return lanes_at(data + step * row + column); }
+};
+
+// A [rows, steps] with strides, B [steps, columns], C [rows, columns]: overwritten, or first multiplied by scale[row].
+template <typename E, typename B = Stored<E>>
 struct Product {
   const E* a;
   int64_t a_row, a_step;
-  const E* b;
-  int64_t b_step, steps;
+  B b;
+  int64_t steps;
   float* c;
   int64_t c_row;
   const float* scale;
 };
 
-template <int M, int V, typename E>
-inline void multiply_block(const Product<E>& p, int64_t first_row, int64_t first_column) {
-  const E *a = p.a + first_row * p.a_row, *b = p.b + first_column;
+template <int M, int V, typename E, typename B>
+inline void multiply_block(const Product<E, B>& p, int64_t first_row, int64_t first_column) {
+  const E* a = p.a + first_row * p.a_row;
   float* c = p.c + first_row * p.c_row + first_column;
   Floats sum[M][V];
 #pragma GCC unroll 16
@@ -67,9 +78,9 @@ inline void multiply_block(const Product<E>& p, int64_t first_row, int64_t first
 #pragma GCC unroll 16
     for (int v = 0; v < V; ++v) sum[m][v] = zeros();
   for (int64_t k = 0; k < p.steps; ++k) {
-    decltype(lanes_at(b)) right[V];
+    decltype(p.b.at(0, 0)) right[V];
 #pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) right[v] = lanes_at(b + k * p.b_step + v * Floats::width);
+    for (int v = 0; v < V; ++v) right[v] = p.b.at(k, first_column + v * Floats::width);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const auto left = spread(a[m * p.a_row + k * p.a_step]);
@@ -86,8 +97,8 @@ inline void multiply_block(const Product<E>& p, int64_t first_row, int64_t first
     }
 }
 
-template <int V, typename E>
-void multiply_columns(const Product<E>& p, int64_t rows, int64_t column, Ahead& ahead) {
+template <int V, typename E, typename B>
+void multiply_columns(const Product<E, B>& p, int64_t rows, int64_t column, Ahead& ahead) {
   int64_t m = 0;
   if constexpr (V == 1 && kMostVectors == 4)  // with six sums, an addition would wait for the one before it
     for (; rows - m >= 12; m += 12) {
@@ -98,6 +109,7 @@ void multiply_columns(const Product<E>& p, int64_t rows, int64_t column, Ahead& 
     ahead.fetch();
     multiply_block<kMostRows, V>(p, m, column);
   }
+  if (m < rows) ahead.fetch();
   switch (rows - m) {
     case 5: return multiply_block<5, V>(p, m, column);
     case 4: return multiply_block<4, V>(p, m, column);
@@ -108,8 +120,8 @@ void multiply_columns(const Product<E>& p, int64_t rows, int64_t column, Ahead& 
 }
 
 // `columns` is a multiple of the vector.
-template <typename E>
-void multiply(const Product<E>& p, int64_t rows, int64_t columns, Ahead& ahead) {
+template <typename E, typename B>
+void multiply(const Product<E, B>& p, int64_t rows, int64_t columns, Ahead& ahead) {
   for (int64_t n = 0; n < columns;) {
     const int64_t left = (columns - n) / Floats::width;
     // Five and six vectors are faster as three and the rest than as four and the rest.

@@ -83,6 +83,7 @@ inline Mask operator&(Mask a, Mask b) { return {a.bits & b.bits}; }
 
 inline Words operator+(Words a, Words b) { PASS_EXT_EACH_LANE(Words, a.lane[i] + b.lane[i]); }
 inline Words operator-(Words a, Words b) { PASS_EXT_EACH_LANE(Words, a.lane[i] - b.lane[i]); }
+inline Words operator&(Words a, Words b) { PASS_EXT_EACH_LANE(Words, a.lane[i] & b.lane[i]); }
 inline Words operator^(Words a, Words b) { PASS_EXT_EACH_LANE(Words, a.lane[i] ^ b.lane[i]); }
 inline Words operator~(Words a) { PASS_EXT_EACH_LANE(Words, ~a.lane[i]); }
 inline Words shift_left(Words a, int bits) { PASS_EXT_EACH_LANE(Words, a.lane[i] << bits); }
@@ -197,6 +198,7 @@ inline Mask operator&(Mask a, Mask b) { return {_mm256_and_ps(a.lanes, b.lanes)}
 
 inline Words operator+(Words a, Words b) { return {_mm256_add_epi32(a.lanes, b.lanes)}; }
 inline Words operator-(Words a, Words b) { return {_mm256_sub_epi32(a.lanes, b.lanes)}; }
+inline Words operator&(Words a, Words b) { return {_mm256_and_si256(a.lanes, b.lanes)}; }
 inline Words operator^(Words a, Words b) { return {_mm256_xor_si256(a.lanes, b.lanes)}; }
 inline Words operator~(Words a) { return {_mm256_xor_si256(a.lanes, _mm256_set1_epi32(-1))}; }
 inline Words shift_left(Words a, int bits) { return {_mm256_slli_epi32(a.lanes, bits)}; }
@@ -326,6 +328,7 @@ inline Mask operator&(Mask a, Mask b) { return {static_cast<__mmask16>(a.lanes &
 
 inline Words operator+(Words a, Words b) { return {_mm512_add_epi32(a.lanes, b.lanes)}; }
 inline Words operator-(Words a, Words b) { return {_mm512_sub_epi32(a.lanes, b.lanes)}; }
+inline Words operator&(Words a, Words b) { return {_mm512_and_si512(a.lanes, b.lanes)}; }
 inline Words operator^(Words a, Words b) { return {_mm512_xor_si512(a.lanes, b.lanes)}; }
 inline Words operator~(Words a) { return {_mm512_xor_si512(a.lanes, _mm512_set1_epi32(-1))}; }
 inline Words shift_left(Words a, int bits) { return {_mm512_slli_epi32(a.lanes, static_cast<unsigned>(bits))}; }

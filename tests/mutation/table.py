@@ -101,6 +101,8 @@ _CPP = _files_of_families() | {
     "cpu/attention.h": (["attention"], _ATTENTION),
     "cpu/attention.cpp": (["attention"], _ATTENTION),
     "cpu/attention_codes-inl.h": (["attention"], _CODES),
+    "cpu/attention_few-inl.h": (["attention"], _ATTENTION),
+    "cpu/attention_forms-inl.h": (["attention"], [*_ATTENTION, *_CODES]),
     "cpu/attention_kernels-inl.h": (["attention"], [*_ATTENTION, *_CODES]),
     "cpu/attention_tiles.h": (["attention"], _ATTENTION),
     "cpu/linear_kernels-inl.h": (["linear"], ["tests/ops/test_linear.py", "tests/ops/layer"]),
@@ -131,7 +133,8 @@ _CPP = _files_of_families() | {
     "core/shard_combine.h": (["shard"], [*_SHARD, "tests/core/test_shard_core.py"]),
     "cpu/shard.cpp": (["shard"], _SHARD),
     "cpu/accept_checks.h": (["accept", "shard"], _ACCEPT),
-    "cpu/product-inl.h": (["linear"], ["tests/ops/test_linear.py"]),
+    "cpu/product-inl.h": (["attention"], _ATTENTION),
+    "cpu/transpose-inl.h": (["attention"], _ATTENTION),
 }
 
 _OWN_FORWARD = ["tests/decoding/models/test_own_forward.py", "tests/decoding/models/test_layers_one_by_one.py"]
