@@ -91,7 +91,7 @@ class StepAttend(Attend, Protocol):
         chunk: int = -1,
         lists: Tensor | None = None,
     ) -> Tensor:
-        """As ``Attend``. lists: the keys of each row, as ``attention_tree`` takes key_lists; None: all that it sees."""
+        """As ``Attend``. lists: the keys of each row, as ``ChosenKeys`` has them; None: all that it sees."""
 
     @property
     def text_rows(self) -> int:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.indexed import ChosenKeys, MaskOfChosen
+from pass_ext.decoding.models.indexed import ChosenKeys
+from pass_ext.decoding.models.indexers import MaskOfChosen
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.shadow import OurCall, current_call
 
@@ -247,14 +248,19 @@ def _row_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     indices: Any = None,
+    block_indices: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """q, k, v ``[1, heads, N, D]`` -> ``[1, N, heads, D of v]``. s_aux: the sinks. indices: the keys that an indexer has
-    chosen."""
+    """q, k, v ``[1, heads, N, D]`` -> ``[1, N, heads, D of v]``. s_aux: the sinks. indices, block_indices: the keys that an
+    indexer has chosen."""
     call, rows = _call(), query.shape[2]
     lists: dict[str, Any] = {}
     if isinstance(attention_mask, MaskOfChosen):
         lists, attention_mask = {"lists": attention_mask.chosen.lists}, attention_mask.mask
+    elif isinstance(block_indices, ChosenKeys):
+        lists = {"lists": block_indices.lists}
+    else:
+        others["block_indices"] = block_indices
     kept_keys = dict(enumerate(call.kept)).get(module.layer_idx, -1)  # type: ignore[call-overload]
     reach, reason = _reach(module, attention_mask, rows, sliding_window, kept_keys)
     latents = vars(module).get("expand_kv")

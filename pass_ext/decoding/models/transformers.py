@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models import limits, states
 from pass_ext.decoding.models.equivalence import MACHINE
-from pass_ext.decoding.models.indexed import choose_by_rows, index_widths
+from pass_ext.decoding.models.indexers import choose_by_rows, index_widths
 from pass_ext.decoding.models.latents import attend_by_latents, latent_layers
 from pass_ext.decoding.models.module_ops import are_few, computes_by_ops, is_plain, is_untouched, most_few_rows
 from pass_ext.decoding.models.ngram_layers import serve_ngrams

@@ -175,13 +175,26 @@ class StepAttention(StepAttend):
         self.options.append(options)
 
     def _attended(
-        self, q: Tensor, keys: Tensor, values: Tensor, k: Tensor | None, v: Tensor | None, **options: Any
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        *,
+        key_lists: Tensor | None = None,
+        **options: Any,
     ) -> Tensor:
         trees = self._trees
+        if key_lists is not None and key_lists.dim() == 3 and k is not None and v is not None:
+            of_lists = zip(
+                key_lists.unbind(1), *(x.chunk(key_lists.shape[1], -2) for x in (q, keys, values, k, v)), strict=True
+            )
+            return torch.cat([self._attended(*heads, key_lists=own, **options) for own, *heads in of_lists], 1)
         depths = trees.depths if max(options["window"], options["chunk"]) >= 0 else None
         out, _ = attention_tree(
             q, keys, values, self._session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes, k_new=k, v_new=v,
-            depths=depths, batch_invariant=self.batch_invariant, **options,
+            depths=depths, key_lists=key_lists, batch_invariant=self.batch_invariant, **options,
         )  # fmt: skip
         return out
 

@@ -17,7 +17,8 @@ from pass_ext.decoding.drafting.drafter import DraftingMethod
 from pass_ext.decoding.generation import Generation, generate
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.early_exit import packed_model
-from pass_ext.decoding.models.indexed import chooses_blocks, index_widths, split_index_keys, with_index_keys
+from pass_ext.decoding.models.indexed import split_index_keys, with_index_keys
+from pass_ext.decoding.models.indexers import index_widths, keeps_positions
 from pass_ext.decoding.models.latents import latent_layers
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.parts import cache_name, given_cache, unwrapped
@@ -26,7 +27,15 @@ from pass_ext.decoding.requests.processors import NodeProcessor
 from pass_ext.decoding.session.session import Past, Session
 from pass_ext.decoding.stats import GenerationStats
 from pass_ext.integrations.grammar import grammars_of
-from pass_ext.integrations.transformers.cache import cache_length, read_cache, read_states, write_cache, write_states
+from pass_ext.integrations.transformers.cache import (
+    cache_length,
+    read_cache,
+    read_index_keys,
+    read_states,
+    write_cache,
+    write_index_keys,
+    write_states,
+)
 from pass_ext.integrations.transformers.processors import NodeCriteria, NotedRows, sampling_parameters, step_scores
 
 _DROPPED = ("streamer", "assistant_model", "synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask")
@@ -382,7 +391,7 @@ def _past_layers(
         if layer in latents:  # theirs are latents and rotated keys
             keys = torch.cat((keys, values), -1)
         if layer in indexers:
-            of_indexer = _gathered(cache.layers[layer].indexer_keys, columns)
+            of_indexer = _gathered(read_index_keys(cache, layer), columns)
             keys = with_index_keys(keys, of_indexer.unflatten(2, (keys.shape[2], -1)))
         if layer in latents:
             values = keys[..., : latents[layer][0]]
@@ -422,9 +431,8 @@ def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> A
         if layer in indexers:
             _, of_indexer = split_index_keys(tensors[0], indexers[layer], tensors[0].dtype)
             of_indexer = _gathered(of_indexer, rows).flatten(2)
-            cache.layers[layer].lazy_initialization_indexer(of_indexer)
-            cache.layers[layer].indexer_keys = of_indexer
-            if layer == min(indexers) and chooses_blocks(inner):
+            write_index_keys(cache, layer, of_indexer)
+            if layer == min(indexers) and keeps_positions(inner):
                 cache.layers[layer].indexer_position_ids = rows.expand(3, -1, -1)
     return cache
 
