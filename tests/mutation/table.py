@@ -196,7 +196,14 @@ _PYTHON: dict[str, list[str]] = {
     "requests/grammar": _GRAMMAR,
     "requests/guides": _GRAMMAR,
     "requests/prompts": _GENERATE,
-    "models/indexed": ["tests/decoding/models/test_indexed.py", "tests/decoding/models/test_indexed_blocks.py"],
+    **{
+        f"models/{name}": [
+            "tests/decoding/models/test_indexed.py",
+            "tests/decoding/models/test_indexed_blocks.py",
+            "tests/decoding/models/test_indexed_heads.py",
+        ]
+        for name in ("indexed", "indexers")
+    },
     **{f"models/{name}": ["tests/decoding/models/test_indexed_blocks.py"] for name in ("equivalence", "ngram_layers")},
     "models/one_order": ["tests/decoding/models/test_one_order.py"],
     "models/row_attention": [

@@ -129,8 +129,7 @@ def chosen_keys(
         if held is not None and prefix:
             keys = torch.cat((held[b, :prefix].flatten(1), keys))
         sees = trees.visible[mine, numbers // 64] >> numbers % 64 & 1 == 1
-        weights = None if rows.weights is None else rows.weights[mine]
-        part = rows._replace(q=rows.q[mine], keys=rows.keys[mine], weights=weights)
+        part = _of_rows(rows, mine)
         parents, depths = trees.parents[mine].long(), trees.depths[mine].long()
         if rows.blocks is None:
             parts.append(_lists(part, keys, sees, prefix))
@@ -153,7 +152,7 @@ def _lists(rows: IndexRows, keys: Tensor, sees: Tensor, prefix: int) -> Tensor:
     most = min(rows.most, len(keys))
     for first in range(0, len(rows.q), step):
         some = slice(first, first + step)
-        scores = token_scores(rows._replace(q=rows.q[some], weights=rows.weights[some]), numbers)
+        scores = token_scores(_of_rows(rows, some), numbers)
         scores[:, prefix:].masked_fill_(~sees[some], -torch.inf)
         lists.append(_listed(_best(scores, most), most))
     return torch.cat(lists)
@@ -189,6 +188,11 @@ def block_scores(products: Tensor, owners: Tensor, whole: int, count: int, size:
         of_others = owners[whole * size :] != number
         scores.append(rest.masked_fill(of_others, -torch.inf).amax(-1, keepdim=True))
     return torch.cat(scores, -1)
+
+
+def _of_rows(rows: IndexRows, some: slice) -> IndexRows:
+    weights = None if rows.weights is None else rows.weights[some]
+    return rows._replace(q=rows.q[some], keys=rows.keys[some], weights=weights)
 
 
 def _step(rows: IndexRows, keys: Tensor) -> int:

@@ -231,11 +231,11 @@ def _heads_choose_alike(indexer: Any) -> bool:
     n, like = size * (own.local_blocks + 4) - 1, indexer.q_proj.weight
     hidden = torch.randn(1, n, like.shape[1], generator=generator).to(like)
     angles = torch.rand(1, n, own.head_dim // 4, generator=generator) * 6
-    places = tuple(torch.cat((x, x), -1).to(like) for x in (angles.cos(), angles.sin()))
+    cos, sin = (torch.cat((x, x), -1).to(like) for x in (angles.cos(), angles.sin()))
     numbers, causal = torch.arange(n, device=like.device), torch.ones(n, n, dtype=torch.bool, device=like.device).tril()
-    chosen = own(hidden, places, None, numbers[None])
+    chosen = own(hidden, (cos, sin), None, numbers[None])
     theirs = own.build_block_mask(chosen, None, n, torch.float32, like.device, numbers[None])[0] == 0
-    rows = _rows_of_heads(own, hidden, places)
+    rows = _rows_of_heads(own, hidden, (cos, sin))
     assert isinstance(rows.blocks, HeadBlocks)
     lists = indexed.lists_of_heads(rows, rows.blocks, rows.keys, causal, 0, numbers).long() % (n + 1)
     ours = torch.zeros(*lists.shape[:2], n + 1, dtype=torch.bool, device=like.device).scatter(2, lists, True)

@@ -122,7 +122,7 @@ def _layer(cache: Any, index: int) -> Any:
     if index >= len(cache.layers):
         raise ValueError(f"this {type(cache).__name__} has {len(cache.layers)} layers so far, got layer {index}")
     layer = cache.layers[index]
-    kinds = (DynamicLayer, StaticLayer, *_indexed_layers(), *_hybrid_layers())
+    kinds = (DynamicLayer, StaticLayer, *indexed_layers(), *_hybrid_layers())
     if type(layer) not in kinds:
         raise ValueError(
             f"layer {index} of this {type(cache).__name__} is a {type(layer).__name__}; only DynamicLayer and StaticLayer, "
@@ -131,7 +131,7 @@ def _layer(cache: Any, index: int) -> Any:
     return layer
 
 
-def _indexed_layers() -> list[type]:
+def indexed_layers() -> list[type]:
     """Layers with keys, values and the keys of an indexer."""
     from transformers import cache_utils
 

@@ -29,6 +29,7 @@ from pass_ext.decoding.stats import GenerationStats
 from pass_ext.integrations.grammar import grammars_of
 from pass_ext.integrations.transformers.cache import (
     cache_length,
+    indexed_layers,
     read_cache,
     read_index_keys,
     read_states,
@@ -52,7 +53,7 @@ _ASSISTED = {
     "use_mtp": "custom_generate(pass_ext.PaSS(slots))",
 }
 _REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
-_FULL_LAYERS = ("DynamicLayer", "StaticLayer", "DynamicIndexedLayer")
+_FULL_LAYERS = ("DynamicLayer", "StaticLayer")
 _SLIDING_LAYERS = (
     "DynamicSlidingWindowLayer",
     "StaticSlidingWindowLayer",
@@ -324,9 +325,10 @@ def _must_be_filled(cache: Any, columns: int, config: Any, is_writable: bool) ->
             "custom_generate: past_key_values must be a DynamicCache or StaticCache itself (keys and values do not go through "
             f"update), without offloading, got {type(cache).__name__}"
         )
+    names = (*_FULL_LAYERS, *_SLIDING_LAYERS, *_STATE_LAYERS)
+    known = [*indexed_layers(), *(getattr(cache_utils, name, None) for name in names)]
     for layer in cache.layers:
-        known = (*_FULL_LAYERS, *_SLIDING_LAYERS, *_STATE_LAYERS)
-        if type(layer) not in [getattr(cache_utils, name, None) for name in known]:
+        if type(layer) not in known:
             raise ValueError(f"custom_generate: a cache of {type(layer).__name__} is not supported; use a DynamicCache")
         room = getattr(layer, "max_cache_len", columns)
         if type(layer).__name__ == "StaticLayer" and room < columns:
