@@ -417,7 +417,11 @@ def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> A
 
         if session.states or indexers:
             for layer in attending:
-                cache.layers[layer] = cache_utils.DynamicIndexedLayer() if layer in indexers else DynamicLayer()
+                states = getattr(cache.layers[layer], "number_of_states", 0)
+                if states:
+                    cache.layers[layer] = cache_utils.LinearAttentionAndFullAttentionLayer(states)
+                else:
+                    cache.layers[layer] = cache_utils.DynamicIndexedLayer() if layer in indexers else DynamicLayer()
         else:
             cache = DynamicCache()
     write_states(cache, session.state_places, session.states)
