@@ -98,6 +98,14 @@ _QWEN4 = dict(
     heads_per_ngram=2,
     ngram_vocab_size_base=50,
 )
+_INKLING = dict(
+    layer_types=["hybrid_sliding", "hybrid"],
+    d_rel=8,
+    rel_extent=5,
+    log_scaling_n_floor=8,
+    log_scaling_alpha=1.0,
+    logits_mup_width_multiplier=1.0,
+)
 _SPARSE_IN_ONE = ["full_attention", "minimax_m3_sparse"]
 _WINDOW_IN_ONE = ("cohere2", "flint", "kolibri1", "laguna", "mellum", "ministral", "olmo3", "smollm3")
 _ATTENTION_IN_ONE = (
@@ -130,6 +138,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
+    "inkling_text": _INKLING,
     "lfm3": dict(layer_types=["conv", "full_attention"]),
     **{name: dict(no_rope_layer_interval=2, floor_scale=4) for name in ("llama4", "llama4_text")},
     "longcat_flash": dict(head_dim=8),

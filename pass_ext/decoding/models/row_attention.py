@@ -287,7 +287,7 @@ def _row_attention(
     reach, reason = _reach(module, attention_mask, rows, sliding_window, kept_keys)
     bias = profiles_of(module, position_bias)
     if bias is None or more or softcap or s_aux is not None or reach.chunk >= 0:
-        others["position_bias"] = position_bias
+        others = {"position_bias": position_bias, **others}
     else:
         more = {"bias": bias}
     latents = vars(module).get("expand_kv")
