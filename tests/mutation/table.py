@@ -153,6 +153,8 @@ _PYTHON: dict[str, list[str]] = {
     **{f"models/{name}": ["tests/decoding/models/test_hybrid_models.py"] for name in ("states", "step_states")},
     "models/latents": ["tests/decoding/models/test_latents.py"],
     "models/rebound": ["tests/decoding/models/test_known_parts.py"],
+    "models/distances": ["tests/decoding/models/test_distance_bias.py"],
+    "session/distance_bias": ["tests/decoding/models/test_distance_bias.py"],
     "session/step_attention": ["tests/decoding/test_session.py", "tests/decoding/models/test_own_forward.py"],
     "models/module_ops": [
         "tests/decoding/models/test_known_parts.py",

@@ -150,17 +150,19 @@ def test_attention_against_float64(count, window):
     assert_error_within(got, torch.stack(plain), torch.stack(exact), 3.0)  # parts are rounded before they are joined
 
 
+@pytest.mark.parametrize("is_invariant", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("one_thread")
-def test_a_row_has_the_bits_that_it_has_alone(dtype):
+def test_a_row_has_the_bits_that_it_has_alone(dtype, is_invariant):
+    """Without experts, whose router calls a function that is refused in a batch-invariant session."""
     model = model_with().to(dtype)
     ids, mask = ragged_prompts(3, longest=9)
     options = dict(max_new_tokens=NEW, eos_token_id=[])
     for method in (NGram(shortest=1, tokens=4), PaSS(slots_for(model), tree=Tree.from_branching((3, 2)), rows=24)):
-        together = NotedRows()
+        together, options["session"] = NotedRows(), Session(model, batch_invariant=is_invariant)
         batch = generate(model, ids, method, attention_mask=mask, logits_processor=together, **options)
         for row, seen in enumerate(mask.bool()):
-            noted = NotedRows()
+            noted, options["session"] = NotedRows(), Session(model, batch_invariant=is_invariant)
             text = generate(model, ids[row][seen][None], logits_processor=noted, **options)
             for mine, theirs in zip(together.of(batch), noted.of(text), strict=True):
                 assert_same_bits(mine[row], theirs[0])
