@@ -98,6 +98,14 @@ _QWEN4 = dict(
     heads_per_ngram=2,
     ngram_vocab_size_base=50,
 )
+_INKLING = dict(
+    layer_types=["hybrid_sliding", "hybrid"],
+    d_rel=8,
+    rel_extent=5,
+    log_scaling_n_floor=8,
+    log_scaling_alpha=1.0,
+    logits_mup_width_multiplier=1.0,
+)
 _SPARSE_IN_ONE = ["full_attention", "minimax_m3_sparse"]
 _WINDOW_IN_ONE = ("cohere2", "flint", "kolibri1", "laguna", "mellum", "ministral", "olmo3", "smollm3")
 _ATTENTION_IN_ONE = (
@@ -113,7 +121,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     **{name: dict(layer_types=_WINDOW_THEN_ALL) for name in _WINDOW_IN_ONE},
     **{name: dict(layer_types=_RECURRENT_THEN_ALL) for name in _ATTENTION_IN_ONE},
     **{name: dict(text_config=dict(layer_types=_RECURRENT_THEN_ALL)) for name in ("qwen3_5", "qwen3_5_moe")},
-    "minimax_m3_vl_text": dict(index_block_size=2, index_topk_blocks=2, layer_types=_SPARSE_IN_ONE),
+    "minimax_m3_vl_text": dict(index_n_heads=2, index_block_size=2, index_topk_blocks=2, layer_types=_SPARSE_IN_ONE),
     "cohere_compass_text": dict(layer_types=_WINDOW_THEN_ALL, rope_parameters=_ROPE_OF_EACH_KIND),
     "dbrx": dict(attn_config=dict(rope_theta=1e4, kv_n_heads=2, clip_qkv=8.0)),
     "bamba": dict(attn_layer_indices=[1]),
@@ -130,6 +138,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
+    "inkling_text": _INKLING,
     "lfm3": dict(layer_types=["conv", "full_attention"]),
     **{name: dict(no_rope_layer_interval=2, floor_scale=4) for name in ("llama4", "llama4_text")},
     "longcat_flash": dict(head_dim=8),

@@ -161,7 +161,19 @@ def test_no_sum_is_pytorchs(name):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", ["gpt2", "cohere2", "dbrx", "llama4_text", "deepseek_v32", "qwen3_next", "mamba2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        "cohere2",
+        "dbrx",
+        "llama4_text",
+        "deepseek_v32",
+        "minimax_m3_vl_text",
+        "qwen3_next",
+        "mamba2",
+    ],
+)
 def test_other_layers(name):
     """Products without a linear layer, other norms, lengths, indexers, states."""
     model = tiny_model(name).bfloat16()

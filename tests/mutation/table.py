@@ -156,6 +156,8 @@ _PYTHON: dict[str, list[str]] = {
     **{f"models/{name}": ["tests/decoding/models/test_hybrid_models.py"] for name in ("states", "step_states")},
     "models/latents": ["tests/decoding/models/test_latents.py"],
     "models/rebound": ["tests/decoding/models/test_known_parts.py"],
+    "models/distances": ["tests/decoding/models/test_distance_bias.py"],
+    "session/distance_bias": ["tests/decoding/models/test_distance_bias.py"],
     "session/step_attention": ["tests/decoding/test_session.py", "tests/decoding/models/test_own_forward.py"],
     "models/module_ops": [
         "tests/decoding/models/test_known_parts.py",
@@ -199,7 +201,14 @@ _PYTHON: dict[str, list[str]] = {
     "requests/grammar": _GRAMMAR,
     "requests/guides": _GRAMMAR,
     "requests/prompts": _GENERATE,
-    "models/indexed": ["tests/decoding/models/test_indexed.py", "tests/decoding/models/test_indexed_blocks.py"],
+    **{
+        f"models/{name}": [
+            "tests/decoding/models/test_indexed.py",
+            "tests/decoding/models/test_indexed_blocks.py",
+            "tests/decoding/models/test_indexed_heads.py",
+        ]
+        for name in ("indexed", "indexers")
+    },
     **{f"models/{name}": ["tests/decoding/models/test_indexed_blocks.py"] for name in ("equivalence", "ngram_layers")},
     "models/one_order": ["tests/decoding/models/test_one_order.py"],
     "models/row_attention": [

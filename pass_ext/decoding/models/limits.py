@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models import indexed, ngram_layers, states
+from pass_ext.decoding.models import distances, indexers, ngram_layers, states
+from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows
 from pass_ext.decoding.models.parts import configs_of, unwrapped
 from pass_ext.decoding.models.row_attention import scales_by_row
 from pass_ext.decoding.models.shadow import OurCall, our_call
@@ -34,7 +35,7 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
             f"{name} {lost}: pass_ext gives the model packed rows of its own making, which would leave it out; use "
             "the model's own generate, or an adapter that changes layers only, as LoRA"
         )
-    reason = indexed.unserved(unwrapped(model))
+    reason = indexers.unserved(unwrapped(model)) or distances.unserved(unwrapped(model))
     if reason is not None:
         raise ValueError(f"{name} {reason}")
     strange = sorted(kinds - states.ATTENDING - states.KINDS - _KEEP_NOTHING)
@@ -196,8 +197,8 @@ class _FirstLayer:
     def of_latents(self, layer: int, q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Tensor:
         raise _Keys(k)
 
-    def choose(self, rows: indexed.IndexRows) -> indexed.ChosenKeys:
-        return indexed.ChosenKeys(None)
+    def choose(self, rows: IndexRows) -> ChosenKeys:
+        return ChosenKeys(None)
 
     def convolution(self, place: Any, x: Tensor, *options: Any) -> Tensor:
         raise _Keys(x)

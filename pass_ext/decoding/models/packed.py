@@ -90,8 +90,15 @@ class StepAttend(Attend, Protocol):
         sinks: Tensor | None = None,
         chunk: int = -1,
         lists: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """As ``Attend``. lists: the keys of each row, as ``attention_tree`` takes key_lists; None: all that it sees."""
+        """As ``Attend``.
+
+        Args:
+            lists: the keys of each row, as ``ChosenKeys`` has them; None: all that it sees.
+            bias: ``[N, heads, distances]``, added to the logits of the keys that are 0, 1 … tokens back; without lists,
+                softcap, sinks and chunk. None: nothing is.
+        """
 
     @property
     def text_rows(self) -> int:

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.indexed import ChosenKeys, MaskOfChosen
+from pass_ext.decoding.models.distances import mixes_profiles, profiles_of
+from pass_ext.decoding.models.indexed import ChosenKeys
+from pass_ext.decoding.models.indexers import MaskOfChosen
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.shadow import OurCall, current_call
 
@@ -34,7 +36,7 @@ def attend_by_rows(shadow: Any) -> None:
         config = vars(part).get("config")
         if getattr(config, "_attn_implementation", KEY) != KEY:
             config._attn_implementation = {"": KEY}
-        argument = _cache_argument(part) if getattr(part, _SCALES, False) else None
+        argument = _cache_argument(part) if _scales(part) else None
         if argument is not None:
             part.forward = partial(_at_its_places, part.forward, argument)
 
@@ -53,6 +55,15 @@ def _register() -> None:
 _SCALES = "attn_temperature_tuning"
 """A layer with this multiplies queries by a function of their place in the text, which it takes for the number of keys in its
 cache plus the number of the row in the call."""
+_LOG_SCALES = "log_scaling_n_floor"
+"""The same in the config of a layer that adds a bias by distance, if not None."""
+
+
+def _scales(part: Any) -> bool:
+    config = vars(part).get("config")
+    return bool(getattr(part, _SCALES, False)) or (
+        mixes_profiles(part) and getattr(config, _LOG_SCALES, None) is not None
+    )
 
 
 class _RowPlaces:
@@ -64,8 +75,19 @@ class _RowPlaces:
     def get_seq_length(self, *_: Any) -> Tensor:
         return self._before
 
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, rows: int, *_: Any) -> tuple[int, int]:
+        return rows, 0
+
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return keys, values
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        """The convolutions of a call have their states elsewhere."""
+
+    def update_conv_state(self, states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return states
 
 
 def _cache_argument(module: nn.Module) -> str | None:
@@ -75,7 +97,7 @@ def _cache_argument(module: nn.Module) -> str | None:
 
 def scales_by_row(model: Any) -> bool:
     """True if layers scale queries by the number of their row in the call and take no cache to say where that is."""
-    return any(getattr(part, _SCALES, False) and _cache_argument(part) is None for part in model.modules())
+    return any(_scales(part) and _cache_argument(part) is None for part in model.modules())
 
 
 def _at_its_places(forward: Callable[..., Any], argument: str, /, *inputs: Any, **named: Any) -> Any:
@@ -247,16 +269,27 @@ def _row_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     indices: Any = None,
+    block_indices: Any = None,
+    position_bias: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """q, k, v ``[1, heads, N, D]`` -> ``[1, N, heads, D of v]``. s_aux: the sinks. indices: the keys that an indexer has
-    chosen."""
+    """q, k, v ``[1, heads, N, D]`` -> ``[1, N, heads, D of v]``. s_aux: the sinks. indices, block_indices: the keys that an
+    indexer has chosen."""
     call, rows = _call(), query.shape[2]
-    lists: dict[str, Any] = {}
+    more: dict[str, Any] = {}
     if isinstance(attention_mask, MaskOfChosen):
-        lists, attention_mask = {"lists": attention_mask.chosen.lists}, attention_mask.mask
+        more, attention_mask = {"lists": attention_mask.chosen.lists}, attention_mask.mask
+    elif isinstance(block_indices, ChosenKeys):
+        more = {"lists": block_indices.lists}
+    else:
+        others["block_indices"] = block_indices
     kept_keys = dict(enumerate(call.kept)).get(module.layer_idx, -1)  # type: ignore[call-overload]
     reach, reason = _reach(module, attention_mask, rows, sliding_window, kept_keys)
+    bias = profiles_of(module, position_bias)
+    if bias is None or more or softcap or s_aux is not None or reach.chunk >= 0:
+        others = {"position_bias": position_bias, **others}
+    else:
+        more = {"bias": bias}
     latents = vars(module).get("expand_kv")
     if not (isinstance(latents, Latents) and isinstance(indices, ChosenKeys)):
         others["indices"] = indices
@@ -271,7 +304,7 @@ def _row_attention(
         layer = call.numbers.get(layer, call.attend.layers)
     options = dict(scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
     if not isinstance(latents, Latents):
-        return call.attend(layer, q, k, v, **reach._asdict(), **options, **lists)[None], None
+        return call.attend(layer, q, k, v, **reach._asdict(), **options, **more)[None], None
     return call.attend.of_latents(layer, q, k, latents, indices, **reach._asdict(), **options)[None], None
 
 

@@ -31,7 +31,9 @@ from pass_ext.ops.state import state_commit_
 
 KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """Layers that keep a state, by the names of transformers' configs; the hybrid ones attend too."""
-ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention"})
+ATTENDING = frozenset({
+    "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "minimax_m3_sparse", "attention",
+})  # fmt: skip
 _HYBRID = frozenset({"hybrid", "hybrid_sliding"})
 
 Arguments = Mapping[str, Any]

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models import limits, states
+from pass_ext.decoding.models.distances import give_profiles
 from pass_ext.decoding.models.equivalence import MACHINE
-from pass_ext.decoding.models.indexed import choose_by_rows, index_widths
+from pass_ext.decoding.models.indexers import choose_by_rows, index_widths
 from pass_ext.decoding.models.latents import attend_by_latents, latent_layers
 from pass_ext.decoding.models.module_ops import are_few, computes_by_ops, is_plain, is_untouched, most_few_rows
 from pass_ext.decoding.models.ngram_layers import serve_ngrams
@@ -135,6 +136,7 @@ class TransformersModel(Adapted):
                 attend_by_rows(inner)
                 attend_by_latents(inner)
                 choose_by_rows(inner)
+                give_profiles(inner)
             computes_by_ops(inner, takes_rows_of_our_call)
             if self.keeps_states:
                 states.serve_states(inner)

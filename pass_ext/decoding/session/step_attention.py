@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows, chosen_keys,
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.packed import NewRows, StepAttend
 from pass_ext.decoding.models.row_attention import is_being_recorded
+from pass_ext.decoding.session.distance_bias import DistanceBias
 from pass_ext.ops.attention import MOST_VALUE_DIM, WIDTH_STEP, attention_tree, padded_widths
 from pass_ext.ops.quantize import CODE_HEADER, dequantize_rows, quantize_rows
 from pass_ext.tree import PackedTrees
@@ -33,6 +35,7 @@ class StepAttention(StepAttend):
         self._stacked: Tensor | None = None
         self.ids = ids
         self._index_keys: Tensor | None = None
+        self._lists: dict[tuple[int, int], DistanceBias] = {}
         self._header = 0 if session.cache_dtype is None else CODE_HEADER
 
     @property
@@ -59,6 +62,7 @@ class StepAttention(StepAttend):
         sinks: Tensor | None = None,
         chunk: int = -1,
         lists: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         options: dict[str, Any] = dict(
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
@@ -67,10 +71,17 @@ class StepAttention(StepAttend):
             sinks=sinks,
             chunk=chunk,
         )
-        return self._of_layer(layer, q, k, v, lists, options)
+        return self._of_layer(layer, q, k, v, lists, options, bias)
 
     def _of_layer(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, lists: Tensor | None, options: dict[str, Any]
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lists: Tensor | None,
+        options: dict[str, Any],
+        bias: Tensor | None = None,
     ) -> Tensor:
         dims = k.shape[-1], v.shape[-1]
         widths = padded_widths(*dims, q.device)
@@ -81,7 +92,12 @@ class StepAttention(StepAttend):
         self._keep(layer, k, v, dims, options, is_shared=is_shared)
         keys, values = self._session.caches[layer]
         width = self._header + widths[0]
-        out = self._attended(q, keys[..., :width], values, k[..., :width], v, key_lists=lists, **options)
+        if bias is None:
+            out = self._attended(q, keys[..., :width], values, k[..., :width], v, key_lists=lists, **options)
+        else:
+            distances = self._distances(bias.shape[-1], options["window"])
+            attention = partial(self._attention, **options)
+            out = distances.attend(attention, q, bias, (keys, values), (k, v), options["scale"])
         return out[..., : dims[1]].contiguous()  # models call view() on it
 
     def choose(self, rows: IndexRows) -> ChosenKeys:
@@ -175,15 +191,47 @@ class StepAttention(StepAttend):
         self.options.append(options)
 
     def _attended(
-        self, q: Tensor, keys: Tensor, values: Tensor, k: Tensor | None, v: Tensor | None, **options: Any
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        *,
+        key_lists: Tensor | None = None,
+        **options: Any,
     ) -> Tensor:
-        trees = self._trees
+        if key_lists is not None and key_lists.dim() == 3 and k is not None and v is not None:
+            of_lists = zip(
+                key_lists.unbind(1), *(x.chunk(key_lists.shape[1], -2) for x in (q, keys, values, k, v)), strict=True
+            )
+            return torch.cat([self._attended(*heads, key_lists=own, **options) for own, *heads in of_lists], 1)
+        return self._attention(q, keys, values, k, v, key_lists=key_lists, **options)[0]
+
+    def _attention(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        prefix_lens: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """``attention_tree`` of the call."""
+        trees, lens = self._trees, self._session.prefix_lens if prefix_lens is None else prefix_lens
         depths = trees.depths if max(options["window"], options["chunk"]) >= 0 else None
-        out, _ = attention_tree(
-            q, keys, values, self._session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes, k_new=k, v_new=v,
-            depths=depths, batch_invariant=self.batch_invariant, **options,
+        return attention_tree(
+            q, keys, values, lens, trees.cu_nodes, trees.visible, trees.max_nodes, k_new=k, v_new=v, depths=depths,
+            batch_invariant=self.batch_invariant, **options,
         )  # fmt: skip
-        return out
+
+    def _distances(self, count: int, window: int) -> DistanceBias:
+        """The lists for biases of so many distances, which layers with the same window share."""
+        if (count, window) not in self._lists:
+            room = self._session.caches[self.layers - 1][0].shape[1]
+            self._lists[count, window] = DistanceBias(self._trees, self._session.prefix_lens, room, count, window)
+        return self._lists[count, window]
 
     def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
         session, trees = self._session, self._trees

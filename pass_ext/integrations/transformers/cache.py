@@ -63,6 +63,23 @@ def write_cache(cache: Any, layer: int, keys: Tensor, values: Tensor) -> None:
             target.cumulative_length.fill_(length)
 
 
+def read_index_keys(cache: Any, index: int) -> Tensor:
+    """The keys ``[B, S, D]`` of the indexer of a layer."""
+    layer = cache.layers[index]
+    keys: Tensor = layer.idx_keys[:, 0] if hasattr(layer, "idx_keys") else layer.indexer_keys
+    return keys
+
+
+def write_index_keys(cache: Any, index: int, keys: Tensor) -> None:
+    """Replaces the keys of the indexer of a layer."""
+    layer = cache.layers[index]
+    if hasattr(layer, "idx_keys"):
+        layer.idx_keys = keys[:, None]
+    else:
+        layer.lazy_initialization_indexer(keys)
+        layer.indexer_keys = keys
+
+
 def read_states(cache: Any, places: Sequence[StatePlace]) -> list[Tensor]:
     """The states at these places of a cache, as ``pass_ext`` has them: ``[B, ...]``."""
     states = []
@@ -96,7 +113,6 @@ def _initialize(layer: Any, keys: Tensor, values: Tensor) -> None:
 
 def _layer(cache: Any, index: int) -> Any:
     """A full-attention layer of a cache that holds plain tensors on the model's device; raises for other caches."""
-    from transformers import cache_utils
     from transformers.cache_utils import DynamicLayer, StaticLayer
 
     if not hasattr(cache, "layers"):
@@ -106,14 +122,21 @@ def _layer(cache: Any, index: int) -> Any:
     if index >= len(cache.layers):
         raise ValueError(f"this {type(cache).__name__} has {len(cache.layers)} layers so far, got layer {index}")
     layer = cache.layers[index]
-    indexed = getattr(cache_utils, "DynamicIndexedLayer", DynamicLayer)  # has an indexer's keys beside
-    kinds = (DynamicLayer, StaticLayer, indexed, *_hybrid_layers())
+    kinds = (DynamicLayer, StaticLayer, *indexed_layers(), *_hybrid_layers())
     if type(layer) not in kinds:
         raise ValueError(
             f"layer {index} of this {type(cache).__name__} is a {type(layer).__name__}; only DynamicLayer and StaticLayer, "
             "which hold all keys and values unchanged, can be read and written"
         )
     return layer
+
+
+def indexed_layers() -> list[type]:
+    """Layers with keys, values and the keys of an indexer."""
+    from transformers import cache_utils
+
+    registered = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", {}).get("minimax_m3_sparse")
+    return [x for x in (getattr(cache_utils, "DynamicIndexedLayer", None), registered) if x is not None]
 
 
 def _hybrid_layers() -> list[type]:

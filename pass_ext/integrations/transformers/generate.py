@@ -17,7 +17,8 @@ from pass_ext.decoding.drafting.drafter import DraftingMethod
 from pass_ext.decoding.generation import Generation, generate
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.early_exit import packed_model
-from pass_ext.decoding.models.indexed import chooses_blocks, index_widths, split_index_keys, with_index_keys
+from pass_ext.decoding.models.indexed import split_index_keys, with_index_keys
+from pass_ext.decoding.models.indexers import index_widths, keeps_positions
 from pass_ext.decoding.models.latents import latent_layers
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.parts import cache_name, given_cache, unwrapped
@@ -26,7 +27,16 @@ from pass_ext.decoding.requests.processors import NodeProcessor
 from pass_ext.decoding.session.session import Past, Session
 from pass_ext.decoding.stats import GenerationStats
 from pass_ext.integrations.grammar import grammars_of
-from pass_ext.integrations.transformers.cache import cache_length, read_cache, read_states, write_cache, write_states
+from pass_ext.integrations.transformers.cache import (
+    cache_length,
+    indexed_layers,
+    read_cache,
+    read_index_keys,
+    read_states,
+    write_cache,
+    write_index_keys,
+    write_states,
+)
 from pass_ext.integrations.transformers.processors import NodeCriteria, NotedRows, sampling_parameters, step_scores
 
 _DROPPED = ("streamer", "assistant_model", "synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask")
@@ -43,7 +53,7 @@ _ASSISTED = {
     "use_mtp": "custom_generate(pass_ext.PaSS(slots))",
 }
 _REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
-_FULL_LAYERS = ("DynamicLayer", "StaticLayer", "DynamicIndexedLayer")
+_FULL_LAYERS = ("DynamicLayer", "StaticLayer")
 _SLIDING_LAYERS = (
     "DynamicSlidingWindowLayer",
     "StaticSlidingWindowLayer",
@@ -315,9 +325,10 @@ def _must_be_filled(cache: Any, columns: int, config: Any, is_writable: bool) ->
             "custom_generate: past_key_values must be a DynamicCache or StaticCache itself (keys and values do not go through "
             f"update), without offloading, got {type(cache).__name__}"
         )
+    names = (*_FULL_LAYERS, *_SLIDING_LAYERS, *_STATE_LAYERS)
+    known = [*indexed_layers(), *(getattr(cache_utils, name, None) for name in names)]
     for layer in cache.layers:
-        known = (*_FULL_LAYERS, *_SLIDING_LAYERS, *_STATE_LAYERS)
-        if type(layer) not in [getattr(cache_utils, name, None) for name in known]:
+        if type(layer) not in known:
             raise ValueError(f"custom_generate: a cache of {type(layer).__name__} is not supported; use a DynamicCache")
         room = getattr(layer, "max_cache_len", columns)
         if type(layer).__name__ == "StaticLayer" and room < columns:
@@ -382,7 +393,7 @@ def _past_layers(
         if layer in latents:  # theirs are latents and rotated keys
             keys = torch.cat((keys, values), -1)
         if layer in indexers:
-            of_indexer = _gathered(cache.layers[layer].indexer_keys, columns)
+            of_indexer = _gathered(read_index_keys(cache, layer), columns)
             keys = with_index_keys(keys, of_indexer.unflatten(2, (keys.shape[2], -1)))
         if layer in latents:
             values = keys[..., : latents[layer][0]]
@@ -406,7 +417,11 @@ def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> A
 
         if session.states or indexers:
             for layer in attending:
-                cache.layers[layer] = cache_utils.DynamicIndexedLayer() if layer in indexers else DynamicLayer()
+                states = getattr(cache.layers[layer], "number_of_states", 0)
+                if states:
+                    cache.layers[layer] = cache_utils.LinearAttentionAndFullAttentionLayer(states)
+                else:
+                    cache.layers[layer] = cache_utils.DynamicIndexedLayer() if layer in indexers else DynamicLayer()
         else:
             cache = DynamicCache()
     write_states(cache, session.state_places, session.states)
@@ -422,9 +437,8 @@ def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> A
         if layer in indexers:
             _, of_indexer = split_index_keys(tensors[0], indexers[layer], tensors[0].dtype)
             of_indexer = _gathered(of_indexer, rows).flatten(2)
-            cache.layers[layer].lazy_initialization_indexer(of_indexer)
-            cache.layers[layer].indexer_keys = of_indexer
-            if layer == min(indexers) and chooses_blocks(inner):
+            write_index_keys(cache, layer, of_indexer)
+            if layer == min(indexers) and keeps_positions(inner):
                 cache.layers[layer].indexer_position_ids = rows.expand(3, -1, -1)
     return cache
 
