@@ -447,6 +447,10 @@ def test_long_prompts_over_codes(most, monkeypatch):
 # ---- on a GPU ----
 
 
+def widths_on_a_gpu(keys, values, device, *, in_codes):
+    return padded_widths(keys, values, torch.device("cuda"), in_codes=in_codes)
+
+
 @pytest.mark.parametrize("codes", [None, torch.int8], ids=str)
 @pytest.mark.usefixtures("one_thread")
 def test_kernels_and_widths_of_a_gpu_on_the_emulator(codes, monkeypatch):
@@ -456,7 +460,7 @@ def test_kernels_and_widths_of_a_gpu_on_the_emulator(codes, monkeypatch):
     options = dict(max_new_tokens=6, attention_mask=mask, eos_token_id=[])
     want = generate(model, ids, session=Session(model, cache_dtype=codes), **options).sequences
     for module in (sessions, step_attention):
-        monkeypatch.setattr(module, "padded_widths", lambda *dims: padded_widths(*dims[:2], torch.device("cuda")))
+        monkeypatch.setattr(module, "padded_widths", widths_on_a_gpu)
     lists = set()
 
     def noted(*arguments):
