@@ -37,7 +37,7 @@ PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, const S
           visible_keys<Shape::kHasChunks>(problem, segment.request, (segment.first_row + row) / problem.group, first);
     sync_block();
 #pragma unroll 1
-    for (int column = static_cast<int>(thread_rank()); column < value_dim_of<Shape>(problem);
+    for (int column = static_cast<int>(thread_rank()); column < value_dim_of<Shape::kIsOneWidth>(problem);
          column += kAttentionThreads) {
       uint64_t non_finite = 0;  // keys whose value in this column is not finite
 #pragma unroll 8
@@ -138,11 +138,10 @@ PASS_EXT_DEVICE bool attend(const AttentionProblem& problem, const SharedWork& w
 template <typename Shape>
 PASS_EXT_DEVICE void write_unowned_rows(const AttentionProblem& problem) {
   using T = typename Shape::T;
-  const int32_t dim = value_dim_of<Shape>(problem);
   const int64_t grid = grid_size().x, block = block_index().x;
   const auto clear_row = [&](int64_t row) {
-    T* const out = static_cast<T*>(problem.out) + row * problem.heads * dim;
-    const int64_t elements = int64_t{problem.heads} * dim;
+    T* const out = static_cast<T*>(problem.out) + row * problem.heads * value_dim_of<Shape::kIsOneWidth>(problem);
+    const int64_t elements = int64_t{problem.heads} * value_dim_of<Shape::kIsOneWidth>(problem);
     for (int64_t i = 8 * thread_rank(); i < elements; i += 8 * kAttentionThreads) store16(out + i, Bytes16{});
     for (int64_t i = thread_rank(); i < problem.heads; i += kAttentionThreads)
       problem.lse[row * problem.heads + i] = float_of(0xff800000u);

@@ -99,8 +99,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kCombineThreads, kCombineResident)
     if (thread < Scratch::kColumns) {
       RowSum sum;
       sum.template add<kDim, 4>(0, Scratch::kGroups, 1, column, [&](int place) { return scratch.lines[place]; });
-      sum.template write<T>(problem, problem.head_dim,
-                            row_offset(problem, tile.first_node, tile.head, tile.first_row + row), column);
+      sum.template write<T>(problem, row_offset(problem, tile.first_node, tile.head, tile.first_row + row), column);
     }
   }
 }

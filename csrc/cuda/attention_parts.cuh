@@ -69,13 +69,13 @@ struct RowSum {
     if (column == 0) store_totals(part_row, dim, totals);
   }
 
-  // Writes the columns of row `index` of out, which has `dim` of them, and with the first its lse.
-  template <typename T>
-  PASS_EXT_DEVICE void write(const AttentionProblem& problem, int32_t dim, int64_t index, int column) const {
+  // Writes the columns of row `index` of out, and with the first of them its lse.
+  template <typename T, bool is_one_width = true>
+  PASS_EXT_DEVICE void write(const AttentionProblem& problem, int64_t index, int column) const {
     if (column == 0) problem.lse[index] = log_of_total(totals.maximum, totals.exact);
-    if (column >= dim) return;
+    if (column >= value_dim_of<is_one_width>(problem)) return;
     const float factor = totals.rounded == 0.0f ? 0.0f : 1.0f / totals.rounded;
-    T* const to = static_cast<T*>(problem.out) + index * dim + column;
+    T* const to = static_cast<T*>(problem.out) + index * value_dim_of<is_one_width>(problem) + column;
     *reinterpret_cast<uint64_t*>(to) = pack2<T>(columns[0] * factor, columns[1] * factor) |
                                        uint64_t{pack2<T>(columns[2] * factor, columns[3] * factor)} << 32;
   }
@@ -105,8 +105,8 @@ PASS_EXT_DEVICE void merge_warps(const AttentionProblem& problem, const Segment&
       if (part != nullptr)
         sums[i].store(part + row * Shape::kPartStride, Shape::kValueDim, column);
       else
-        sums[i].template write<typename Shape::T>(problem, value_dim_of<Shape>(problem),
-                                                  row_offset(problem, segment, row), column);
+        sums[i].template write<typename Shape::T, Shape::kIsOneWidth>(problem, row_offset(problem, segment, row),
+                                                                      column);
     }
   }
 }

@@ -70,9 +70,9 @@ template <typename Element, int row_warps>
 struct TwoWidthsShape : TileShape<Element, kWideKeyDim, kNarrowValueDim, row_warps> {};
 
 // The width of values and results of the problem. With one width kernels read one field.
-template <typename Shape>
+template <bool is_one_width>
 PASS_EXT_DEVICE int32_t value_dim_of(const AttentionProblem& problem) {
-  return Shape::kIsOneWidth ? problem.head_dim : problem.value_dim;
+  return is_one_width ? problem.head_dim : problem.value_dim;
 }
 
 // The same for problems with chunks (AttentionProblem::chunk), whose kernels others do without.
