@@ -17,6 +17,8 @@ from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Session
 from pass_ext.decoding.models import indexed
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.parts import cache_name
+from pass_ext.decoding.session import session as sessions
+from pass_ext.decoding.session import step_attention
 from pass_ext.integrations.transformers.processors import NotedRows
 from pass_ext.layers import dequantize_rows, quantize_rows
 from pass_ext.ops.quantize import CODE_HEADER, MOST_OF_CODES
