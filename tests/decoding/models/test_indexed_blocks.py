@@ -7,11 +7,13 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from emulator.ops import KERNELS
 from support.generation import greedy_of_transformers, methods_for, slots_for
+from support.gpu_widths import use_widths_of_a_gpu
 from support.small_models import prompts, ragged_prompts
 
 from benchmarks.architectures.models import tiny_model
-from pass_ext import NGram, PaSS, Plain, Session, Tree, generate, pack_trees
+from pass_ext import NGram, PaSS, Plain, Session, Tree, generate, pack_trees, testing
 from pass_ext.decoding.models import indexed
 from pass_ext.integrations.transformers.processors import NotedRows
 from pass_ext.testing import assert_same_bits
@@ -313,3 +315,22 @@ def test_layers_of_each_size_are_compared():
         generate(with_class(tiny_model(NAME), Sized), ids, max_new_tokens=2)
         with pytest.raises(ValueError, match="in Sized, which computes something else"):
             generate(with_class(tiny_model(NAME, ngram_size=4, ple_embed_dim=36), Sized), ids, max_new_tokens=2)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_kernels_and_widths_of_a_gpu_on_the_emulator(model, monkeypatch):
+    ids, mask = ragged_prompts(2, longest=9)
+    options = dict(max_new_tokens=6, attention_mask=mask, eos_token_id=[])
+    want = generate(model, ids, **options).sequences
+    use_widths_of_a_gpu(monkeypatch)
+    lists = set()
+
+    def noted(*arguments):
+        *_, key_lists, _ = arguments
+        lists.add(key_lists is not None)
+        return KERNELS["attention_tree"](*arguments)
+
+    with testing.rerouted_backend("emulated", KERNELS | {"attention_tree": noted}).active():
+        for method in (Plain(), NGram(shortest=1, tokens=3)):
+            assert torch.equal(generate(model, ids, method, **options).sequences, want), method
+    assert True in lists
