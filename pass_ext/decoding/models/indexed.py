@@ -257,7 +257,7 @@ def _indexers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Layers' attention, and the indexers of these."""
     for part in model.modules():
         indexer = part._modules.get("indexer")
-        if indexer is not None:
+        if indexer is not None and not hasattr(part, "compress_rate"):  # compressed.py has those of compressors
             yield part, indexer
 
 
@@ -333,19 +333,19 @@ def _chooses_blocks_alike(indexer: Any) -> bool:
     return not bool((differ & (best - second > 1e-4 * float(best.max()))).any())
 
 
-# ---- an indexer's keys in a cache ----
+# ---- behind the keys in a cache ----
 
 
-def with_index_keys(rows: Tensor, of_indexer: Tensor) -> Tensor:
-    """Rows of keys ``[..., D]``, padded to a multiple of 16 numbers, or of their codes; and behind them the keys of an indexer
-    ``[..., d]`` as they are, whatever the dtype of the rows: rounded keys would choose other tokens."""
-    rows, behind = functional.pad(rows, (0, _padding(rows.shape[-1]))), _padding(of_indexer.shape[-1])
-    parts = rows, functional.pad(of_indexer, (behind, 0))
+def with_behind(rows: Tensor, behind: Tensor) -> Tensor:
+    """Rows of keys ``[..., D]``, padded to a multiple of 16 numbers, or of their codes; and behind them other numbers
+    ``[..., d]``, as the keys of an indexer, as they are, whatever the dtype of the rows: rounded keys would choose other tokens."""
+    rows, front = functional.pad(rows, (0, _padding(rows.shape[-1]))), _padding(behind.shape[-1])
+    parts = rows, functional.pad(behind, (front, 0))
     return torch.cat([x.view(torch.uint8) for x in parts], -1).view(rows.dtype)
 
 
-def split_index_keys(rows: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What ``with_index_keys`` has joined, as views: the rows without the keys of an indexer, and these, ``[..., count]``."""
+def split_behind(rows: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What ``with_behind`` has joined, as views: the rows without the numbers behind, and these, ``[..., count]``."""
     numbers, size = rows.view(torch.uint8), dtype.itemsize
     front = numbers[..., : -(count + _padding(count)) * size]
     return front.view(rows.dtype), numbers[..., -count * size :].view(dtype)
@@ -384,21 +384,25 @@ def chosen_keys(
         sees = trees.visible[mine, numbers // 64] >> numbers % 64 & 1 == 1
         part = rows._replace(q=rows.q[mine], keys=rows.keys[mine], weights=rows.weights[mine])
         if rows.blocks is None:
-            parts.append(_lists(part, keys, sees, prefix))
+            parts.append(lists_by_scores(part, keys, sees, prefix))
         else:
             parents, depths = trees.parents[mine].long(), trees.depths[mine].long()
             parts.append(_lists_of_blocks(part, rows.blocks, keys, sees, prefix, parents, depths))
-    lists = parts[0].new_full((len(rows.q), max(part.shape[1] for part in parts)), -1)
-    first = bounds[0]
+    return ChosenKeys(joined_lists(parts, bounds[0], len(rows.q)))
+
+
+def joined_lists(parts: list[Tensor], first: int, rows: int) -> Tensor:
+    """The lists of all rows of a call: of each request's, which begin with row ``first``."""
+    lists = parts[0].new_full((rows, max(part.shape[1] for part in parts)), -1)
     for some in parts:
         lists[first : first + len(some), : some.shape[1]] = some
         first += len(some)
-    return ChosenKeys(lists)
+    return lists
 
 
-def _lists(rows: IndexRows, keys: Tensor, sees: Tensor, prefix: int) -> Tensor:
+def lists_by_scores(rows: IndexRows, keys: Tensor, sees: Tensor, prefix: int) -> Tensor:
     """The keys of some rows of one request, ascending, then -1: ``[n, at most most]``. keys: ``[T, D]`` of its text and rows;
-    sees: ``[n, n]``, the rows that each row sees."""
+    sees: ``[n, T - prefix]``, which of the keys after the prefix each row sees."""
     count, heads, numbers = len(rows.q), rows.q.shape[1], keys.float()
     step = max(1, _MOST_PRODUCTS // (heads * len(keys)))
     most = min(rows.most, len(keys))
@@ -419,7 +423,7 @@ def _lists(rows: IndexRows, keys: Tensor, sees: Tensor, prefix: int) -> Tensor:
 def _lists_of_blocks(
     rows: IndexRows, blocks: Blocks, keys: Tensor, sees: Tensor, prefix: int, parents: Tensor, depths: Tensor
 ) -> Tensor:
-    """As ``_lists``, of the tokens of the chosen blocks and those after the last block of each row's text. parents, depths:
+    """As ``lists_by_scores``, of the tokens of the chosen blocks and those after the last block of each row's text. parents, depths:
     ``[n]``, of the rows."""
     size, beyond = blocks.size, len(keys)
     newest = prefix + torch.arange(len(parents), device=keys.device)
@@ -435,7 +439,7 @@ def _lists_of_blocks(
     is_after = torch.arange(size, device=keys.device) >= size - lengths[:, None] % size
     found = [paths.masked_fill(~is_after, beyond)]
     if len(tokens):
-        chosen = _lists(rows, blocks.keys(keys[tokens], firsts), sees[:, ends], len(of_text))
+        chosen = lists_by_scores(rows, blocks.keys(keys[tokens], firsts), sees[:, ends], len(of_text))
         found.append(tokens[chosen.long()].masked_fill((chosen < 0)[..., None], beyond).flatten(1))
     lists = torch.cat(found, 1).sort(1).values
     return lists.masked_fill(lists == beyond, -1).int()

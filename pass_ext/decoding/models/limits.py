@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models import indexed, ngram_layers, states
+from pass_ext.decoding.models import compressed, indexed, ngram_layers, states
 from pass_ext.decoding.models.parts import configs_of, unwrapped
 from pass_ext.decoding.models.row_attention import scales_by_row
 from pass_ext.decoding.models.shadow import OurCall, our_call
@@ -34,7 +34,7 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
             f"{name} {lost}: pass_ext gives the model packed rows of its own making, which would leave it out; use "
             "the model's own generate, or an adapter that changes layers only, as LoRA"
         )
-    reason = indexed.unserved(unwrapped(model))
+    reason = indexed.unserved(unwrapped(model)) or compressed.unserved(unwrapped(model))
     if reason is not None:
         raise ValueError(f"{name} {reason}")
     strange = sorted(kinds - states.ATTENDING - states.KINDS - _KEEP_NOTHING)
@@ -198,6 +198,9 @@ class _FirstLayer:
 
     def choose(self, rows: indexed.IndexRows) -> indexed.ChosenKeys:
         return indexed.ChosenKeys(None)
+
+    def compress(self, rows: compressed.CompressedRows) -> None:
+        pass
 
     def convolution(self, place: Any, x: Tensor, *options: Any) -> Tensor:
         raise _Keys(x)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows, chosen_keys, split_index_keys, with_index_keys
+from pass_ext.decoding.models.compressed import CallEntries, CompressedRows
+from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows, chosen_keys, split_behind, with_behind
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.packed import NewRows, StepAttend
 from pass_ext.decoding.models.row_attention import is_being_recorded
-from pass_ext.ops.attention import MOST_VALUE_DIM, WIDTH_STEP, attention_tree, padded_widths
+from pass_ext.ops.attention import MOST_VALUE_DIM, WIDTH_STEP, attention_merge, attention_tree, padded_widths
 from pass_ext.ops.quantize import CODE_HEADER, dequantize_rows, quantize_rows
 from pass_ext.tree import PackedTrees
 
@@ -32,7 +33,9 @@ class StepAttention(StepAttend):
         self._new: list[Tensor] = []
         self._stacked: Tensor | None = None
         self.ids = ids
-        self._index_keys: Tensor | None = None
+        self._behind: Tensor | None = None  # the next layer's keys
+        self._entries: tuple[Tensor, Tensor] | None = None  # and what it attends to beside them: what lies behind, and lists
+        self._call_entries = CallEntries(session.prefix_lens, trees)
         self._header = 0 if session.cache_dtype is None else CODE_HEADER
 
     @property
@@ -77,12 +80,27 @@ class StepAttention(StepAttend):
         is_shared = is_front(v, k)
         q, k = padded(q, widths[0]), padded(k, widths[0])
         v = k[..., : widths[1]] if is_shared else padded(v, widths[1])
+        entries, self._entries = self._entries, None
         k, v = self._stored(k, v, is_shared=is_shared)
         self._keep(layer, k, v, dims, options, is_shared=is_shared)
         keys, values = self._session.caches[layer]
         width = self._header + widths[0]
-        out = self._attended(q, keys[..., :width], values, k[..., :width], v, key_lists=lists, **options)
-        return out[..., : dims[1]].contiguous()  # models call view() on it
+        if entries is not None:
+            options, sinks = {**options, "sinks": None}, options["sinks"]
+        out, lse = self._attended(q, keys[..., :width], values, k[..., :width], v, key_lists=lists, **options)
+        out = out[..., : dims[1]].contiguous()  # models call view() on it
+        if entries is None:
+            return out
+        beside = self._of_entries(q[..., : dims[1]].contiguous(), keys, *entries, **options)
+        return attention_merge(out, lse, *beside, sinks=sinks)[0]
+
+    def _of_entries(
+        self, q: Tensor, keys: Tensor, behind: Tensor, lists: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of queries ``[N, heads, D]`` to the listed entries, which begin what lies behind the keys of one head."""
+        _, held = split_behind(keys, behind.shape[1], behind.dtype)
+        cached, new = (x[..., : q.shape[2]] for x in (held, behind[:, None]))
+        return self._attended(q, cached, cached, new, new, key_lists=lists, **{**options, "window": -1, "chunk": -1})
 
     def choose(self, rows: IndexRows) -> ChosenKeys:
         session, trees, held = self._session, self._trees, None
@@ -93,10 +111,31 @@ class StepAttention(StepAttend):
         keys = rows.keys.to(session.model.table.dtype)
         if not self.is_first:
             cached = session.caches[self.layers][0]
-            _, held = split_index_keys(cached, keys.shape[-1] // cached.shape[2], keys.dtype)
-        self._index_keys = keys
+            _, held = split_behind(cached, keys.shape[-1] // cached.shape[2], keys.dtype)
+        self._behind = keys
         rows = rows._replace(keys=keys)
         return chosen_keys(rows, held, session.prefix_lens, trees, self._tokens())
+
+    def compress(self, rows: CompressedRows) -> None:
+        session, held, dtype = self._session, None, self._session.model.table.dtype
+        if is_being_recorded(rows.sources):
+            raise RuntimeError(
+                f"{session.model.name}: the windows that its compressors close depend on the lengths of the texts, which the "
+                "host reads"
+            )
+        if session.cache_dtype is not None:
+            raise ValueError(
+                f"{session.model.name}: Session(cache_dtype=None) alone decodes this model: what its compressors keep of a text "
+                "is made into entries later, so it cannot lie in the cache in 8 bits"
+            )
+        # Entries are made of what the cache will hold.
+        rows = rows._replace(sources=rows.sources.to(dtype))
+        if rows.index is not None:
+            rows = rows._replace(index=rows.index._replace(keys=rows.index.keys.to(dtype)))
+        if not self.is_first:
+            width = session.model.widths_behind[self.layers]
+            held = split_behind(session.caches[self.layers][0], width, dtype)[1][:, :, 0]
+        self._entries = self._behind, _ = self._call_entries.of_layer(rows, held)
 
     def of_latents(
         self, layer: int, q: Tensor, k: Tensor, latents: Latents, chosen: ChosenKeys | None = None, **options: Any
@@ -126,14 +165,14 @@ class StepAttention(StepAttend):
         all_keys, all_values = (
             x.expand(session.requests, -1, -1, -1) for x in (keys, values)
         )  # one request reads them
-        return self._attended(q, all_keys, all_values, None, None, **options)[..., : dims[1]].contiguous()
+        return self._attended(q, all_keys, all_values, None, None, **options)[0][..., : dims[1]].contiguous()
 
     def _requests(self) -> list[int]:
         """Those that have rows."""
         return self._trees.cu_nodes.diff().nonzero().flatten().tolist()
 
     def _stored(self, k: Tensor, v: Tensor, *, is_shared: bool) -> tuple[Tensor, Tensor]:
-        """Padded keys and values as the caches have them, an indexer's keys behind the layer's. is_shared: values are the first
+        """Padded keys and values as the caches have them, what an indexer or a compressor keeps behind the keys. is_shared: values are the first
         numbers of keys."""
         dtype, width = self._session.cache_dtype, self._header + v.shape[-1]
         if dtype is None:
@@ -144,9 +183,9 @@ class StepAttention(StepAttend):
             k, v = quantize_rows(torch.stack((k, v)), dtype)
         else:
             k, v = quantize_rows(k, dtype), quantize_rows(v, dtype)
-        if self._index_keys is not None:
-            k = with_index_keys(k, self._index_keys.unflatten(1, (k.shape[1], -1)))
-            self._index_keys = None
+        if self._behind is not None:
+            k = with_behind(k, self._behind.unflatten(1, (k.shape[1], -1)))
+            self._behind = None
         return k, k[..., :width] if is_shared else v
 
     def _keep(
@@ -176,14 +215,13 @@ class StepAttention(StepAttend):
 
     def _attended(
         self, q: Tensor, keys: Tensor, values: Tensor, k: Tensor | None, v: Tensor | None, **options: Any
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         trees = self._trees
         depths = trees.depths if max(options["window"], options["chunk"]) >= 0 else None
-        out, _ = attention_tree(
+        return attention_tree(
             q, keys, values, self._session.prefix_lens, trees.cu_nodes, trees.visible, trees.max_nodes, k_new=k, v_new=v,
             depths=depths, batch_invariant=self.batch_invariant, **options,
         )  # fmt: skip
-        return out
 
     def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
         session, trees = self._session, self._trees
