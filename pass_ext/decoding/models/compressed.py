@@ -310,7 +310,7 @@ def _sums(made: Compression, sources: Tensor, is_before: Tensor) -> Tensor:
         kv, gate = sources[:, token, 2 * series * dim : 2 * (series + 1) * dim].split(dim, 1)
         bias = made.bias[token % rate, (made.series - 1 - series) * dim :][:dim]
         gates.append((gate + bias).float().masked_fill(is_before[:, token, None], -torch.inf))
-        kvs.append(kv)
+        kvs.append(kv.masked_fill(is_before[:, token, None], 0))
     most = torch.stack(gates).amax(0)
     weights = [(gate - most).exp() for gate in gates]
     total = weights[0]
