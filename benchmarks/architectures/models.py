@@ -102,7 +102,10 @@ _DEEPSEEK4 = dict(
     num_hidden_layers=3,
     layer_types=["compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"],
     mlp_layer_types=["hash_moe", "moe", "hash_moe"],
-    compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 3},  # several windows in each text
+    compress_rates={
+        "compressed_sparse_attention": 2,
+        "heavily_compressed_attention": 3,
+    },  # several windows in each text
     index_topk=2,
     num_key_value_heads=1,
     partial_rotary_factor=0.5,

@@ -1,7 +1,7 @@
 """Attention to compressed entries beside a window (DeepSeek-V4), in a model's shadow.
 
-A compressor makes one entry, a key that is its own value, of each whole window of ``rate`` tokens: with kv and gate, products of
-a token's hidden row, its sources,
+A compressor makes one entry, a key that is its own value, of each whole window of ``rate`` tokens. With kv and gate, products
+of a token's hidden row, its sources,
 
     entry = rotated(norm(sum over the window of softmax(gate + bias) * kv))
 
@@ -10,8 +10,8 @@ and the first series of the window before. A row sees its own window of keys and
 closed, or of these the ``index_topk`` that an indexer chooses, whose keys another compressor makes of the same windows.
 
 Each row keeps, behind its key in the cache, its sources; a token that closes a window has the entry in place of its last kv,
-which no other window needs. So a row of a tree that closes a window makes the entry of the last tokens of its own path, from the
-cache and from the rows of the call, and entries are committed as rows are. Each is added up in one order.
+which no other window needs. So a row of a tree that closes a window makes the entry of the last tokens of its own path, from
+the cache and from the rows of the call, and entries are committed as rows are. Each is added up in one order.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class CompressedRows(NamedTuple):
     """``[N, series * 2 * D]``."""
     of_keys: Compression | None = None
     """Of the indexer's keys; None: rows see all entries."""
-    index: IndexRows | None = None
+    indexed: IndexRows | None = None
     """What the indexer makes; its keys are their sources."""
 
 
@@ -106,7 +106,7 @@ def rows_of(compressor: Any, hidden: Tensor, queries: Tensor, positions: Tensor)
     weights = scorer.weights_proj(hidden)[0].float() * scorer.weights_scaling
     sources = _sources(indexer, hidden, _series(indexer))
     index = IndexRows(q, sources, weights, scorer.softmax_scale, indexer.index_topk)
-    return rows._replace(of_keys=_compression(indexer, _series(indexer)), index=index)
+    return rows._replace(of_keys=_compression(indexer, _series(indexer)), indexed=index)
 
 
 def _series(part: Any) -> int:
@@ -203,17 +203,17 @@ class CallEntries:
         self._all: dict[int, Tensor] = {}
 
     def of_layer(self, rows: CompressedRows, held: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What lies behind the keys of the rows ``[N, d]``, which begins with entries and sources, and the entries that each row
-        attends to, as ``attention_tree`` takes key_lists.
+        """What lies behind the keys of the rows ``[N, d]``, which begins with entries, and the entries that each row attends
+        to, as ``attention_tree`` takes key_lists.
 
         held: ``[B, S, d]``, what lies behind the keys in the cache; None: there are none yet.
         """
-        widths = rows.sources.shape[1], 0 if rows.index is None else rows.index.keys.shape[1]
+        widths = rows.sources.shape[1], 0 if rows.indexed is None else rows.indexed.keys.shape[1]
         of_entries, of_keys = (None, None) if held is None else held.split(widths, 2)
         behind = self._with_entries(rows.of_entries, rows.sources, of_entries)
-        if rows.of_keys is None or rows.index is None:
+        if rows.of_keys is None or rows.indexed is None:
             return behind, self._lists_of_all(rows.of_entries.rate)
-        keys = self._with_entries(rows.of_keys, rows.index.keys, of_keys)
+        keys = self._with_entries(rows.of_keys, rows.indexed.keys, of_keys)
         return torch.cat((behind, keys), 1), self._chosen(rows, keys, of_keys)
 
     def _with_entries(self, made: Compression, sources: Tensor, held: Tensor | None) -> Tensor:
@@ -246,7 +246,9 @@ class CallEntries:
                 of_text = torch.arange(rate - 1, max(prefix, rate - 1), rate, device=trees.cu_nodes.device)
                 nodes = ((prefix + trees.depths[mine] + 1) % rate == 0).nonzero()[:, 0]
                 sees = trees.visible[mine][:, nodes // 64] >> nodes % 64 & 1 == 1
-                found.append((torch.cat((of_text, prefix + nodes)), functional.pad(sees, (len(of_text), 0), value=True)))
+                found.append(
+                    (torch.cat((of_text, prefix + nodes)), functional.pad(sees, (len(of_text), 0), value=True))
+                )
             self._seen[rate] = found
         return self._seen[rate]
 
@@ -260,8 +262,8 @@ class CallEntries:
 
     def _chosen(self, rows: CompressedRows, keys: Tensor, held: Tensor | None) -> Tensor:
         """Of the entries that an indexer chooses. keys: ``[N, d]``, with those of the rows that close windows in front."""
-        assert rows.index is not None and rows.of_keys is not None
-        made, index, seen = rows.of_keys, rows.index, self._seen_of(rows.of_entries.rate)
+        assert rows.indexed is not None and rows.of_keys is not None
+        made, index, seen = rows.of_keys, rows.indexed, self._seen_of(rows.of_entries.rate)
         if all(len(entries) <= index.most for entries, _ in seen):
             return self._lists_of_all(rows.of_entries.rate)
         parts, first = [], 0
@@ -334,7 +336,11 @@ def _is_right(compressor: Any) -> bool:
     if indexer is not None:
         own._modules = {**compressor._modules, "indexer": copy.copy(indexer)}
         own.indexer.index_topk = 1
-    generator, like, count = torch.Generator().manual_seed(0), compressor.kv_proj.weight, _COMPARED * compressor.compress_rate
+    generator, like, count = (
+        torch.Generator().manual_seed(0),
+        compressor.kv_proj.weight,
+        _COMPARED * compressor.compress_rate,
+    )
     ranks = like.shape[1], 1 if indexer is None else indexer.q_b_proj.in_features
     hidden, queries = (torch.randn(1, count, width, generator=generator).to(like) for width in ranks)
     positions = torch.arange(count, device=like.device)[None]
@@ -351,10 +357,10 @@ def _is_right(compressor: Any) -> bool:
         return False
     listed = lists.new_zeros(count, count + 1, dtype=torch.bool).scatter(1, lists.long() % (count + 1), True)
     differ = listed[:, :count][:, ends] != (bias[0, 0] == 0)
-    if rows.of_keys is None or rows.index is None:
+    if rows.of_keys is None or rows.indexed is None:
         return not bool(differ.any())
-    keys = call._with_entries(rows.of_keys, rows.index.keys, None)[ends, : rows.of_keys.dim]
-    scores = own.indexer.scorer(rows.index.q[None], keys[None], hidden)[0]
+    keys = call._with_entries(rows.of_keys, rows.indexed.keys, None)[ends, : rows.of_keys.dim]
+    scores = own.indexer.scorer(rows.indexed.q[None], keys[None], hidden)[0]
     ready = positions[0, :, None] >= positions[0, ends]
     best, second = scores.masked_fill(~ready, -torch.inf).topk(2).values.unbind(1)
     is_tie = best - second <= most * float(scores.abs().max())

@@ -1,7 +1,7 @@
 """Routers that look the experts of a row up by its token (DeepSeek-V4's first layers), in a model's shadow.
 
-The model is called with embeddings, so in the shadow a router gets the tokens of the call. A look-ahead slot counts as the token
-that ends texts.
+The model is called with embeddings, so in the shadow a router gets the tokens of the call. A look-ahead slot counts as the
+token that ends texts.
 """
 
 from __future__ import annotations

@@ -337,8 +337,8 @@ def _chooses_blocks_alike(indexer: Any) -> bool:
 
 
 def with_behind(rows: Tensor, behind: Tensor) -> Tensor:
-    """Rows of keys ``[..., D]``, padded to a multiple of 16 numbers, or of their codes; and behind them other numbers
-    ``[..., d]``, as the keys of an indexer, as they are, whatever the dtype of the rows: rounded keys would choose other tokens."""
+    """Rows of keys ``[..., D]``, padded to a multiple of 16 numbers, or of their codes; and behind them what an indexer or a
+    compressor keeps, ``[..., d]``, as it is, whatever the dtype of the rows: rounded keys would choose other tokens."""
     rows, front = functional.pad(rows, (0, _padding(rows.shape[-1]))), _padding(behind.shape[-1])
     parts = rows, functional.pad(behind, (front, 0))
     return torch.cat([x.view(torch.uint8) for x in parts], -1).view(rows.dtype)
@@ -423,8 +423,8 @@ def lists_by_scores(rows: IndexRows, keys: Tensor, sees: Tensor, prefix: int) ->
 def _lists_of_blocks(
     rows: IndexRows, blocks: Blocks, keys: Tensor, sees: Tensor, prefix: int, parents: Tensor, depths: Tensor
 ) -> Tensor:
-    """As ``lists_by_scores``, of the tokens of the chosen blocks and those after the last block of each row's text. parents, depths:
-    ``[n]``, of the rows."""
+    """As ``lists_by_scores``, of the tokens of the chosen blocks and those after the last block of each row's text. parents,
+    depths: ``[n]``, of the rows."""
     size, beyond = blocks.size, len(keys)
     newest = prefix + torch.arange(len(parents), device=keys.device)
     path = [newest]  # the last keys of each row's text

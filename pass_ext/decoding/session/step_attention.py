@@ -34,7 +34,9 @@ class StepAttention(StepAttend):
         self._stacked: Tensor | None = None
         self.ids = ids
         self._behind: Tensor | None = None  # the next layer's keys
-        self._entries: tuple[Tensor, Tensor] | None = None  # and what it attends to beside them: what lies behind, and lists
+        self._entries: tuple[Tensor, Tensor] | None = (
+            None  # and what it attends to beside them: what lies behind, and lists
+        )
         self._call_entries = CallEntries(session.prefix_lens, trees)
         self._header = 0 if session.cache_dtype is None else CODE_HEADER
 
@@ -125,13 +127,13 @@ class StepAttention(StepAttend):
             )
         if session.cache_dtype is not None:
             raise ValueError(
-                f"{session.model.name}: Session(cache_dtype=None) alone decodes this model: what its compressors keep of a text "
-                "is made into entries later, so it cannot lie in the cache in 8 bits"
+                f"{session.model.name}: Session(cache_dtype=None) alone decodes this model: its compressors make entries of what "
+                "they keep of a text, which so cannot lie in the cache in 8 bits"
             )
         # Entries are made of what the cache will hold.
         rows = rows._replace(sources=rows.sources.to(dtype))
-        if rows.index is not None:
-            rows = rows._replace(index=rows.index._replace(keys=rows.index.keys.to(dtype)))
+        if rows.indexed is not None:
+            rows = rows._replace(indexed=rows.indexed._replace(keys=rows.indexed.keys.to(dtype)))
         if not self.is_first:
             width = session.model.widths_behind[self.layers]
             held = split_behind(session.caches[self.layers][0], width, dtype)[1][:, :, 0]
@@ -172,8 +174,8 @@ class StepAttention(StepAttend):
         return self._trees.cu_nodes.diff().nonzero().flatten().tolist()
 
     def _stored(self, k: Tensor, v: Tensor, *, is_shared: bool) -> tuple[Tensor, Tensor]:
-        """Padded keys and values as the caches have them, what an indexer or a compressor keeps behind the keys. is_shared: values are the first
-        numbers of keys."""
+        """Padded keys and values as the caches have them, what an indexer or a compressor keeps behind the keys. is_shared:
+        values are the first numbers of keys."""
         dtype, width = self._session.cache_dtype, self._header + v.shape[-1]
         if dtype is None:
             pass

@@ -9,16 +9,19 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from emulator.ops import KERNELS
 from support.generation import greedy_of_transformers, methods_for, slots_for
 from support.small_models import prompts, ragged_prompts
 
 import pass_ext
 from benchmarks.architectures.models import tiny_model
-from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Session, Speculative, Tree, generate
+from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Session, Speculative, Tree, generate, testing
 from pass_ext.decoding.models import compressed
 from pass_ext.decoding.session import session as sessions
+from pass_ext.decoding.session import step_attention
 from pass_ext.integrations.transformers import use
 from pass_ext.integrations.transformers.processors import NotedRows
+from pass_ext.ops.attention import padded_widths
 from pass_ext.testing import assert_same_bits
 from pass_ext.training.lookahead.states import with_states
 
@@ -140,7 +143,10 @@ def each_row_of_trees(model, steps=6, nodes=12):
         for step in range(steps):
             trees, ids, paths = [], [], []
             for text in texts:
-                parents = [-1, *(chance.randrange(max(0, row - 3), row) for row in range(1, chance.randrange(2, nodes)))]
+                parents = [
+                    -1,
+                    *(chance.randrange(max(0, row - 3), row) for row in range(1, chance.randrange(2, nodes))),
+                ]
                 if text is texts[1] and step in (0, 3):
                     trees.append(None)
                     paths.append([])
@@ -206,10 +212,10 @@ def test_an_entry_has_the_bits_that_it_has_alone(dtype):
 
         def made(rows, held, tree, prefix, of_all=of_all):
             given = of_all._replace(sources=of_all.sources[rows])
-            if of_all.index is not None:
-                index = of_all.index
+            if of_all.indexed is not None:
+                index = of_all.indexed
                 index = index._replace(q=index.q[rows], weights=index.weights[rows], keys=index.keys[rows])
-                given = given._replace(index=index)
+                given = given._replace(indexed=index)
             call = compressed.CallEntries(torch.tensor([prefix], dtype=torch.int32), pass_ext.pack_trees([tree]))
             return call.of_layer(given, held)[0]
 
@@ -237,14 +243,29 @@ def test_a_row_has_the_bits_that_it_has_alone(model):
     options = dict(max_new_tokens=8, eos_token_id=[])
     for method in (NGram(shortest=1, tokens=4), PaSS(slots_for(model), tree=Tree.from_branching((3, 2)), rows=24)):
         together, session = NotedRows(), Session(model, batch_invariant=True)
-        batch = generate(
-            model, ids, method, session=session, attention_mask=mask, logits_processor=together, **options
-        )
+        batch = generate(model, ids, method, session=session, attention_mask=mask, logits_processor=together, **options)
         for row, seen in enumerate(mask.bool()):
             alone, session = NotedRows(), Session(model, batch_invariant=True)
             text = generate(model, ids[row][seen][None], session=session, logits_processor=alone, **options)
             for mine, theirs in zip(together.of(batch), alone.of(text), strict=True):
                 assert_same_bits(mine[row], theirs[0])
+
+
+@torch.no_grad()
+def test_all_tensors_are_made_where_the_rows_are(model):
+    """A tensor that is made without a device is without numbers here."""
+    generator = torch.Generator().manual_seed(0)
+    trees = pass_ext.pack_trees([Tree([-1, 0, 0, 1, 2]), None, Tree.chain(2)])
+    lengths = torch.tensor([9, 3, 16], dtype=torch.int32)
+    for layer in (0, 1):
+        compressor = model.model.layers[layer].self_attn.compressor
+        hidden, queries = (torch.randn(1, 8, n, generator=generator) for n in (64, 24))
+        rows = compressed.rows_of(compressor, hidden, queries, torch.arange(8)[None])
+        held = torch.randn(3, 20, rows.sources.shape[1] + (0 if layer else 64), generator=generator)
+        want = compressed.CallEntries(lengths, trees).of_layer(rows, held)
+        with torch.device("meta"):
+            got = compressed.CallEntries(lengths, trees).of_layer(rows, held)
+        assert all(map(torch.equal, got, want))
 
 
 # ---- sessions ----
@@ -265,6 +286,40 @@ def test_a_session_is_used_again_grows_and_begins_with_a_past(model, monkeypatch
     assert torch.equal(generate(model, ids, NGram(shortest=1), session=begun, **options).sequences, want)
     session.past = copies, 4  # into the caches that are there
     assert torch.equal(generate(model, ids, session=session, **options).sequences, want)
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_on_an_emulated_gpu(monkeypatch):
+    """In caches as wide as a GPU's; entries are attended to as they are."""
+    model, (ids, mask) = model_of(), ragged_prompts(2, longest=6)
+    options = dict(max_new_tokens=6, attention_mask=mask, eos_token_id=[])
+    want = generate(model, ids, **options).sequences
+    for module in (sessions, step_attention):
+        monkeypatch.setattr(module, "padded_widths", lambda *dims: padded_widths(*dims[:2], torch.device("cuda")))
+    with testing.rerouted_backend("emulated", KERNELS).active():
+        for method in (Plain(), NGram(shortest=1, tokens=3)):
+            session = Session(model)
+            assert torch.equal(generate(model, ids, method, session=session, **options).sequences, want), method
+            assert session.caches[0][0].shape[-1] == 64 + 8 * 16
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu():
+    """The CPU's texts. A model whose steps wait for the host has no graph."""
+    model, (ids, mask) = model_of(), ragged_prompts(6)
+    options = dict(max_new_tokens=NEW, eos_token_id=[])
+    want = generate(model, ids, attention_mask=mask, **options).sequences
+    model, ids, mask = model.cuda(), ids.cuda(), mask.cuda()
+    for name, method in some_methods(model).items():
+        session = Session(model, cuda_graphs=False)
+        got = generate(model, ids, method, session=session, attention_mask=mask, **options).sequences.cpu()
+        assert torch.equal(got, want), name
+    with pytest.warns(UserWarning, match="cannot be a CUDA graph.*the windows that its compressors close"):
+        got = generate(model, ids, session=Session(model), attention_mask=mask, **options).sequences
+    assert torch.equal(got.cpu(), want)
 
 
 # ---- routers by token, slots ----
@@ -297,7 +352,9 @@ def test_custom_generate_without_caches(model):
     custom = pass_ext.custom_generate(NGram(shortest=1))
     assert torch.equal(greedy_of_transformers(model, ids, mask, NEW, **GREEDY, custom_generate=custom), want)
     more = dict(**GREEDY, custom_generate=custom, return_dict_in_generate=True)
-    with pytest.raises(ValueError, match=f"{NAME} caches windows, and entries that its compressors have made, which pass_"):
+    with pytest.raises(
+        ValueError, match=f"{NAME} caches windows, and entries that its compressors have made, which pass_"
+    ):
         greedy_of_transformers(model, ids, mask, NEW, **more)
     with_scores = greedy_of_transformers(model, ids, mask, NEW, **more, use_cache=False, output_logits=True)
     assert torch.equal(with_scores.sequences, want) and len(with_scores.logits) == NEW
@@ -362,5 +419,7 @@ def test_compressors_that_compute_otherwise_are_not_believed(kind, change, monke
     for layer in model.model.layers:
         if type(layer.self_attn.compressor) is base:
             layer.self_attn.compressor.__class__ = Changed
-    with pytest.raises(ValueError, match=f"{NAME} attends to entries that Changed makes of windows of tokens, which compu"):
+    with pytest.raises(
+        ValueError, match=f"{NAME} attends to entries that Changed makes of windows of tokens, which compu"
+    ):
         generate(model, prompts(1, 5)[0], max_new_tokens=2)
