@@ -127,8 +127,8 @@ class StepAttention(StepAttend):
             )
         if session.cache_dtype is not None:
             raise ValueError(
-                f"{session.model.name}: Session(cache_dtype=None) alone decodes this model: its compressors make entries of what "
-                "they keep of a text, which so cannot lie in the cache in 8 bits"
+                f"{session.model.name}: Session(cache_dtype=None) alone decodes this model: its compressors make entries of "
+                "what they keep of a text, which so cannot lie in the cache in 8 bits"
             )
         # Entries are made of what the cache will hold.
         rows = rows._replace(sources=rows.sources.to(dtype))
