@@ -152,13 +152,14 @@ def unserved(model: nn.Module) -> str | None:
     """Why entries cannot be made for this model, to follow its name; None: they can, or it has none."""
     parts = _attending(model)
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()  # type: ignore[union-attr, operator]
-    silent = sorted({kind for kind in kinds if kind in KINDS}) if not parts else []
+    known = {part.layer_idx for part in parts}
+    silent = sorted({kind for layer, kind in enumerate(kinds) if kind in KINDS and layer not in known})
     if silent:
         return f"has layers of the kind {', '.join(silent)} without a compressor, which pass_ext does not know"
     for part in parts:
         name, indexer = type(part.compressor).__name__, part.compressor._modules.get("indexer")
         form = tuple(
-            (maker.compress_rate, maker.head_dim, maker.position_bias.shape)
+            (getattr(maker, "compress_rate", 0), getattr(maker, "head_dim", 0))
             for maker in (part.compressor, indexer)
             if maker is not None
         )
@@ -168,10 +169,10 @@ def unserved(model: nn.Module) -> str | None:
                 f"attends to entries that {name} makes of windows of tokens, which {difference}; pass_ext knows the layer of "
                 "transformers 5.24, so it cannot decode this model"
             )
-        if any(dim % WIDTH_STEP for _, dim, _ in form):
+        if any(dim % WIDTH_STEP for _, dim in form):
             return (
                 f"attends to entries that {name} makes of windows of tokens, and pass_ext decodes that where heads have a "
-                f"multiple of {WIDTH_STEP} numbers, here {' and '.join(str(dim) for _, dim, _ in form)}"
+                f"multiple of {WIDTH_STEP} numbers, here {' and '.join(str(dim) for _, dim in form)}"
             )
     return None
 

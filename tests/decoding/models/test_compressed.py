@@ -25,7 +25,9 @@ from pass_ext.ops.attention import padded_widths
 from pass_ext.testing import assert_same_bits
 from pass_ext.training.lookahead.states import with_states
 
-pytestmark = pytest.mark.skipif(not hasattr(transformers.models, "deepseek_v4"), reason="before transformers 5.24")
+pytestmark = pytest.mark.skipif(
+    not hasattr(transformers.cache_utils, "DynamicIndexedLayer"), reason="before transformers 5.24"
+)
 
 NAME = "deepseek_v4"
 NEW = 14
@@ -363,6 +365,15 @@ def test_custom_generate_without_caches(model):
 # ---- refused ----
 
 
+def test_a_compressor_with_other_parts():
+    model = model_of()
+    del model.model.layers[1].self_attn.compressor.compress_rate
+    with pytest.raises(
+        ValueError, match=f"{NAME} attends to entries that DeepseekV4HCACompressor .* cannot be compared"
+    ):
+        generate(model, prompts(1, 5)[0], max_new_tokens=2)
+
+
 def test_pass_ext_as_the_models_attention():
     model = model_of()
     use(model)
@@ -383,10 +394,10 @@ def test_heads_of_odd_sizes():
 
 def test_layers_without_a_compressor():
     model = model_of()
-    for layer in model.model.layers:
-        layer.self_attn.compressor = None
-    with pytest.raises(ValueError, match=f"{NAME} has layers of the kind {SPARSE}, {HEAVY} without a compressor"):
-        generate(model, prompts(1, 5)[0], max_new_tokens=2)
+    for layer, named in ((1, HEAVY), (0, f"{SPARSE}, {HEAVY}")):
+        model.model.layers[layer].self_attn.compressor = None
+        with pytest.raises(ValueError, match=f"{NAME} has layers of the kind {named} without a compressor"):
+            generate(model, prompts(1, 5)[0], max_new_tokens=2)
 
 
 def test_slots_are_not_trained(model):
