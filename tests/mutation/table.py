@@ -210,6 +210,7 @@ _PYTHON: dict[str, list[str]] = {
         for name in ("indexed", "indexers")
     },
     **{f"models/{name}": ["tests/decoding/models/test_indexed_blocks.py"] for name in ("equivalence", "ngram_layers")},
+    **{f"models/{name}": ["tests/decoding/models/test_compressed.py"] for name in ("compressed", "hash_routers")},
     "models/one_order": ["tests/decoding/models/test_one_order.py"],
     "models/row_attention": [
         "tests/decoding/models/test_row_attention.py",

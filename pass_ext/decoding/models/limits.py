@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models import distances, indexers, ngram_layers, states
+from pass_ext.decoding.models import compressed, distances, indexers, ngram_layers, states
 from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows
 from pass_ext.decoding.models.parts import configs_of, unwrapped
 from pass_ext.decoding.models.row_attention import scales_by_row
@@ -35,7 +35,8 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
             f"{name} {lost}: pass_ext gives the model packed rows of its own making, which would leave it out; use "
             "the model's own generate, or an adapter that changes layers only, as LoRA"
         )
-    reason = indexers.unserved(unwrapped(model)) or distances.unserved(unwrapped(model))
+    inner = unwrapped(model)
+    reason = indexers.unserved(inner) or compressed.unserved(inner) or distances.unserved(inner)
     if reason is not None:
         raise ValueError(f"{name} {reason}")
     strange = sorted(kinds - states.ATTENDING - states.KINDS - _KEEP_NOTHING)
@@ -44,8 +45,8 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
             f"{name} has layers of the kind {', '.join(strange)}: what they keep of a text cannot be cut to the "
             "accepted tokens, so only models whose layers attend, or keep a state that pass_ext knows, are supported"
         )
-    reason = states.unserved(unwrapped(model)) if states.keeps_states(text) else None
-    reason = reason or ngram_layers.unserved(unwrapped(model))
+    reason = states.unserved(inner) if states.keeps_states(text) else None
+    reason = reason or ngram_layers.unserved(inner)
     if reason is not None:
         raise ValueError(f"{name} {reason}")
     if getattr(text, "hidden_size_per_layer_input", 0):
@@ -199,6 +200,9 @@ class _FirstLayer:
 
     def choose(self, rows: IndexRows) -> ChosenKeys:
         return ChosenKeys(None)
+
+    def compress(self, rows: compressed.CompressedRows) -> None:
+        pass
 
     def convolution(self, place: Any, x: Tensor, *options: Any) -> Tensor:
         raise _Keys(x)

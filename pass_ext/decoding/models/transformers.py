@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models import limits, states
+from pass_ext.decoding.models.compressed import compress_by_rows, compressed_widths
 from pass_ext.decoding.models.distances import give_profiles
 from pass_ext.decoding.models.equivalence import MACHINE
+from pass_ext.decoding.models.hash_routers import serve_routers
 from pass_ext.decoding.models.indexers import choose_by_rows, index_widths
 from pass_ext.decoding.models.latents import attend_by_latents, latent_layers
 from pass_ext.decoding.models.module_ops import are_few, computes_by_ops, is_plain, is_untouched, most_few_rows
@@ -55,8 +57,8 @@ class TransformersModel(Adapted):
         text = model.config.get_text_config(decoder=True)
         self.numbers = states.attending_layers(text)
         self.layers = getattr(text, "num_hidden_layers", None) if self.numbers is None else len(self.numbers)
-        widths = index_widths(unwrapped(model))
-        self.index_widths = {(self.numbers or {}).get(layer, layer): width for layer, width in widths.items()}
+        widths = index_widths(unwrapped(model)) | compressed_widths(unwrapped(model))
+        self.widths_behind = {(self.numbers or {}).get(layer, layer): width for layer, width in widths.items()}
         self.keeps_states = states.keeps_states(text)
         self._takes_positions = limits.takes_positions(model)
         self.most_positions = getattr(text, "max_position_embeddings", None) or self.most_positions
@@ -136,7 +138,9 @@ class TransformersModel(Adapted):
                 attend_by_rows(inner)
                 attend_by_latents(inner)
                 choose_by_rows(inner)
+                compress_by_rows(inner)
                 give_profiles(inner)
+            serve_routers(inner)
             computes_by_ops(inner, takes_rows_of_our_call)
             if self.keeps_states:
                 states.serve_states(inner)
