@@ -198,6 +198,7 @@ _PYTHON: dict[str, list[str]] = {
     "requests/prompts": _GENERATE,
     "models/indexed": ["tests/decoding/models/test_indexed.py", "tests/decoding/models/test_indexed_blocks.py"],
     **{f"models/{name}": ["tests/decoding/models/test_indexed_blocks.py"] for name in ("equivalence", "ngram_layers")},
+    "models/per_layer_inputs": ["tests/decoding/models/test_per_layer_inputs.py"],
     "models/one_order": ["tests/decoding/models/test_one_order.py"],
     "models/row_attention": [
         "tests/decoding/models/test_row_attention.py",

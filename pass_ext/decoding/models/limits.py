@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models import indexed, ngram_layers, states
+from pass_ext.decoding.models import indexed, ngram_layers, per_layer_inputs, states
 from pass_ext.decoding.models.parts import configs_of, unwrapped
-from pass_ext.decoding.models.row_attention import scales_by_row
+from pass_ext.decoding.models.row_attention import AttentionCalls, reads_keys_of_cache, scales_by_row
 from pass_ext.decoding.models.shadow import OurCall, our_call
 
 _KEEP_NOTHING = {"mlp", "moe"}
@@ -44,11 +44,13 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
             "accepted tokens, so only models whose layers attend, or keep a state that pass_ext knows, are supported"
         )
     reason = states.unserved(unwrapped(model)) if states.keeps_states(text) else None
-    reason = reason or ngram_layers.unserved(unwrapped(model))
+    reason = reason or ngram_layers.unserved(unwrapped(model)) or per_layer_inputs.unserved(unwrapped(model))
     if reason is not None:
         raise ValueError(f"{name} {reason}")
-    if getattr(text, "hidden_size_per_layer_input", 0):
-        raise ValueError(f"{name} looks tokens up again in every layer, so look-ahead rows cannot be given to it")
+    if reads_keys_of_cache(unwrapped(model)):
+        raise ValueError(
+            f"{name} has layers that read the keys of other layers from transformers' cache, which pass_ext's calls do not have"
+        )
     if scales_by_row(unwrapped(model)):
         raise ValueError(f"{name} scales attention by the number of the row (attn_temperature_tuning), not by position")
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -215,7 +217,7 @@ def _first_keys(model: Any, ids: Tensor, **inputs: Tensor) -> Tensor:
 
     try:
         # All at one position, so that equal tokens have equal keys.
-        with our_call(OurCall(_FirstLayer(ids), seen=seen, numbers={})):
+        with our_call(OurCall(_FirstLayer(ids), seen=seen, attended=AttentionCalls())):
             model(**inputs, attention_mask=seen, position_ids=torch.zeros_like(seen).long(), use_cache=False)
     except _Keys as found:
         return found.keys

@@ -98,6 +98,10 @@ class StepAttend(Attend, Protocol):
         """The most rows of one text, look-ahead slots' not counted: so the text has the same bits alone and in a batch, and
         with slots after it. On a GPU all rows."""
 
+    def of_earlier(self, layer: int, q: Tensor, **options: Any) -> Tensor:
+        """Attention of queries ``[N, heads, D]`` to the keys and values that an earlier layer has had in this call; the options
+        are those of a call."""
+
     def of_latents(
         self, layer: int, q: Tensor, k: Tensor, latents: Latents, chosen: ChosenKeys | None = None, **options: Any
     ) -> Tensor:

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -134,8 +135,9 @@ class RowMask:
         raise masks[0]._refusal() if masks else TypeError("an attention_mask of pass_ext.generate is not a tensor")
 
     def __getitem__(self, place: Any) -> RowMask:
-        """The mask of one head, which is that of all. Nothing else can be taken out of it."""
-        if not isinstance(place, tuple) or [x for x in place if x != slice(None)] != [0] or place[1] != 0:
+        """The mask of one head, which is that of all, or of all rows. Nothing else can be taken out of it."""
+        parts = [x for x in place if x not in (slice(None), slice(0, None))] if isinstance(place, tuple) else [place]
+        if parts and (parts != [0] or place[1] != 0):
             raise self._refusal()
         return self
 
@@ -223,6 +225,32 @@ def _captured(function: Any, maker: Callable[..., Any], name: str) -> Any:
 
 # ---- attention ----
 
+
+class AttentionCalls:
+    """The attention calls of one call of a model. Each has a cache of its own, so a layer that attends several times has
+    several; but a call with the keys and values of an earlier one has that one's."""
+
+    def __init__(self) -> None:
+        self.layers: list[Any] = []
+        """The layer of each, by the number that its module has."""
+        self._given: dict[int, tuple[ref[Tensor], ref[Tensor], int]] = {}
+
+    def note(self, layer: Any, keys: Tensor, values: Tensor, caches: int) -> int:
+        """Notes a call -> the number of its cache. caches: how many the calls so far have."""
+        self.layers.append(layer)
+        known_keys, known_values, number = self._given.get(id(keys), (None, None, caches))
+        if known_keys is not None and known_values is not None and known_keys() is keys and known_values() is values:
+            return number
+        self._given[id(keys)] = ref(keys), ref(values), caches
+        return caches
+
+
+def reads_keys_of_cache(model: nn.Module) -> bool:
+    """True if layers that share another layer's keys find them in transformers' cache, and without it compute their own, as
+    before transformers 5.24."""
+    return any(getattr(part, "is_kv_shared_layer", False) and "k_proj" in part._modules for part in model.modules())
+
+
 # Tensors that models pass to attention and that do not change its result.
 _INERT = {
     "cache_position",
@@ -266,13 +294,15 @@ def _row_attention(
             f"pass_ext attention: {call.model}, layer {module.layer_idx}: {reason}, so pass_ext cannot decode this model"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    layer: Any = module.layer_idx
-    if call.numbers is not None:  # one module may be several layers' and knows none of them
-        layer = call.numbers.get(layer, call.attend.layers)
-    options = dict(scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
-    if not isinstance(latents, Latents):
-        return call.attend(layer, q, k, v, **reach._asdict(), **options, **lists)[None], None
-    return call.attend.of_latents(layer, q, k, latents, indices, **reach._asdict(), **options)[None], None
+    options = dict(scale=scaling, softcap=softcap or 0.0, sinks=s_aux, **reach._asdict())
+    number = call.attended.note(module.layer_idx, key, value, call.attend.layers)
+    if number < call.attend.layers:
+        out = call.attend.of_earlier(number, q, **options, **lists)
+    elif isinstance(latents, Latents):
+        out = call.attend.of_latents(number, q, k, latents, indices, **options)
+    else:
+        out = call.attend(number, q, k, v, **options, **lists)
+    return out[None], None
 
 
 def _reach(

@@ -30,6 +30,8 @@ class StepAttention(StepAttend):
         self.states = session.step_states(trees, is_first=self.is_first)
         self._session, self._trees = session, trees
         self._new: list[Tensor] = []
+        self._kept: list[tuple[Tensor, Tensor, tuple[int, int]]] = []
+        """Keys and values of each layer, as its caches have them, and their numbers before padding."""
         self._stacked: Tensor | None = None
         self.ids = ids
         self._index_keys: Tensor | None = None
@@ -60,27 +62,29 @@ class StepAttention(StepAttend):
         chunk: int = -1,
         lists: Tensor | None = None,
     ) -> Tensor:
-        options: dict[str, Any] = dict(
-            scale=q.shape[-1] ** -0.5 if scale is None else scale,
-            softcap=softcap,
-            window=window,
-            sinks=sinks,
-            chunk=chunk,
-        )
+        options: dict[str, Any] = dict(scale=scale, softcap=softcap, window=window, sinks=sinks, chunk=chunk)
         return self._of_layer(layer, q, k, v, lists, options)
 
     def _of_layer(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, lists: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
+        if options["scale"] is None:
+            options["scale"] = q.shape[-1] ** -0.5
         dims = k.shape[-1], v.shape[-1]
         widths = padded_widths(*dims, q.device)
         is_shared = is_front(v, k)
-        q, k = padded(q, widths[0]), padded(k, widths[0])
+        k = padded(k, widths[0])
         v = k[..., : widths[1]] if is_shared else padded(v, widths[1])
         k, v = self._stored(k, v, is_shared=is_shared)
         self._keep(layer, k, v, dims, options, is_shared=is_shared)
-        keys, values = self._session.caches[layer]
-        width = self._header + widths[0]
+        return self.of_earlier(layer, q, lists=lists, **options)
+
+    def of_earlier(self, layer: int, q: Tensor, lists: Tensor | None = None, **options: Any) -> Tensor:
+        if options["scale"] is None:
+            options["scale"] = q.shape[-1] ** -0.5
+        (keys, values), (k, v, dims) = self._session.caches[layer], self._kept[layer]
+        width = padded_widths(*dims, q.device)[0]
+        q, width = padded(q, width), self._header + width
         out = self._attended(q, keys[..., :width], values, k[..., :width], v, key_lists=lists, **options)
         return out[..., : dims[1]].contiguous()  # models call view() on it
 
@@ -102,7 +106,7 @@ class StepAttention(StepAttend):
         self, layer: int, q: Tensor, k: Tensor, latents: Latents, chosen: ChosenKeys | None = None, **options: Any
     ) -> Tensor:
         if options["scale"] is None:
-            options["scale"] = q.shape[-1] ** -0.5
+            options["scale"] = q.shape[-1] ** -0.5  # before latents are absorbed
         lists = None if chosen is None else chosen.lists
         absorbs = lists is not None or self.batch_invariant or latents.takes(q)
         requests = () if absorbs else self._requests()
@@ -162,6 +166,7 @@ class StepAttention(StepAttend):
             raise ValueError(f"the model has more layers than {layer}, which `past` is of")
         session.check_rows(layer, k, v)
         keys, values = session.caches[layer]
+        self._kept.append((k, v, dims))
         if not is_front(values, keys):
             self._new += k, v
         elif is_shared:

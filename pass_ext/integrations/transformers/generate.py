@@ -346,7 +346,8 @@ def _past(cache: Any, mask: Tensor, model: Adapted) -> Past | None:
     common = min(cache_length(cache), mask.shape[1] - 1) - int(starts.max())
     if common < 1:
         return None
-    return _past_layers(cache, range(len(cache.layers)), starts, common, model), common
+    layers = [number for number, layer in enumerate(cache.layers) if type(layer).__name__ != "DummyLayer"]
+    return _past_layers(cache, layers, starts, common, model), common
 
 
 def _past_with_states(cache: Any, mask: Tensor, model: Adapted) -> Past | None:
