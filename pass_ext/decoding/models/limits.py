@@ -51,6 +51,11 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
         raise ValueError(
             f"{name} has layers that read the keys of other layers from transformers' cache, which pass_ext's calls do not have"
         )
+    if getattr(text, "recurrent_kv_cache_mode", None) == "last_loop" and text.n_recurrent_loops > 1:
+        raise ValueError(
+            f"{name} keeps the keys of its last loop alone (recurrent_kv_cache_mode='last_loop'), so what a row sees of a "
+            "token depends on whether they share a call, and rows of a tree would see other keys than those of plain decoding"
+        )
     if scales_by_row(unwrapped(model)):
         raise ValueError(f"{name} scales attention by the number of the row (attn_temperature_tuning), not by position")
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):

@@ -192,6 +192,8 @@ class Adapted:
     shares_layers: int = 0
     layers: int | None = None
     """The number of layers that attend; None: unknown."""
+    attends_again: bool = False
+    """A layer has attended several times in a call, and has caches that transformers' cache does not have in this order."""
     numbers: Mapping[int, int] | None = None
     """The number of each layer that attends among those that do; None: all layers attend."""
     index_widths: Mapping[int, int] = MappingProxyType({})

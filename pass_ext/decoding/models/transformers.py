@@ -272,6 +272,7 @@ class TransformersModel(Adapted):
                     "takes transformers' AttentionInterface"
                 )
             self._attended = layers
+            self.attends_again = len(layers) not in (len(set(layers)), self.layers)
         if layers != self._attended:
             raise ValueError(
                 f"{self.name}: layers attended in the order {layers}, in the first call in the order {self._attended}: each "

@@ -446,6 +446,10 @@ class FirstLayers(Session):
 
     def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
         whole, attending = self._whole, self._count if self.model.layers is None else self.model.layers
+        if whole.model.attends_again:
+            raise ValueError(
+                f"{self.model.name} has layers that attend several times, and early exit needs such as attend once"
+            )
         self.caches = whole.caches[:attending]
         kept = [
             (state, place)
