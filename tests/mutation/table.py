@@ -203,6 +203,8 @@ _PYTHON: dict[str, list[str]] = {
     "models/row_attention": [
         "tests/decoding/models/test_row_attention.py",
         "tests/decoding/models/test_decoded_models.py",
+        "tests/decoding/models/test_repeated_layers.py",
+        "tests/decoding/models/test_falcon.py",
     ],
     "sampling": ["tests/decoding/loop/test_several_texts.py", *_GENERATE],
     "session/reading": [

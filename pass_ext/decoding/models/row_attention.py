@@ -6,6 +6,7 @@ alone, so it decides here too; an attention call with another window is refused.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -14,6 +15,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pass_ext.decoding.models.indexed import ChosenKeys, MaskOfChosen
 from pass_ext.decoding.models.latents import Latents
@@ -25,11 +27,18 @@ KEY = "pass_ext_rows"  # without "flash" in it, which models search for
 def attend_by_rows(shadow: Any) -> None:
     """Switches the attention of a model's shadow; refuses a model that has attention of its own."""
     _register()
-    shadow.set_attn_implementation(KEY)
-    if shadow.config._attn_implementation != KEY:
+    own = _parts_with_own_attention(shadow)
+    if not own:
+        shadow.set_attn_implementation(KEY)
+        if shadow.config._attn_implementation != KEY:
+            raise ValueError(
+                f"{shadow.config.model_type}: {type(shadow).__name__} has attention of its own and takes no other "
+                "(transformers' AttentionInterface), so pass_ext cannot decode it"
+            )
+    elif getattr(shadow.config, "alibi", False):
         raise ValueError(
-            f"{shadow.config.model_type}: {type(shadow).__name__} has attention of its own and takes no other "
-            "(transformers' AttentionInterface), so pass_ext cannot decode it"
+            f"{shadow.config.model_type} adds a bias by the distance of tokens to its attention (alibi), which pass_ext does "
+            "not implement, so it cannot decode this model"
         )
     for part in shadow.modules():  # layers of another model have its config
         config = vars(part).get("config")
@@ -38,6 +47,21 @@ def attend_by_rows(shadow: Any) -> None:
         argument = _cache_argument(part) if getattr(part, _SCALES, False) else None
         if argument is not None:
             part.forward = partial(_at_its_places, part.forward, argument)
+    for part in own:  # calls PyTorch's attention if its config says so, with the mask that the model's config chooses
+        part.config = copy.copy(part.config)
+        part.config._attn_implementation = {"": "sdpa"}
+
+
+_SDPA = functional.scaled_dot_product_attention
+
+
+def _parts_with_own_attention(model: Any) -> list[Any]:
+    """The modules that call PyTorch's attention by themselves, in a model that takes no other."""
+    takes_ours = getattr(model, "_can_set_attn_implementation", None)
+    if takes_ours is None or takes_ours():
+        return []
+    codes = ((part, getattr(inspect.unwrap(type(part).forward), "__code__", None)) for part in model.modules())
+    return [part for part, code in codes if code is not None and _SDPA.__name__ in code.co_names]
 
 
 @lru_cache
@@ -107,7 +131,7 @@ class Reach(NamedTuple):
 
 class RowMask:
     """The mask of a step's rows. ``attend`` knows which rows see each other, so the mask only holds how far they reach. It is
-    not a tensor: a model that computes with it is refused.
+    not a tensor: a model that computes with it is refused. A layer with attention of its own may call PyTorch's with it.
 
     Args:
         model: for messages.
@@ -131,6 +155,8 @@ class RowMask:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function is _SDPA:
+            return _attention_of_pytorch(*arguments, **(options or {}))
         masks = [mask for mask in (*arguments, *(options or {}).values()) if isinstance(mask, cls)]
         raise masks[0]._refusal() if masks else TypeError("an attention_mask of pass_ext.generate is not a tensor")
 
@@ -303,6 +329,30 @@ def _row_attention(
     else:
         out = call.attend(number, q, k, v, **options, **lists)
     return out[None], None
+
+
+class _OwnAttention:
+    """Stands for the module of a layer that has called PyTorch's attention by itself."""
+
+    training = True  # any dropout is refused
+
+    def __init__(self, layer_idx: int) -> None:
+        self.layer_idx = layer_idx
+
+
+def _attention_of_pytorch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``scaled_dot_product_attention`` with a ``RowMask``: q, k, v ``[1, heads, N, D]`` -> ``[1, heads, N, D of v]``."""
+    layer: Any = _OwnAttention(len(_call().attended.layers))
+    return _row_attention(layer, query, key, value, attn_mask, dropout_p, scale)[0].transpose(1, 2)
 
 
 def _reach(
