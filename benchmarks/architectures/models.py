@@ -84,6 +84,7 @@ SIZES: dict[str, Any] = {
 
 _WINDOW_THEN_ALL = ["sliding_attention", "full_attention"]
 _GEMMA4 = dict(layer_types=_WINDOW_THEN_ALL, global_head_dim=32, hidden_size_per_layer_input=0)
+_SHARED_IN_TWO = dict(num_hidden_layers=4, layer_types=_WINDOW_THEN_ALL * 2, num_kv_shared_layers=2)
 _RECURRENT_THEN_ALL = ["linear_attention", "full_attention"]
 _ROPE_OF_EACH_KIND = {kind: dict(rope_type="default", rope_theta=1e4) for kind in _WINDOW_THEN_ALL}
 
@@ -143,8 +144,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "falcon_h1": dict(mamba_d_ssm=128),
     "gemma3": dict(text_config=dict(layer_types=_WINDOW_THEN_ALL)),
     "gemma3_text": dict(layer_types=_WINDOW_THEN_ALL),
-    "gemma3n_text": dict(num_hidden_layers=4, layer_types=_WINDOW_THEN_ALL * 2, num_kv_shared_layers=2),
-    "gemma4": dict(text_config=_GEMMA4),
+    "gemma3n_text": _SHARED_IN_TWO,
+    "gemma4": dict(text_config=dict(_SHARED_IN_TWO, global_head_dim=32)),
     "gemma4_text": _GEMMA4,
     "gemma4_unified": dict(text_config=_GEMMA4),
     "gemma4_unified_text": _GEMMA4,
@@ -228,6 +229,8 @@ def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
             torch.nn.init.normal_(parameter, std=_SPREAD / wide**0.5)
         if name.endswith("A_log"):  # states fade slowly, so that a wrong one changes the text
             torch.nn.init.uniform_(parameter, -4.0, -2.0)
+        if name.endswith("correct_output_scale"):  # zeros, which hide what layers look up by themselves
+            torch.nn.init.normal_(parameter)
     for name, table in model.named_buffers():
         if name.endswith("tid2eid"):  # the experts of each token
             table.copy_(torch.rand(len(table), config.n_routed_experts).topk(table.shape[1]).indices)

@@ -153,7 +153,10 @@ _PYTHON: dict[str, list[str]] = {
     ],
     "models/early_exit": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
     **{f"models/{name}": _OWN_FORWARD for name in ("own_forward", "parts", "way")},
-    **{f"models/{name}": ["tests/decoding/models/test_hybrid_models.py"] for name in ("states", "step_states")},
+    **{
+        f"models/{name}": ["tests/decoding/models/test_hybrid_models.py"]
+        for name in ("states", "step_states", "lightning")
+    },
     "models/latents": ["tests/decoding/models/test_latents.py"],
     "models/rebound": ["tests/decoding/models/test_known_parts.py"],
     "models/distances": ["tests/decoding/models/test_distance_bias.py"],
@@ -211,10 +214,13 @@ _PYTHON: dict[str, list[str]] = {
     },
     **{f"models/{name}": ["tests/decoding/models/test_indexed_blocks.py"] for name in ("equivalence", "ngram_layers")},
     **{f"models/{name}": ["tests/decoding/models/test_compressed.py"] for name in ("compressed", "hash_routers")},
+    "models/per_layer_inputs": ["tests/decoding/models/test_per_layer_inputs.py"],
     "models/one_order": ["tests/decoding/models/test_one_order.py"],
     "models/row_attention": [
         "tests/decoding/models/test_row_attention.py",
         "tests/decoding/models/test_decoded_models.py",
+        "tests/decoding/models/test_repeated_layers.py",
+        "tests/decoding/models/test_falcon.py",
     ],
     "sampling": ["tests/decoding/loop/test_several_texts.py", *_GENERATE],
     "session/reading": [

@@ -106,6 +106,10 @@ class StepAttend(Attend, Protocol):
         """The most rows of one text, look-ahead slots' not counted: so the text has the same bits alone and in a batch, and
         with slots after it. On a GPU all rows."""
 
+    def of_earlier(self, layer: int, q: Tensor, **options: Any) -> Tensor:
+        """Attention of queries ``[N, heads, D]`` to the keys and values that an earlier layer has had in this call; the options
+        are those of a call."""
+
     def of_latents(
         self, layer: int, q: Tensor, k: Tensor, latents: Latents, chosen: ChosenKeys | None = None, **options: Any
     ) -> Tensor:
@@ -200,6 +204,8 @@ class Adapted:
     shares_layers: int = 0
     layers: int | None = None
     """The number of layers that attend; None: unknown."""
+    attends_again: bool = False
+    """A layer has attended several times in a call, and has caches that transformers' cache does not have in this order."""
     numbers: Mapping[int, int] | None = None
     """The number of each layer that attends among those that do; None: all layers attend."""
     widths_behind: Mapping[int, int] = MappingProxyType({})

@@ -202,11 +202,6 @@ class Session:
                 f"{self.model.name or 'the model'}: {layers} layers attended, {len(self.caches)} in the first call or in "
                 "`past`: every layer that mixes rows must do so by attention, each time"
             )
-        if attention.is_first and self.model.layers not in (None, layers):
-            raise ValueError(
-                f"{self.model.name}: {layers} of {self.model.layers} layers attended; every layer must, by attention that "
-                "takes transformers' AttentionInterface"
-            )
         return logits, attention.new_rows(), updates
 
     def commit(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
@@ -451,6 +446,10 @@ class FirstLayers(Session):
 
     def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
         whole, attending = self._whole, self._count if self.model.layers is None else self.model.layers
+        if whole.model.attends_again:
+            raise ValueError(
+                f"{self.model.name} has layers that attend several times, and early exit needs such as attend once"
+            )
         self.caches = whole.caches[:attending]
         kept = [
             (state, place)

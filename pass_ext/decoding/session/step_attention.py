@@ -33,6 +33,8 @@ class StepAttention(StepAttend):
         self.states = session.step_states(trees, is_first=self.is_first)
         self._session, self._trees = session, trees
         self._new: list[Tensor] = []
+        self._kept: list[tuple[Tensor, Tensor, tuple[int, int]]] = []
+        """Keys and values of each layer, as its caches have them, and their numbers before padding."""
         self._stacked: Tensor | None = None
         self.ids = ids
         self._behind: Tensor | None = None  # the keys of the next layer
@@ -67,13 +69,7 @@ class StepAttention(StepAttend):
         lists: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        options: dict[str, Any] = dict(
-            scale=q.shape[-1] ** -0.5 if scale is None else scale,
-            softcap=softcap,
-            window=window,
-            sinks=sinks,
-            chunk=chunk,
-        )
+        options: dict[str, Any] = dict(scale=scale, softcap=softcap, window=window, sinks=sinks, chunk=chunk)
         return self._of_layer(layer, q, k, v, lists, options, bias)
 
     def _of_layer(
@@ -86,19 +82,29 @@ class StepAttention(StepAttend):
         options: dict[str, Any],
         bias: Tensor | None = None,
     ) -> Tensor:
+        if options["scale"] is None:
+            options["scale"] = q.shape[-1] ** -0.5
         dims = k.shape[-1], v.shape[-1]
         widths = padded_widths(*dims, q.device)
         is_shared = is_front(v, k)
-        q, k = padded(q, widths[0]), padded(k, widths[0])
+        k = padded(k, widths[0])
         v = k[..., : widths[1]] if is_shared else padded(v, widths[1])
-        entries, self._entries = self._entries, None
         k, v = self._stored(k, v, is_shared=is_shared)
         self._keep(layer, k, v, dims, options, is_shared=is_shared)
-        keys, values = self._session.caches[layer]
-        width = self._header + widths[0]
+        return self.of_earlier(layer, q, lists=lists, bias=bias, **options)
+
+    def of_earlier(
+        self, layer: int, q: Tensor, lists: Tensor | None = None, bias: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        if options["scale"] is None:
+            options["scale"] = q.shape[-1] ** -0.5
+        (keys, values), (k, v, dims) = self._session.caches[layer], self._kept[layer]
+        width = padded_widths(*dims, q.device)[0]
+        q, width = padded(q, width), self._header + width
         rows = q, keys[..., :width], values, k[..., :width], v
+        entries, self._entries = self._entries, None
         if bias is not None:
-            distances = self._distances(bias.shape[-1], options["window"])
+            distances = self._distances(bias.shape[-1], options["window"], keys.shape[1])
             attention = partial(self._attention, **options)
             out = distances.attend(attention, q, bias, (keys, values), (k, v), options["scale"])
         elif entries is None:
@@ -167,7 +173,7 @@ class StepAttention(StepAttend):
         self, layer: int, q: Tensor, k: Tensor, latents: Latents, chosen: ChosenKeys | None = None, **options: Any
     ) -> Tensor:
         if options["scale"] is None:
-            options["scale"] = q.shape[-1] ** -0.5
+            options["scale"] = q.shape[-1] ** -0.5  # before latents are absorbed
         lists = None if chosen is None else chosen.lists
         absorbs = lists is not None or self.batch_invariant or latents.takes(q)
         requests = () if absorbs else self._requests()
@@ -227,6 +233,7 @@ class StepAttention(StepAttend):
             raise ValueError(f"the model has more layers than {layer}, which `past` is of")
         session.check_rows(layer, k, v)
         keys, values = session.caches[layer]
+        self._kept.append((k, v, dims))
         if not is_front(values, keys):
             self._new += k, v
         elif is_shared:
@@ -277,10 +284,9 @@ class StepAttention(StepAttend):
             batch_invariant=self.batch_invariant, **options,
         )  # fmt: skip
 
-    def _distances(self, count: int, window: int) -> DistanceBias:
-        """The lists for biases of so many distances, which layers with the same window share."""
+    def _distances(self, count: int, window: int, room: int) -> DistanceBias:
+        """The lists for biases of so many distances, which layers with the same window share. room: positions of the caches."""
         if (count, window) not in self._lists:
-            room = self._session.caches[self.layers - 1][0].shape[1]
             self._lists[count, window] = DistanceBias(self._trees, self._session.prefix_lens, room, count, window)
         return self._lists[count, window]
 

@@ -53,6 +53,12 @@ _ASSISTED = {
     "assistant_early_exit": "custom_generate(pass_ext.Speculative(pass_ext.EarlyExitDraft(model, layers=…)))",
     "use_mtp": "custom_generate(pass_ext.PaSS(slots))",
 }
+# What transformers' cache of a model holds that a session's does not.
+_OTHER_FORMATS = {
+    "jetmoe": "keys and values before they are repeated for its experts",
+    "diffllama": "the values of a layer once for both attentions of its heads",
+    "dory": "keys and values of further loops behind those of all layers",
+}
 _REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
 _FULL_LAYERS = ("DynamicLayer", "StaticLayer")
 _SLIDING_LAYERS = (
@@ -313,9 +319,7 @@ def _other_cache_format(model: Any) -> str:
         return "latent keys and values (kv_lora_rank)"
     if compressed_widths(unwrapped(model)):
         return "windows, and entries that its compressors have made"
-    if model.config.model_type == "jetmoe":
-        return "keys and values before they are repeated for its experts"
-    return ""
+    return _OTHER_FORMATS.get(model.config.model_type, "")
 
 
 def _must_be_filled(cache: Any, columns: int, config: Any, is_writable: bool) -> bool:
@@ -361,7 +365,8 @@ def _past(cache: Any, mask: Tensor, model: Adapted) -> Past | None:
     common = min(cache_length(cache), mask.shape[1] - 1) - int(starts.max())
     if common < 1:
         return None
-    return _past_layers(cache, range(len(cache.layers)), starts, common, model), common
+    layers = [number for number, layer in enumerate(cache.layers) if type(layer).__name__ != "DummyLayer"]
+    return _past_layers(cache, layers, starts, common, model), common
 
 
 def _past_with_states(cache: Any, mask: Tensor, model: Adapted) -> Past | None:
@@ -407,6 +412,11 @@ def _past_layers(
 
 def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> Any:
     """The cache with every text but its last token, in the columns of ``sequences``. A sliding cache is replaced."""
+    if session.model.attends_again:
+        raise ValueError(
+            f"custom_generate: {session.model.name} has layers that attend several times, and their caches cannot be written "
+            "for transformers: give no past_key_values, and with return_dict_in_generate use_cache=False"
+        )
     columns = mask.shape[1] + max(result.lengths) - 1
     lengths = mask.sum(1) + torch.tensor(result.lengths, device=mask.device) - 1
     # Padding repeats a token of the text, because transformers 4.57 takes a column of zeros for the end of a static cache.
