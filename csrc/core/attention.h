@@ -208,7 +208,6 @@ PASS_EXT_HOST_DEVICE uint64_t visible_keys(const AttentionProblem& problem, cons
                                   [&](int32_t i) { return visible_word(problem, request, node, i); });
 }
 
-constexpr float kLog2E = 1.44269504f;
 constexpr float kLargest = 3.40282347e38f;  // its negative is the maximum of a row before its first key
 
 // ln(2^maximum sum): kernels keep a row's total as maximum and sum.

@@ -8,7 +8,7 @@ template <typename F>
 PASS_EXT_HOST_DEVICE F exponential_in_range(F x) {
   // x = n ln2 + r; adding 1.5 2^23 rounds n to an integer and leaves it in the low bits of the sum.
   const F magic = constant(x, 12582912.0f);
-  const F shifted = fused(x, constant(x, 1.44269504f), magic);
+  const F shifted = fused(x, constant(x, kLog2E), magic);
   const F n = shifted - magic;
   F r = fused(n, constant(x, -0.693359375f), x);
   r = fused(n, constant(x, 2.12194440e-4f), r);

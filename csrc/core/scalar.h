@@ -34,6 +34,8 @@ PASS_EXT_HOST_DEVICE void multiply_wide(uint32_t a, uint32_t b, uint32_t& high, 
   low = static_cast<uint32_t>(product);
 }
 
+constexpr float kLog2E = 1.44269504f;  // e^x is 2^(x kLog2E), the power that a processor has
+
 #include "core/elementary-inl.h"
 
 }  // namespace pass_ext

@@ -37,7 +37,8 @@ PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, const S
           visible_keys<Shape::kHasChunks>(problem, segment.request, (segment.first_row + row) / problem.group, first);
     sync_block();
 #pragma unroll 1
-    for (int column = static_cast<int>(thread_rank()); column < problem.head_dim; column += kAttentionThreads) {
+    for (int column = static_cast<int>(thread_rank()); column < value_dim_of<Shape::kIsOneWidth>(problem);
+         column += kAttentionThreads) {
       uint64_t non_finite = 0;  // keys whose value in this column is not finite
 #pragma unroll 8
       for (int i = 0; i < Shape::kKeys; ++i) {
@@ -134,12 +135,13 @@ PASS_EXT_DEVICE bool attend(const AttentionProblem& problem, const SharedWork& w
 
 // Writes the rows of q that no request owns: before the first bound, behind the last, and those of a request beyond
 // max_nodes.
-template <typename T>
+template <typename Shape>
 PASS_EXT_DEVICE void write_unowned_rows(const AttentionProblem& problem) {
+  using T = typename Shape::T;
   const int64_t grid = grid_size().x, block = block_index().x;
   const auto clear_row = [&](int64_t row) {
-    T* const out = static_cast<T*>(problem.out) + row * problem.heads * problem.head_dim;
-    const int64_t elements = int64_t{problem.heads} * problem.head_dim;
+    T* const out = static_cast<T*>(problem.out) + row * problem.heads * value_dim_of<Shape::kIsOneWidth>(problem);
+    const int64_t elements = int64_t{problem.heads} * value_dim_of<Shape::kIsOneWidth>(problem);
     for (int64_t i = 8 * thread_rank(); i < elements; i += 8 * kAttentionThreads) store16(out + i, Bytes16{});
     for (int64_t i = thread_rank(); i < problem.heads; i += kAttentionThreads)
       problem.lse[row * problem.heads + i] = float_of(0xff800000u);
@@ -180,7 +182,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAttentionThreads, Shape::kResidentBlocks
     step = segment.unit_begin + segment.end;
     sync_block();  // shared memory is free again
   }
-  write_unowned_rows<typename Shape::T>(problem);
+  write_unowned_rows<Shape>(problem);
 }
 
 template <typename Shape>

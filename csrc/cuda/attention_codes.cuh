@@ -223,7 +223,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAttentionThreads, Shape::kResidentBlocks
     step = segment.unit_begin + segment.end;
     sync_block();  // shared memory is free again
   }
-  write_unowned_rows<typename Shape::T>(problem);
+  write_unowned_rows<Shape>(problem);
 }
 
 template <typename Shape>

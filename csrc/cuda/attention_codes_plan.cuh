@@ -20,14 +20,15 @@ namespace pass_ext::gpu {
 // True if attention_plain.cuh computes the problem: no kernel with matrix fragments does, or its sums have no one
 // order.
 inline bool is_plain(const AttentionProblem& problem, CodeType codes, const KeyLists& lists, bool batch_invariant) {
-  return batch_invariant || lists.keys || is_plain(problem) || (codes != CodeType::none && problem.chunk >= 0);
+  const bool has_codes_shape = problem.chunk < 0 && problem.head_dim == problem.value_dim;
+  return batch_invariant || lists.keys || is_plain(problem) || (codes != CodeType::none && !has_codes_shape);
 }
 
 // use(CodesShape), for problems that are not plain.
 template <typename Use>
 void with_codes_shape(const AttentionProblem& problem, const Use& use) {
   with_attention_shape(problem, [&](auto shape) {
-    if constexpr (!decltype(shape)::kHasChunks) use(CodesShape<decltype(shape)>{});
+    if constexpr (!decltype(shape)::kHasChunks && decltype(shape)::kIsOneWidth) use(CodesShape<decltype(shape)>{});
   });
 }
 
@@ -41,10 +42,7 @@ inline void launch_codes_attention(const AttentionProblem& problem, CodeType cod
                           plan.multiprocessors};
     launch("attention_tree", codes_kernel_of<Shape>(),
            LaunchShape{{plan.blocks}, {kAttentionThreads}, Shape::kSharedBytes}, stream, problem, codes, work);
-    if (plan.combine_blocks > 0)
-      launch("attention_tree (combine)", attention_combine_kernel<typename Shape::T, Shape::kDim>,
-             LaunchShape{{plan.combine_blocks}, {kCombineThreads}}, stream, problem, work,
-             static_cast<int32_t>(plan.blocks), int32_t{Shape::kPart});
+    if (plan.combine_blocks > 0) launch_combine<Shape>(problem, work, plan.combine_blocks, plan.blocks, stream);
   });
 }
 

@@ -18,16 +18,17 @@ template <typename Numbers>
 struct CodesShape : Numbers {
   using T = typename Numbers::T;
   static constexpr int kStages = 1;  // tiles of numbers
-  static constexpr int kCodeStages = Numbers::kDim <= 128 ? 3 : 2;
-  static constexpr int kCodeChunks = Numbers::kDim / 16;                                // chunks of 16 codes in a row
+  static constexpr int kCodeStages = Numbers::kKeyDim <= 128 ? 3 : 2;
+  static constexpr int kCodeChunks = Numbers::kKeyDim / 16;                             // chunks of 16 codes in a row
   static constexpr int kCodeCopies = Numbers::kKeys * kCodeChunks / kAttentionThreads;  // of a thread, for K or for V
-  static constexpr int kTileCodes = Numbers::kKeys * Numbers::kDim;
+  static constexpr int kTileCodes = Numbers::kKeys * Numbers::kKeyDim;
 
-  static constexpr int kRingBytes = 2 * Numbers::kTile * static_cast<int>(sizeof(T));
+  static constexpr int kRingBytes = Numbers::kTiles * static_cast<int>(sizeof(T));
   static constexpr int kCodesAt = kRingBytes + Numbers::kQueryBytes + Numbers::kAddressBytes;
   static constexpr int kScalesAt = kCodesAt + kCodeStages * 2 * kTileCodes;
   static constexpr int kFactorsAt = kScalesAt + kCodeStages * 2 * Numbers::kKeys * static_cast<int>(sizeof(float));
   static constexpr int kSharedBytes = kFactorsAt + 2 * Numbers::kKeys * static_cast<int>(sizeof(float));
+  static_assert(Numbers::kIsOneWidth, "K and V have tiles of one layout");
   static_assert(kSharedBytes >= Numbers::kKeyWarps * Numbers::kPart * 4 + 8 * Numbers::kRows,
                 "parts, and eight bytes a row, fit in front");
   static_assert(kSharedBytes <= 99 * 1024 - 1024, "every GPU from sm_80 on has so much, and 1 KB besides");
@@ -175,7 +176,7 @@ PASS_EXT_DEVICE void decode_tile_of(typename Shape::T* to, const uint8_t* codes)
 #pragma unroll
     for (unsigned turn = 0; turn < 2; ++turn) {
       const unsigned half = turn ^ first;
-      store16(to + chunk_offset<Shape>(row, 2 * chunk + half), half == 0 ? halves[0] : halves[1]);
+      store16(to + chunk_offset<Shape, Shape::kKeyStride>(row, 2 * chunk + half), half == 0 ? halves[0] : halves[1]);
     }
   }
 }

@@ -32,7 +32,7 @@ struct CombineScratch {
   int32_t block, row;  // the shared tile's first member, and the row at work
 };
 
-// `blocks`: the grid of attention_kernel; `part`: the floats of a part.
+// `problem`: its head_dim is that of values; `blocks`: the grid of attention_kernel; `part`: the floats of a part.
 template <typename T, int kDim>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kCombineThreads, kCombineResident)
     attention_combine_kernel(PASS_EXT_PARAMETER AttentionProblem problem, SharedWork work, int32_t blocks,
@@ -102,6 +102,17 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kCombineThreads, kCombineResident)
       sum.template write<T>(problem, row_offset(problem, tile.first_node, tile.head, tile.first_row + row), column);
     }
   }
+}
+
+// Adds the parts of the grid of `blocks` blocks that computed the problem by kernels of Shape.
+template <typename Shape>
+void launch_combine(const AttentionProblem& problem, const SharedWork& work, unsigned combine_blocks, unsigned blocks,
+                    Stream stream) {
+  AttentionProblem of_values = problem;
+  of_values.head_dim = problem.value_dim;
+  launch("attention_tree (combine)", attention_combine_kernel<typename Shape::T, Shape::kValueDim>,
+         LaunchShape{{combine_blocks}, {kCombineThreads}}, stream, of_values, work, static_cast<int32_t>(blocks),
+         int32_t{Shape::kPart});
 }
 
 }  // namespace pass_ext::gpu

@@ -70,12 +70,12 @@ struct RowSum {
   }
 
   // Writes the columns of row `index` of out, and with the first of them its lse.
-  template <typename T>
+  template <typename T, bool is_one_width = true>
   PASS_EXT_DEVICE void write(const AttentionProblem& problem, int64_t index, int column) const {
     if (column == 0) problem.lse[index] = log_of_total(totals.maximum, totals.exact);
-    if (column >= problem.head_dim) return;
+    if (column >= value_dim_of<is_one_width>(problem)) return;
     const float factor = totals.rounded == 0.0f ? 0.0f : 1.0f / totals.rounded;
-    T* const to = static_cast<T*>(problem.out) + index * problem.head_dim + column;
+    T* const to = static_cast<T*>(problem.out) + index * value_dim_of<is_one_width>(problem) + column;
     *reinterpret_cast<uint64_t*>(to) = pack2<T>(columns[0] * factor, columns[1] * factor) |
                                        uint64_t{pack2<T>(columns[2] * factor, columns[3] * factor)} << 32;
   }
@@ -85,7 +85,7 @@ struct RowSum {
 template <typename Shape>
 PASS_EXT_DEVICE void merge_warps(const AttentionProblem& problem, const Segment& segment, float* part) {
   constexpr SharedTiles<Shape> shared{};
-  constexpr int kColumns = Shape::kDim / 4;               // of 16 bytes
+  constexpr int kColumns = Shape::kValueDim / 4;          // of 16 bytes
   constexpr int kAtOnce = Shape::kKeyWarps == 1 ? 4 : 2;  // of a thread
   const int items = segment.rows * kColumns;
 #pragma unroll 1
@@ -95,17 +95,18 @@ PASS_EXT_DEVICE void merge_warps(const AttentionProblem& problem, const Segment&
     for (int i = 0; i < kAtOnce; ++i) {
       const int item = begin + i * kAttentionThreads < items ? begin + i * kAttentionThreads : begin;
       const float* const first = shared.parts() + item / kColumns * Shape::kPartStride;
-      sums[i].template add<Shape::kDim, Shape::kKeyWarps>(0, Shape::kKeyWarps, 1, item % kColumns * 4,
-                                                          [&](int warp) { return first + warp * Shape::kPart; });
+      sums[i].template add<Shape::kValueDim, Shape::kKeyWarps>(0, Shape::kKeyWarps, 1, item % kColumns * 4,
+                                                               [&](int warp) { return first + warp * Shape::kPart; });
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int item = begin + i * kAttentionThreads, row = item / kColumns, column = item % kColumns * 4;
       if (item >= items) break;
       if (part != nullptr)
-        sums[i].store(part + row * Shape::kPartStride, Shape::kDim, column);
+        sums[i].store(part + row * Shape::kPartStride, Shape::kValueDim, column);
       else
-        sums[i].template write<typename Shape::T>(problem, row_offset(problem, segment, row), column);
+        sums[i].template write<typename Shape::T, Shape::kIsOneWidth>(problem, row_offset(problem, segment, row),
+                                                                      column);
     }
   }
 }

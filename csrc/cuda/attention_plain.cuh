@@ -14,6 +14,7 @@
 #include "core/attention_lists.h"
 #include "core/quantize.h"
 #include "cuda/attention_places.cuh"
+#include "cuda/attention_tile.cuh"
 #include "cuda/numbers.cuh"
 #include "cuda/primitives.cuh"
 
@@ -38,6 +39,7 @@ struct PlainAttention {
 inline bool is_plain(const AttentionProblem& problem) {
   bool has_size = false;
   for (int32_t dim : kHeadDims) has_size |= dim == problem.head_dim && dim == problem.value_dim;
+  has_size |= problem.head_dim == kWideKeyDim && problem.value_dim == kNarrowValueDim;
   return problem.type == FloatType::float32 || !has_size || (problem.chunk >= 0 && problem.head_dim != 128);
 }
 

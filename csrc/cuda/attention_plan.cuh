@@ -14,8 +14,8 @@
 
 namespace pass_ext::gpu {
 
-// use(AttentionShape) for the problem's dtype, head size, chunks and number of rows that share a key head. Problems
-// that are plain (attention_plain.cuh) have none.
+// use(AttentionShape), or that of chunks or two widths, for the problem's dtype, widths, chunks and number of rows that
+// share a key head. Problems that are plain (attention_plain.cuh) have none.
 template <typename Use>
 decltype(auto) with_attention_shape(const AttentionProblem& problem, const Use& use) {
   static_assert(kLargestHeadDim <= 256, "the widest kernel takes every head size");
@@ -28,6 +28,8 @@ decltype(auto) with_attention_shape(const AttentionProblem& problem, const Use& 
   const auto with_type = [&](auto element) -> decltype(auto) {
     using T = decltype(element);
     if (problem.chunk >= 0) return is_one_tile ? use(ChunkedShape<T, 1>{}) : use(ChunkedShape<T, 4>{});
+    if (problem.head_dim != problem.value_dim)
+      return is_one_tile ? use(TwoWidthsShape<T, 1>{}) : use(TwoWidthsShape<T, 4>{});
     return problem.head_dim <= 64    ? with_dim(element, std::integral_constant<int, 64>{})
            : problem.head_dim <= 96  ? with_dim(element, std::integral_constant<int, 96>{})
            : problem.head_dim <= 128 ? with_dim(element, std::integral_constant<int, 128>{})
@@ -108,10 +110,7 @@ inline void launch_attention(const AttentionProblem& problem, const AttentionPla
                           plan.multiprocessors};
     launch("attention_tree", attention_kernel_of<Shape>(),
            LaunchShape{{plan.blocks}, {kAttentionThreads}, Shape::kSharedBytes}, stream, problem, work);
-    if (plan.combine_blocks > 0)
-      launch("attention_tree (combine)", attention_combine_kernel<typename Shape::T, Shape::kDim>,
-             LaunchShape{{plan.combine_blocks}, {kCombineThreads}}, stream, problem, work,
-             static_cast<int32_t>(plan.blocks), int32_t{Shape::kPart});
+    if (plan.combine_blocks > 0) launch_combine<Shape>(problem, work, plan.combine_blocks, plan.blocks, stream);
   });
 }
 

@@ -29,7 +29,7 @@ PASS_EXT_DEVICE unsigned first_key_of_warp() {
 template <typename Shape>
 struct Queries {
   using T = typename Shape::T;
-  static constexpr int kSteps = Shape::kDim / 16;
+  static constexpr int kSteps = Shape::kKeyDim / 16;
   uint32_t registers[Shape::kKeepsQueries ? kSteps : 1][4];
 
   PASS_EXT_DEVICE void load(const AttentionProblem& problem, const Segment& segment) {
@@ -51,10 +51,10 @@ struct Queries {
       }
     } else {
       T* const tile = SharedTiles<Shape>{}.queries();
-      for (int i = static_cast<int>(thread_rank()); i < Shape::kRows * Shape::kChunks; i += kAttentionThreads) {
-        const int row = i / Shape::kChunks, chunk = i % Shape::kChunks;
+      for (int i = static_cast<int>(thread_rank()); i < Shape::kRows * Shape::kKeyChunks; i += kAttentionThreads) {
+        const int row = i / Shape::kKeyChunks, chunk = i % Shape::kKeyChunks;
         const bool is_there = row < segment.rows;
-        copy_async16(tile + chunk_offset<Shape>(row, chunk),
+        copy_async16(tile + chunk_offset<Shape, Shape::kKeyStride>(row, chunk),
                      is_there ? q + row_offset(problem, segment, row) * problem.head_dim + 8 * chunk : q, is_there);
       }
     }
@@ -66,7 +66,8 @@ struct Queries {
       for (int i = 0; i < 4; ++i) fragment[i] = registers[step][i];
     } else {
       const unsigned lane = lane_index(), row = first_row_of_warp<Shape>() + lane % 16;
-      load_matrices<4>(fragment, SharedTiles<Shape>{}.queries() + chunk_offset<Shape>(row, 2 * step + lane / 16));
+      load_matrices<4>(
+          fragment, SharedTiles<Shape>{}.queries() + chunk_offset<Shape, Shape::kKeyStride>(row, 2 * step + lane / 16));
     }
   }
 };
@@ -84,7 +85,8 @@ PASS_EXT_DEVICE void multiply_queries_keys(Scores<Shape>& scores, const Queries<
   for (auto& block : scores)
 #pragma unroll
     for (float& score : block) score = 0.0f;
-  const TileChunks<Shape> chunks(keys, first + (Shape::kWarpKeys == 8 ? 0 : lane / 16 * 8) + lane % 8, lane / 8 % 2);
+  const TileChunks<Shape, Shape::kKeyStride> chunks(
+      keys, first + (Shape::kWarpKeys == 8 ? 0 : lane / 16 * 8) + lane % 8, lane / 8 % 2);
 #pragma unroll
   for (int step = 0; step < Queries<Shape>::kSteps; ++step) {
     uint32_t q[4];
@@ -166,7 +168,7 @@ struct RowState {
     float low, high;
   };
 
-  float out[Shape::kDim / 8][4];
+  float out[Shape::kValueDim / 8][4];
   float maximum[2], rounded[2], exact[2];
 
   PASS_EXT_DEVICE void clear() {
@@ -220,22 +222,22 @@ struct RowState {
     const unsigned lane = lane_index(), first = first_key_of_warp<Shape>();
     if constexpr (Shape::kWarpKeys == 8) {  // half a product: the weights of the other eight keys are 0
       const uint32_t p[4] = {weights[0][0], weights[0][1], 0, 0};
-      const TileChunks<Shape> chunks(values, first + lane % 8, lane / 8);
+      const TileChunks<Shape, Shape::kValueStride> chunks(values, first + lane % 8, lane / 8);
 #pragma unroll
-      for (int chunk = 0; chunk < Shape::kChunks; chunk += 4) {
+      for (int chunk = 0; chunk < Shape::kValueChunks; chunk += 4) {
         uint32_t v[4];
         load_matrices<4, true>(v, chunks.at(chunk));
 #pragma unroll
         for (int i = 0; i < 4; ++i) multiply_m16n8k16<T>(out[chunk + i], p, {v[i], 0u});
       }
     } else {
-      const TileChunks<Shape> chunks(values, first + lane % 16, lane / 16);
+      const TileChunks<Shape, Shape::kValueStride> chunks(values, first + lane % 16, lane / 16);
 #pragma unroll
       for (int step = 0; step < Shape::kWarpKeys / 16; ++step) {
         const uint32_t p[4] = {weights[2 * step][0], weights[2 * step][1], weights[2 * step + 1][0],
                                weights[2 * step + 1][1]};
 #pragma unroll
-        for (int chunk = 0; chunk < Shape::kChunks; chunk += 2) {
+        for (int chunk = 0; chunk < Shape::kValueChunks; chunk += 2) {
           uint32_t v[4];
           load_matrices<4, true>(v, chunks.at(chunk, 16 * step));
           multiply_m16n8k16<T>(out[chunk], p, {v[0], v[1]});
@@ -252,13 +254,13 @@ struct RowState {
     for (int half = 0; half < 2; ++half) {
       float* const row = part + (first_row_of_warp<Shape>() + g + 8 * half) * Shape::kPartStride;
 #pragma unroll
-      for (int block = 0; block < Shape::kDim / 8; ++block)
+      for (int block = 0; block < Shape::kValueDim / 8; ++block)
         *reinterpret_cast<Pair*>(row + 8 * block + 2 * t) = {out[block][2 * half], out[block][2 * half + 1]};
       for (int step = 1; step < 4; step *= 2) {
         rounded[half] += shuffle_xor(rounded[half], step);
         exact[half] += shuffle_xor(exact[half], step);
       }
-      if (t == 0) store_totals(row, Shape::kDim, {maximum[half], rounded[half], exact[half]});
+      if (t == 0) store_totals(row, Shape::kValueDim, {maximum[half], rounded[half], exact[half]});
     }
   }
 };

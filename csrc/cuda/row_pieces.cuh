@@ -12,7 +12,6 @@
 namespace pass_ext::gpu {
 
 constexpr int kPiece = 8;
-constexpr float kLog2E = 1.44269504f;  // e^x is 2^(x kLog2E), the power that the processor has
 
 // A piece's bits as in memory. A 16-bit type uses the first four words only.
 struct RawPiece {

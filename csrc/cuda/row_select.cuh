@@ -46,9 +46,9 @@ struct Selected {
   bool reached;  // false: the sum of all measures is too small
 };
 
-// One warp: finds the first bin at which `before` plus the measures of the bins up to it reaches `needed`; if there is
-// none, the last bin that is not empty.
-PASS_EXT_DEVICE void find_bin(SelectScratch& scratch, unsigned long long needed, unsigned long long before) {
+// One warp, whose lanes keep their bins in registers: finds the first bin at which `before` plus the measures of the
+// bins up to it reaches `needed`; if there is none, the last bin that is not empty.
+PASS_EXT_DEVICE void find_bin_in_scratch(SelectScratch& scratch, unsigned long long needed, unsigned long long before) {
   constexpr int kBinsPerLane = kBins / 32;
   const int first = static_cast<int>(lane_index()) * kBinsPerLane;
   unsigned long long measures[kBinsPerLane], lane_sum = 0;
@@ -107,7 +107,7 @@ PASS_EXT_DEVICE void run_pass(SelectScratch& scratch, const Pass& pass, const Ke
 
 // Narrows the range to the bin that holds the answer.
 PASS_EXT_DEVICE void narrow(SelectScratch& scratch, unsigned long long needed, int shift, KeyRange& range) {
-  if (warp_index() == 0) find_bin(scratch, needed, range.before);
+  if (warp_index() == 0) find_bin_in_scratch(scratch, needed, range.before);
   sync_block();
   range.high -= static_cast<uint64_t>(scratch.bin) << shift;
   const uint64_t width = (uint64_t{1} << shift) - 1;

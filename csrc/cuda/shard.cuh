@@ -252,7 +252,8 @@ inline void launch_shard_local(const ShardProblem& shard, Stream stream) {
 
 constexpr int kShardCombineThreads = 128;
 
-// find_bin() of core/shard_combine.h by a warp.
+// find_bin() of core/shard_combine.h by a warp. It asks for the measures twice, each a sum over the ranks, and keeps
+// none.
 PASS_EXT_DEVICE ReachedBin find_bin_of_warp(const Answers& answers, int64_t index, const SelectRange& range) {
   constexpr int kBinsPerLane = kSelectBins / 32;
   const int lane = static_cast<int>(lane_index());

@@ -18,13 +18,17 @@ from pass_ext.ops.tree import check_bounds
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 """The head sizes of keys and values alike that have a CUDA kernel with matrix fragments: kHeadDims of csrc/core/attention.h."""
+TWO_WIDTHS = (192, 128)
+"""Those of keys and values that have one in 16 bits: kWideKeyDim and kNarrowValueDim of csrc/cuda/attention_tile.cuh."""
 WIDTH_STEP, MOST_KEY_DIM, MOST_VALUE_DIM = 16, 576, 512
 
 
-def padded_widths(keys: int, values: int, device: torch.device) -> tuple[int, int]:
+def padded_widths(keys: int, values: int, device: torch.device, *, in_codes: bool) -> tuple[int, int]:
     """The widths to pad rows of keys and of values to with zeros: on a GPU those of the next kernel with matrix fragments, if
-    there is one; else the next multiples of 16."""
+    there is one; else the next multiples of 16. in_codes: the rows will be in 8 bits."""
     if device.type == "cuda" and max(keys, values) <= HEAD_DIMS[-1]:
+        if not in_codes and HEAD_DIMS[-2] < keys <= TWO_WIDTHS[0] and values <= TWO_WIDTHS[1]:
+            return TWO_WIDTHS
         width = next(dim for dim in HEAD_DIMS if dim >= max(keys, values))
         return width, width
     if keys > MOST_KEY_DIM or values > MOST_VALUE_DIM:
@@ -66,7 +70,8 @@ def attention_tree(
 
     Args:
         q: ``[N, Hq, D]`` bfloat16, float16 or float32; D is a multiple of 16 up to 576, and Hq at most 2^20. On CUDA the fast
-            kernels are those of 64, 80, 96, 128 and 256 numbers, keys and values alike, in 16 bits.
+            kernels are those of 64, 80, 96, 128 and 256 numbers, keys and values alike, in 16 or 8 bits, and of 192 beside 128
+            in 16 bits.
         k_cache, v_cache: ``[B, S, Hkv, D]`` and ``[B, S, Hkv, Dv]`` with any strides, numbers of a row contiguous (a
             ``[B, Hkv, S, D]`` cache comes through ``.transpose(1, 2)``), or pages ``[P, page, Hkv, D]`` beside a
             ``block_table``. Hq is any multiple of Hkv, Dv a multiple of 16 up to 512. Values may be the first numbers of the

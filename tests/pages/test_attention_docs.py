@@ -70,6 +70,7 @@ def test_the_limits_on_the_page_are_those_of_the_op():
     of_keys, of_values = attention.MOST_KEY_DIM, attention.MOST_VALUE_DIM
     assert f"of keys any multiple of {attention.WIDTH_STEP} up to {of_keys}, of values up to {of_values}" in page
     assert f"the same; fast are {', '.join(map(str, attention.HEAD_DIMS))}, alike" in page
+    assert "alike, and {}/{}, in bf16 and fp16".format(*attention.TWO_WIDTHS) in page
     assert f"up to {MAX_TREE_NODES:,}, any bits" in page
 
 

@@ -348,7 +348,7 @@ class Session:
                 dtype = self.model.table.dtype if header else pair[0].dtype
                 pair[0], behind = split_behind(pair[0], count, dtype)
             dims = pair[0].shape[-1] - header, pair[1].shape[-1] - header
-            widths = padded_widths(*dims, self.device)
+            widths = padded_widths(*dims, self.device, in_codes=bool(header) or self.cache_dtype is not None)
             rows = [padded(x[:, :length], header + width) for x, width in zip(pair, widths, strict=True)]
             if self.cache_dtype is not None and not header:
                 rows = [quantize_rows(x, self.cache_dtype) for x in rows]
@@ -398,7 +398,8 @@ class Session:
             self._stack = None
             new_keys = keys.new_empty(shape, device=self.device)
             header = CODE_HEADER if keys.dtype in MOST_OF_CODES else 0
-            self.caches.append((new_keys, new_keys[..., : header + padded_widths(*dims, self.device)[1]]))
+            width = padded_widths(*dims, self.device, in_codes=bool(header))[1]
+            self.caches.append((new_keys, new_keys[..., : header + width]))
             return
         is_alike = keys.shape == values.shape and keys.dtype == values.dtype
         if layer == 0 and is_alike and self.model.layers is not None:

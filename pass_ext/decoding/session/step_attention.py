@@ -85,7 +85,7 @@ class StepAttention(StepAttend):
         if options["scale"] is None:
             options["scale"] = q.shape[-1] ** -0.5
         dims = k.shape[-1], v.shape[-1]
-        widths = padded_widths(*dims, q.device)
+        widths = padded_widths(*dims, q.device, in_codes=self._header > 0)
         is_shared = is_front(v, k)
         k = padded(k, widths[0])
         v = k[..., : widths[1]] if is_shared else padded(v, widths[1])
@@ -99,7 +99,7 @@ class StepAttention(StepAttend):
         if options["scale"] is None:
             options["scale"] = q.shape[-1] ** -0.5
         (keys, values), (k, v, dims) = self._session.caches[layer], self._kept[layer]
-        width = padded_widths(*dims, q.device)[0]
+        width = padded_widths(*dims, q.device, in_codes=self._header > 0)[0]
         q, width = padded(q, width), self._header + width
         rows = q, keys[..., :width], values, k[..., :width], v
         entries, self._entries = self._entries, None
@@ -181,7 +181,7 @@ class StepAttention(StepAttend):
             queries, values = latents.absorbed(q), k[..., : latents.rank]
             return latents.expanded(self._of_layer(layer, queries, k, values, lists, options))
         dims = k.shape[-1], latents.rank
-        widths = padded_widths(*dims, q.device)
+        widths = padded_widths(*dims, q.device, in_codes=self._header > 0)
         kept = padded(k, widths[0])
         kept, front = self._stored(kept, kept[..., : widths[1]], is_shared=True)
         self._keep(layer, kept, front, dims, options, is_shared=True)
@@ -192,7 +192,7 @@ class StepAttention(StepAttend):
             rows = dequantize_rows(rows, k.dtype)
         keys, values = latents.heads(rows)
         dims = keys.shape[-1], values.shape[-1]
-        widths = padded_widths(*dims, q.device)
+        widths = padded_widths(*dims, q.device, in_codes=False)
         q, keys, values = padded(q, widths[0]), padded(keys, widths[0]), padded(values, widths[1])
         all_keys, all_values = (
             x.expand(session.requests, -1, -1, -1) for x in (keys, values)

@@ -107,7 +107,7 @@ def _dense_plan(mask: Tensor, batch: int, queries: int) -> tuple[Call, ...]:
 def _at_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors padded with zeros to widths of the op. Zeros change no product; the caller cuts them off."""
     try:
-        of_keys, of_values = padded_widths(key.shape[-1], value.shape[-1], key.device)
+        of_keys, of_values = padded_widths(key.shape[-1], value.shape[-1], key.device, in_codes=False)
     except NotImplementedError as error:
         raise ValueError(f"pass_ext attention: {error}; use attn_implementation='sdpa'") from error
     return padded(query, of_keys), padded(key, of_keys), padded(value, of_values)

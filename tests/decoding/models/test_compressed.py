@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 import transformers
 from emulator.ops import KERNELS
 from support.generation import greedy_of_transformers, methods_for, slots_for
+from support.gpu_widths import use_widths_of_a_gpu
 from support.small_models import prompts, ragged_prompts
 
 import pass_ext
@@ -18,10 +19,8 @@ from benchmarks.architectures.models import tiny_model
 from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Session, Speculative, Tree, generate, testing
 from pass_ext.decoding.models import compressed
 from pass_ext.decoding.session import session as sessions
-from pass_ext.decoding.session import step_attention
 from pass_ext.integrations.transformers import use
 from pass_ext.integrations.transformers.processors import NotedRows
-from pass_ext.ops.attention import padded_widths
 from pass_ext.testing import assert_same_bits
 from pass_ext.training.lookahead.states import with_states
 
@@ -299,8 +298,7 @@ def test_on_an_emulated_gpu(monkeypatch):
     model, (ids, mask) = model_of(), ragged_prompts(2, longest=6)
     options = dict(max_new_tokens=6, attention_mask=mask, eos_token_id=[])
     want = generate(model, ids, **options).sequences
-    for module in (sessions, step_attention):
-        monkeypatch.setattr(module, "padded_widths", lambda *dims: padded_widths(*dims[:2], torch.device("cuda")))
+    use_widths_of_a_gpu(monkeypatch)
     with testing.rerouted_backend("emulated", KERNELS).active():
         for method in (Plain(), NGram(shortest=1, tokens=3)):
             session = Session(model)

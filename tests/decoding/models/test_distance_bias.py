@@ -8,6 +8,7 @@ pytest.importorskip("transformers")
 import transformers
 from emulator.ops import KERNELS
 from support.generation import greedy_of_transformers, methods_for, slots_for
+from support.gpu_widths import use_widths_of_a_gpu
 from support.small_models import ragged_prompts
 
 import pass_ext
@@ -27,11 +28,8 @@ from pass_ext import (
     testing,
 )
 from pass_ext.decoding.models.parts import cache_name
-from pass_ext.decoding.session import session as sessions
-from pass_ext.decoding.session import step_attention
 from pass_ext.decoding.session.distance_bias import DistanceBias
 from pass_ext.integrations.transformers.processors import NotedRows
-from pass_ext.ops.attention import padded_widths
 from pass_ext.testing import assert_error_within, assert_same_bits
 
 pytestmark = pytest.mark.skipif(not hasattr(transformers.models, "inkling"), reason="before transformers 5.24")
@@ -226,8 +224,7 @@ def test_kernels_and_widths_of_a_gpu_on_the_emulator(monkeypatch):
     ids, mask = ragged_prompts(2, longest=7)
     options = dict(max_new_tokens=4, attention_mask=mask, eos_token_id=[])
     want = generate(model, ids, **options).sequences
-    for module in (sessions, step_attention):
-        monkeypatch.setattr(module, "padded_widths", lambda *dims: padded_widths(*dims[:2], torch.device("cuda")))
+    use_widths_of_a_gpu(monkeypatch)
     with testing.rerouted_backend("emulated", KERNELS).active():
         session = Session(model)
         got = generate(model, ids, NGram(shortest=1, tokens=3), session=session, **options).sequences

@@ -8,6 +8,7 @@ pytest.importorskip("transformers")
 import transformers
 from emulator.ops import KERNELS
 from support.generation import greedy_of_transformers, methods_for, slots_for
+from support.gpu_widths import use_widths_of_a_gpu
 from support.small_models import prompts, ragged_prompts
 
 import pass_ext
@@ -20,7 +21,6 @@ from pass_ext.decoding.session import session as sessions
 from pass_ext.decoding.session import step_attention
 from pass_ext.integrations.transformers.processors import NotedRows
 from pass_ext.layers import dequantize_rows, quantize_rows
-from pass_ext.ops.attention import padded_widths
 from pass_ext.ops.quantize import CODE_HEADER, MOST_OF_CODES
 from pass_ext.testing import assert_error_within, assert_same_bits
 
@@ -455,8 +455,7 @@ def test_kernels_and_widths_of_a_gpu_on_the_emulator(codes, monkeypatch):
     ids, mask = ragged_prompts(2, longest=9)
     options = dict(max_new_tokens=6, attention_mask=mask, eos_token_id=[])
     want = generate(model, ids, session=Session(model, cache_dtype=codes), **options).sequences
-    for module in (sessions, step_attention):
-        monkeypatch.setattr(module, "padded_widths", lambda *dims: padded_widths(*dims[:2], torch.device("cuda")))
+    use_widths_of_a_gpu(monkeypatch)
     lists = set()
 
     def noted(*arguments):

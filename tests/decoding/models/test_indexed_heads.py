@@ -9,6 +9,7 @@ pytest.importorskip("transformers")
 import transformers
 from emulator.ops import KERNELS
 from support.generation import greedy_of_transformers, methods_for, slots_for
+from support.gpu_widths import use_widths_of_a_gpu
 from support.small_models import ragged_prompts
 
 import pass_ext
@@ -28,10 +29,7 @@ from pass_ext import (
 )
 from pass_ext.decoding.models import indexed
 from pass_ext.decoding.models.parts import cache_name
-from pass_ext.decoding.session import session as sessions
-from pass_ext.decoding.session import step_attention
 from pass_ext.integrations.transformers.processors import NotedRows
-from pass_ext.ops.attention import padded_widths
 from pass_ext.testing import assert_same_bits
 
 pytestmark = pytest.mark.skipif(not hasattr(transformers.models, "minimax_m3_vl"), reason="before transformers 5.24")
@@ -242,8 +240,7 @@ def test_kernels_and_widths_of_a_gpu_on_the_emulator(model, monkeypatch):
     ids, mask = ragged_prompts(2, longest=7)
     options = dict(max_new_tokens=4, attention_mask=mask, eos_token_id=[])
     want = generate(model, ids, **options).sequences
-    for module in (sessions, step_attention):
-        monkeypatch.setattr(module, "padded_widths", lambda *dims: padded_widths(*dims[:2], torch.device("cuda")))
+    use_widths_of_a_gpu(monkeypatch)
     with testing.rerouted_backend("emulated", KERNELS).active():
         session = Session(model)
         assert torch.equal(

@@ -6,14 +6,17 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from emulator.ops import KERNELS
 from support.generation import greedy_of_transformers, methods_for
+from support.gpu_widths import use_widths_of_a_gpu
 from support.small_models import MASKS_KNOW_WINDOWS, ODD_HEADS, SINKS, WIDE, ragged_prompts, small_model
 from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 
 import pass_ext
-from pass_ext import NGram, generate
+from benchmarks.architectures.models import tiny_model
+from pass_ext import NGram, Plain, Session, generate, testing
 from pass_ext.decoding.models.row_attention import reach_of, window_of
 
 IDS = torch.tensor([[5, 6, 7, 5, 6]])
@@ -47,6 +50,25 @@ def test_windows_that_the_mask_alone_knows(architecture, attention):
 def test_models_that_take_views_of_attentions_result(architecture):
     """Heads of 24 are padded to 32; the result is cut back to 24 and contiguous."""
     assert_text_of_transformers(small_model(architecture), ["plain", "ngram"])
+
+
+@pytest.mark.parametrize(
+    ("codes", "cached"), [(None, [192, 128]), (torch.int8, [16 + 256, 16 + 256])], ids=["16 bits", "8 bits"]
+)
+@pytest.mark.usefixtures("one_thread")
+def test_values_narrower_than_keys_have_caches_of_that_size_on_a_gpu(codes, cached, monkeypatch):
+    """One layer has a window, both have sinks, and steps of one and of several rows go through the emulated kernels."""
+    widths = dict(head_dim=192, v_head_dim=128, swa_head_dim=192, swa_v_head_dim=128)
+    model = tiny_model("mimo_v2_flash", seed=20, **widths).bfloat16()  # no two tokens are near each other
+    ids, mask = ragged_prompts(2, longest=9)
+    options = dict(max_new_tokens=6, attention_mask=mask, eos_token_id=[])
+    want = generate(model, ids, session=Session(model, cache_dtype=codes), **options).sequences
+    use_widths_of_a_gpu(monkeypatch)
+    with testing.rerouted_backend("emulated", KERNELS).active():
+        for method in (Plain(), NGram(shortest=1, tokens=3)):
+            session = Session(model, cache_dtype=codes)
+            assert torch.equal(generate(model, ids, method, session=session, **options).sequences, want), method
+            assert [[rows.shape[-1] for rows in layer] for layer in session.caches] == [cached] * 2
 
 
 def test_masks_in_which_pictures_see_themselves():

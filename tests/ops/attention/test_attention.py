@@ -26,25 +26,28 @@ from hypothesis import strategies as st
 from support.steps import to
 
 import pass_ext
-from pass_ext.ops.attention import HEAD_DIMS
+from pass_ext.ops.attention import HEAD_DIMS, TWO_WIDTHS
 from pass_ext.reference.attention import attention_terms
 from pass_ext.testing import assert_error_within, assert_same_bits
+
+FAST_WIDTHS = [*((dim, dim) for dim in HEAD_DIMS), TWO_WIDTHS]
 
 # ---- the exact result ----
 
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_every_type_and_head_size(backend, dtype, dim):
-    check(backend, [70, 0], [5, 2], dim=dim, dtype=dtype, heads=(1, 3))
-    check(backend, [3, 64, 9], [30, 1, 0], dim=dim, dtype=dtype, heads=(2, 1), layout="paged 3", new=True, spare=2)
+@pytest.mark.parametrize("widths", FAST_WIDTHS, ids=str)
+def test_every_type_and_head_size(backend, dtype, widths):
+    options = dict(dim=widths[0], value_dim=widths[1], dtype=dtype)
+    check(backend, [70, 0], [5, 2], heads=(1, 3), **options)
+    check(backend, [3, 64, 9], [30, 1, 0], heads=(2, 1), layout="paged 3", new=True, spare=2, **options)
     if not is_small(backend):
-        check(backend, [130, 3, 0, 64], [7, 0, 40, 1], dim=dim, dtype=dtype, layout="paged 16", new=True, spare=2)
-        check(backend, [100, 9], [3, 30], dim=dim, dtype=dtype, layout="gaps", heads=(3, 2), inputs=PEAKY)
+        check(backend, [130, 3, 0, 64], [7, 0, 40, 1], layout="paged 16", new=True, spare=2, **options)
+        check(backend, [100, 9], [3, 30], layout="gaps", heads=(3, 2), inputs=PEAKY, **options)
 
 
-WIDTHS = [(16, 16), (48, 32), (64, 128), (160, 160), (192, 128), (256, 272), (512, 512), (576, 512)]
+WIDTHS = [(16, 16), (48, 32), (64, 128), (160, 160), (192, 112), (256, 272), (512, 512), (576, 512)]
 
 
 @pytest.mark.sanitizer
@@ -186,7 +189,7 @@ def any_case(draw, longest, most_nodes, most_requests, most_heads):
         sizes=draw(number(most_nodes)),
         seed=draw(st.integers(0, 2**31)),
         heads=(draw(st.integers(1, most_heads)), draw(st.integers(1, 9))),
-        dim=draw(st.sampled_from(HEAD_DIMS)),
+        dim=draw(st.sampled_from([*HEAD_DIMS, TWO_WIDTHS[0]])),
         value_dim=draw(st.sampled_from([None, None, None, 64, 128])),
         dtype=draw(st.sampled_from(FLOATS)),
         layout=draw(st.sampled_from(LAYOUTS)),
@@ -244,14 +247,15 @@ def test_a_chunk_far_behind_the_start(backend, chunk):
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_sinks(backend, dtype, dim):
+@pytest.mark.parametrize("widths", FAST_WIDTHS, ids=str)
+def test_sinks(backend, dtype, widths):
     """Every fifth head has none; blocks of a GPU share the long prefix."""
-    check(backend, [70, 0], [5, 2], dim=dim, dtype=dtype, heads=(2, 3), sinks=True)
+    options = dict(dim=widths[0], value_dim=widths[1], dtype=dtype, sinks=True)
+    check(backend, [70, 0], [5, 2], heads=(2, 3), **options)
     prefixes, sizes = sized(backend, ([200, 0], [30, 1]), ([3000, 0, 64], [30, 1, 0]))
     check(
-        backend, prefixes, sizes, dim=dim, dtype=dtype, heads=(2, 4), layout="paged 16", new=True, spare=2, sinks=True,
-        window=100, softcap=20.0,
+        backend, prefixes, sizes, heads=(2, 4), layout="paged 16", new=True, spare=2, window=100, softcap=20.0,
+        **options,
     )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ def cases(backend):
     yield dict(prefixes=[70, 0, 9], sizes=[5, 0, 3], options=dict(heads=(2, 3), new=True))
     yield dict(prefixes=[3, 30], sizes=[7, 1], options=dict(layout="paged 3", window=9, sinks=True))
     yield dict(prefixes=[40], sizes=[4], options=dict(dim=96, value_dim=48, layout="heads", new=True, softcap=20.0))
+    yield dict(prefixes=[50], sizes=[3], options=dict(dim=192, value_dim=128, heads=(1, 4)))
     yield dict(prefixes=[0, 66, 5], sizes=[2, 18, 0], options=dict(dim=128, heads=(2, 4), new=True, layout="paged 16"))
     yield dict(prefixes=[33], sizes=[20], options=dict(dim=256, heads=(1, 4), mask="bits"))
     yield dict(prefixes=[60, 1], sizes=[3, 17], options=dict(dim=80, heads=(1, 4), new=True))

@@ -66,15 +66,16 @@ def busy_blocks(case, **launch):
     return len({block for block, _, _ in record["copies"]})
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize(
     ("members", "nodes", "group"), [(5, 3, 1), (19, 16, 1), (10, 13, 3), (4, 5, 4)],
     ids=["some of 16 rows", "16 rows", "some of 64 rows", "few of 64 rows"],
 )  # fmt: skip
 def test_every_kernel_merges_the_parts_of_blocks(dim, members, nodes, group):
-    """Two to eight threads share a column; at 256 columns 19 members are more than two have on their way."""
-    tile = 64 if dim <= 128 else 32
-    case = attention_case([2 * tile * members - nodes], [nodes], dim=dim, heads=(1, group))
+    """Two to eight threads share a column; at 256 columns 19 members are more than two have on their way. Values of keys of
+    192 have 128."""
+    tile, value_dim = 64 if dim <= 128 else 32, 128 if dim == 192 else dim
+    case = attention_case([2 * tile * members - nodes], [nodes], dim=dim, value_dim=value_dim, heads=(1, group))
     assert busy_blocks(case, blocks=members, seed=1) == members
 
 

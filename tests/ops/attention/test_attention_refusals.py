@@ -11,7 +11,7 @@ from support.paths import ROOT
 from support.steps import to
 
 import pass_ext
-from pass_ext.ops.attention import HEAD_DIMS
+from pass_ext.ops.attention import HEAD_DIMS, TWO_WIDTHS
 
 DENSE, PAGED = dict(window=50), dict(window=50, layout="paged 16", new=True)  # needs 12 slots; and 9 in pages of 16
 
@@ -33,6 +33,9 @@ def test_the_head_sizes_are_those_of_the_kernels():
     header = ROOT / "csrc" / "core" / "attention.h"
     (sizes,) = re.findall(r"constexpr int32_t kHeadDims\[\] = \{([\d, ]+)\};", header.read_text())
     assert tuple(map(int, sizes.split(", "))) == HEAD_DIMS
+    tiles = (ROOT / "csrc" / "cuda" / "attention_tile.cuh").read_text()
+    (widths,) = re.findall(r"constexpr int32_t kWideKeyDim = (\d+), kNarrowValueDim = (\d+);", tiles)
+    assert tuple(map(int, widths)) == TWO_WIDTHS
 
 
 SHAPES = [
