@@ -67,12 +67,12 @@ class DistanceBias:
     def _far_list(self, room: int) -> Tensor:
         """The keys from ``count`` distances on."""
         nodes = torch.arange(self._sees.shape[1], device=self._sees.device)
-        slots = torch.arange(room + len(nodes) + 1, device=nodes.device)
+        slots = torch.arange(room + len(nodes) + 1, dtype=torch.int32, device=nodes.device)
         before = (self._positions - self._count + 1).clamp(min=0).minimum(self._prefixes)[:, None]
         keys = slots.where(slots < before, -1)
         is_far = self._sees & (self._distances >= self._count)
         columns = (before + is_far.cumsum(1) - 1).where(is_far, len(slots) - 1)  # the last one is nobody's
-        return keys.scatter_(1, columns, (self._prefixes[:, None] + nodes).where(is_far, -1)).int()
+        return keys.scatter_(1, columns, (self._prefixes[:, None] + nodes).where(is_far, -1).int())
 
     def attend(
         self,

@@ -30,6 +30,7 @@ from pass_ext import (
 from pass_ext.decoding.models.parts import cache_name
 from pass_ext.decoding.session.distance_bias import DistanceBias
 from pass_ext.integrations.transformers.processors import NotedRows
+from pass_ext.layers import dequantize_rows, quantize_rows
 from pass_ext.testing import assert_error_within, assert_same_bits
 
 pytestmark = pytest.mark.skipif(not hasattr(transformers.models, "inkling"), reason="before transformers 5.24")
@@ -105,9 +106,16 @@ def test_texts_are_transformers_own(changes):
         assert torch.equal(got.sequences, want), method
 
 
-@pytest.mark.parametrize("window", [-1, 4, 130])
-@pytest.mark.parametrize("count", [1, 7, 16, 70, 129])
-def test_attention_against_float64(count, window):
+@pytest.mark.parametrize(
+    ("count", "window", "codes"),
+    [
+        *((count, window, None) for count in (1, 7, 16, 70, 129) for window in (-1, 4, 130)),
+        (70, -1, torch.int8),
+        (7, 130, torch.float8_e4m3fn),
+    ],
+    ids=str,
+)
+def test_attention_against_float64(count, window, codes):
     """Random trees of two requests, one of them without text; deep ones, so that nodes are far from each other too."""
     generator = torch.Generator().manual_seed(count)
     trees = [
@@ -119,7 +127,11 @@ def test_attention_against_float64(count, window):
         torch.randn(shape, generator=generator)
         for shape in ((260, 4, 16), (260, 4, count), (2, 2, 170, 2, 16), (2, 260, 2, 16))
     )
-    held[:, 0, 150:] = held[:, 1] = torch.nan  # must not be read
+    caches = (held, new) if codes is None else (quantize_rows(held, codes), quantize_rows(new, codes))
+    if codes is not None:
+        held, new = (dequantize_rows(x, torch.float32) for x in caches)
+    for unused in (caches[0][:, 0, 150:], caches[0][:, 1]):  # must not be read
+        unused.view(torch.uint8).fill_(255)  # NaN
 
     def attention(q, keys, values, k, v, prefix_lens=lens, window=window, **options):
         return attention_tree(
@@ -127,7 +139,7 @@ def test_attention_against_float64(count, window):
             depths=packed.depths, scale=scale, window=window, **options,
         )  # fmt: skip
 
-    got = DistanceBias(packed, lens, 170, count, window).attend(attention, q, bias, tuple(held), tuple(new), scale)
+    got = DistanceBias(packed, lens, 170, count, window).attend(attention, q, bias, *map(tuple, caches), scale)
     first, plain, exact = 0, [], []
     for tree, length, request in zip(trees, lens.tolist(), range(2), strict=True):
         for node in range(tree.num_nodes):
