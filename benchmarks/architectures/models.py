@@ -84,6 +84,7 @@ SIZES: dict[str, Any] = {
 
 _WINDOW_THEN_ALL = ["sliding_attention", "full_attention"]
 _GEMMA4 = dict(layer_types=_WINDOW_THEN_ALL, global_head_dim=32, hidden_size_per_layer_input=0)
+_SHARED_IN_TWO = dict(num_hidden_layers=4, layer_types=_WINDOW_THEN_ALL * 2, num_kv_shared_layers=2)
 _RECURRENT_THEN_ALL = ["linear_attention", "full_attention"]
 _ROPE_OF_EACH_KIND = {kind: dict(rope_type="default", rope_theta=1e4) for kind in _WINDOW_THEN_ALL}
 
@@ -106,6 +107,19 @@ _INKLING = dict(
     log_scaling_alpha=1.0,
     logits_mup_width_multiplier=1.0,
 )
+_DEEPSEEK4 = dict(
+    num_hidden_layers=3,
+    layer_types=["compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"],
+    mlp_layer_types=["hash_moe", "moe", "hash_moe"],
+    compress_rates={
+        "compressed_sparse_attention": 2,
+        "heavily_compressed_attention": 3,
+    },  # several windows in each text
+    index_topk=2,
+    num_key_value_heads=1,
+    partial_rotary_factor=0.5,
+    o_groups=2,
+)
 _SPARSE_IN_ONE = ["full_attention", "minimax_m3_sparse"]
 _WINDOW_IN_ONE = ("cohere2", "flint", "kolibri1", "laguna", "mellum", "ministral", "olmo3", "smollm3")
 _ATTENTION_IN_ONE = (
@@ -125,12 +139,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": dict(layer_types=_WINDOW_THEN_ALL, rope_parameters=_ROPE_OF_EACH_KIND),
     "dbrx": dict(attn_config=dict(rope_theta=1e4, kv_n_heads=2, clip_qkv=8.0)),
     "bamba": dict(attn_layer_indices=[1]),
+    "deepseek_v4": _DEEPSEEK4,
     "dory": dict(num_hidden_layers=4, n_input_layers=1, n_output_layers=1, layer_types=_WINDOW_THEN_ALL * 2),
     "falcon_h1": dict(mamba_d_ssm=128),
     "gemma3": dict(text_config=dict(layer_types=_WINDOW_THEN_ALL)),
     "gemma3_text": dict(layer_types=_WINDOW_THEN_ALL),
-    "gemma3n_text": dict(num_hidden_layers=4, layer_types=_WINDOW_THEN_ALL * 2, num_kv_shared_layers=2),
-    "gemma4": dict(text_config=_GEMMA4),
+    "gemma3n_text": _SHARED_IN_TWO,
+    "gemma4": dict(text_config=dict(_SHARED_IN_TWO, global_head_dim=32)),
     "gemma4_text": _GEMMA4,
     "gemma4_unified": dict(text_config=_GEMMA4),
     "gemma4_unified_text": _GEMMA4,
@@ -214,4 +229,9 @@ def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
             torch.nn.init.normal_(parameter, std=_SPREAD / wide**0.5)
         if name.endswith("A_log"):  # states fade slowly, so that a wrong one changes the text
             torch.nn.init.uniform_(parameter, -4.0, -2.0)
+        if name.endswith("correct_output_scale"):  # zeros, which hide what layers look up by themselves
+            torch.nn.init.normal_(parameter)
+    for name, table in model.named_buffers():
+        if name.endswith("tid2eid"):  # the experts of each token
+            table.copy_(torch.rand(len(table), config.n_routed_experts).topk(table.shape[1]).indices)
     return model.eval().requires_grad_(False)

@@ -210,10 +210,14 @@ _PYTHON: dict[str, list[str]] = {
         for name in ("indexed", "indexers")
     },
     **{f"models/{name}": ["tests/decoding/models/test_indexed_blocks.py"] for name in ("equivalence", "ngram_layers")},
+    **{f"models/{name}": ["tests/decoding/models/test_compressed.py"] for name in ("compressed", "hash_routers")},
+    "models/per_layer_inputs": ["tests/decoding/models/test_per_layer_inputs.py"],
     "models/one_order": ["tests/decoding/models/test_one_order.py"],
     "models/row_attention": [
         "tests/decoding/models/test_row_attention.py",
         "tests/decoding/models/test_decoded_models.py",
+        "tests/decoding/models/test_repeated_layers.py",
+        "tests/decoding/models/test_falcon.py",
     ],
     "sampling": ["tests/decoding/loop/test_several_texts.py", *_GENERATE],
     "session/reading": [

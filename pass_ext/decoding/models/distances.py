@@ -34,7 +34,7 @@ def mixes_profiles(attention: nn.Module) -> bool:
 
 def profiles_of(attention: nn.Module, bias: Any) -> Tensor | None:
     """The biases ``[N, heads, distances]`` of a shadow's layer that gives attention this position_bias; None: it has others."""
-    return bias[0].transpose(0, 1) if mixes_profiles(attention) and isinstance(bias, Tensor) else None
+    return bias[0].transpose(0, 1) if isinstance(bias, Tensor) and mixes_profiles(attention) else None
 
 
 def unserved(model: nn.Module) -> str | None:

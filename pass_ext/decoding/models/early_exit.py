@@ -24,6 +24,12 @@ from pass_ext.decoding.models.transformers import TransformersModel
 from pass_ext.modules.exit_adapter import ExitAdapter
 from pass_ext.modules.files import HitRates
 
+_OF_ALL_LAYERS = {
+    "hidden_size_per_layer_input": "has one table of embeddings for all its layers",
+    "num_kv_shared_layers": "has layers that share the keys of others",
+}
+"""Settings of a config by which a model's layers hang together."""
+
 
 class ExitParts(NamedTuple):
     """The parts of a transformers model that an early exit uses."""
@@ -67,6 +73,9 @@ def exit_parts(model: Any) -> ExitParts:
             f"{name} attends {attend} times in its {len(layers)} layers, and early exit needs layers that attend once; "  # type: ignore[arg-type]
             f"{known}"
         )
+    for option, what in _OF_ALL_LAYERS.items():
+        if getattr(config, option, None):
+            raise ValueError(f"{name} {what} ({option}), which early exit cannot cut; {known}")
     for option in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
         if getattr(config, option, None) not in (None, 0, 1):
             raise ValueError(f"{name} changes its logits after its head ({option}), which early exit does not; {known}")

@@ -1,4 +1,4 @@
-"""The keys that indexers choose for the rows of a step, and an indexer's keys in a cache.
+"""The keys that indexers choose for the rows of a step, and what lies behind the keys in a cache.
 
 An indexer has a key of its own for each token, and queries q of its heads for each row. In one form (DeepSeek-V3.2) heads have
 weights w, and a row attends to the ``most`` tokens that it sees with the highest scores,
@@ -79,19 +79,19 @@ class ChosenKeys(NamedTuple):
     equal share of the attention's heads; None: rows attend to all that they see."""
 
 
-# ---- an indexer's keys in a cache ----
+# ---- behind the keys in a cache ----
 
 
-def with_index_keys(rows: Tensor, of_indexer: Tensor) -> Tensor:
-    """Rows of keys ``[..., D]``, padded to a multiple of 16 numbers, or of their codes; and behind them the keys of an indexer
-    ``[..., d]`` as they are, whatever the dtype of the rows: rounded keys would choose other tokens."""
-    rows, behind = functional.pad(rows, (0, _padding(rows.shape[-1]))), _padding(of_indexer.shape[-1])
-    parts = rows, functional.pad(of_indexer, (behind, 0))
+def with_behind(rows: Tensor, behind: Tensor) -> Tensor:
+    """Rows of keys ``[..., D]``, padded to a multiple of 16 numbers, or of their codes; and behind them what an indexer or a
+    compressor keeps, ``[..., d]``, as it is, whatever the dtype of the rows: rounded keys would choose other tokens."""
+    rows, front = functional.pad(rows, (0, _padding(rows.shape[-1]))), _padding(behind.shape[-1])
+    parts = rows, functional.pad(behind, (front, 0))
     return torch.cat([x.view(torch.uint8) for x in parts], -1).view(rows.dtype)
 
 
-def split_index_keys(rows: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What ``with_index_keys`` has joined, as views: the rows without the keys of an indexer, and these, ``[..., count]``."""
+def split_behind(rows: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What ``with_behind`` has joined, as views: the rows without the numbers behind, and these, ``[..., count]``."""
     numbers, size = rows.view(torch.uint8), dtype.itemsize
     front = numbers[..., : -(count + _padding(count)) * size]
     return front.view(rows.dtype), numbers[..., -count * size :].view(dtype)
@@ -129,30 +129,34 @@ def chosen_keys(
         if held is not None and prefix:
             keys = torch.cat((held[b, :prefix].flatten(1), keys))
         sees = trees.visible[mine, numbers // 64] >> numbers % 64 & 1 == 1
-        part = _of_rows(rows, mine)
+        part = of_rows(rows, mine)
         parents, depths = trees.parents[mine].long(), trees.depths[mine].long()
         if rows.blocks is None:
-            parts.append(_lists(part, keys, sees, prefix))
+            parts.append(lists_by_scores(part, keys, sees, prefix))
         elif isinstance(rows.blocks, HeadBlocks):
             parts.append(lists_of_heads(part, rows.blocks, keys, sees, prefix, depths))
         else:
             parts.append(lists_of_blocks(part, rows.blocks, keys, sees, prefix, parents, depths))
-    lists = parts[0].new_full((len(rows.q), *parts[0].shape[1:-1], max(part.shape[-1] for part in parts)), -1)
-    first = bounds[0]
+    return ChosenKeys(joined_lists(parts, bounds[0], len(rows.q)))
+
+
+def joined_lists(parts: list[Tensor], first: int, rows: int) -> Tensor:
+    """The lists of all rows of a call: of each request's ``[n, ..., L]``, which begin with row ``first``."""
+    lists = parts[0].new_full((rows, *parts[0].shape[1:-1], max(part.shape[-1] for part in parts)), -1)
     for some in parts:
         lists[first : first + len(some), ..., : some.shape[-1]] = some
         first += len(some)
-    return ChosenKeys(lists)
+    return lists
 
 
-def _lists(rows: IndexRows, keys: Tensor, sees: Tensor, prefix: int) -> Tensor:
+def lists_by_scores(rows: IndexRows, keys: Tensor, sees: Tensor, prefix: int) -> Tensor:
     """The keys of some rows of one request, ascending, then -1: ``[n, at most most]``. keys: ``[T, D]`` of its text and rows;
-    sees: ``[n, n]``, the rows that each row sees."""
+    sees: ``[n, T - prefix]``, which of the keys after the prefix each row sees."""
     step, numbers, lists = _step(rows, keys), keys.float(), []
     most = min(rows.most, len(keys))
     for first in range(0, len(rows.q), step):
         some = slice(first, first + step)
-        scores = token_scores(_of_rows(rows, some), numbers)
+        scores = token_scores(of_rows(rows, some), numbers)
         scores[:, prefix:].masked_fill_(~sees[some], -torch.inf)
         lists.append(_listed(_best(scores, most), most))
     return torch.cat(lists)
@@ -161,7 +165,7 @@ def _lists(rows: IndexRows, keys: Tensor, sees: Tensor, prefix: int) -> Tensor:
 def lists_of_heads(
     rows: IndexRows, blocks: HeadBlocks, keys: Tensor, sees: Tensor, prefix: int, depths: Tensor
 ) -> Tensor:
-    """As ``_lists``, of the tokens of the blocks that each head chooses: ``[n, heads, L]``."""
+    """As ``lists_by_scores``, of the tokens of the blocks that each head chooses: ``[n, heads, L]``."""
     size, device = blocks.size, keys.device
     own = (prefix + depths) // size
     owners = torch.cat((torch.arange(prefix, device=device) // size, own))  # the block of each key
@@ -190,7 +194,8 @@ def block_scores(products: Tensor, owners: Tensor, whole: int, count: int, size:
     return torch.cat(scores, -1)
 
 
-def _of_rows(rows: IndexRows, some: slice) -> IndexRows:
+def of_rows(rows: IndexRows, some: slice) -> IndexRows:
+    """What an indexer makes of some of the rows."""
     weights = None if rows.weights is None else rows.weights[some]
     return rows._replace(q=rows.q[some], keys=rows.keys[some], weights=weights)
 
@@ -219,8 +224,8 @@ def _listed(chosen: Tensor, width: int) -> Tensor:
 def lists_of_blocks(
     rows: IndexRows, blocks: Blocks, keys: Tensor, sees: Tensor, prefix: int, parents: Tensor, depths: Tensor
 ) -> Tensor:
-    """As ``_lists``, of the tokens of the chosen blocks and those after the last block of each row's text. parents, depths:
-    ``[n]``, of the rows."""
+    """As ``lists_by_scores``, of the tokens of the chosen blocks and those after the last block of each row's text. parents,
+    depths: ``[n]``, of the rows."""
     size, beyond = blocks.size, len(keys)
     newest = prefix + torch.arange(len(parents), device=keys.device)
     path = [newest]  # the last keys of each row's text
@@ -235,7 +240,7 @@ def lists_of_blocks(
     is_after = torch.arange(size, device=keys.device) >= size - lengths[:, None] % size
     found = [paths.masked_fill(~is_after, beyond)]
     if len(tokens):
-        chosen = _lists(rows, blocks.keys(keys[tokens], firsts), sees[:, ends], len(of_text))
+        chosen = lists_by_scores(rows, blocks.keys(keys[tokens], firsts), sees[:, ends], len(of_text))
         found.append(tokens[chosen.long()].masked_fill((chosen < 0)[..., None], beyond).flatten(1))
     lists = torch.cat(found, 1).sort(1).values
     return lists.masked_fill(lists == beyond, -1).int()

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models import distances, indexers, ngram_layers, states
+from pass_ext.decoding.models import compressed, distances, indexers, ngram_layers, per_layer_inputs, states
 from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows
 from pass_ext.decoding.models.parts import configs_of, unwrapped
-from pass_ext.decoding.models.row_attention import scales_by_row
+from pass_ext.decoding.models.row_attention import AttentionCalls, reads_keys_of_cache, scales_by_row
 from pass_ext.decoding.models.shadow import OurCall, our_call
 
 _KEEP_NOTHING = {"mlp", "moe"}
@@ -35,7 +35,8 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
             f"{name} {lost}: pass_ext gives the model packed rows of its own making, which would leave it out; use "
             "the model's own generate, or an adapter that changes layers only, as LoRA"
         )
-    reason = indexers.unserved(unwrapped(model)) or distances.unserved(unwrapped(model))
+    inner = unwrapped(model)
+    reason = indexers.unserved(inner) or compressed.unserved(inner) or distances.unserved(inner)
     if reason is not None:
         raise ValueError(f"{name} {reason}")
     strange = sorted(kinds - states.ATTENDING - states.KINDS - _KEEP_NOTHING)
@@ -44,13 +45,20 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
             f"{name} has layers of the kind {', '.join(strange)}: what they keep of a text cannot be cut to the "
             "accepted tokens, so only models whose layers attend, or keep a state that pass_ext knows, are supported"
         )
-    reason = states.unserved(unwrapped(model)) if states.keeps_states(text) else None
-    reason = reason or ngram_layers.unserved(unwrapped(model))
+    reason = states.unserved(inner) if states.keeps_states(text) else None
+    reason = reason or ngram_layers.unserved(inner) or per_layer_inputs.unserved(inner)
     if reason is not None:
         raise ValueError(f"{name} {reason}")
-    if getattr(text, "hidden_size_per_layer_input", 0):
-        raise ValueError(f"{name} looks tokens up again in every layer, so look-ahead rows cannot be given to it")
-    if scales_by_row(unwrapped(model)):
+    if reads_keys_of_cache(inner):
+        raise ValueError(
+            f"{name} has layers that read the keys of other layers from transformers' cache, which pass_ext's calls do not have"
+        )
+    if getattr(text, "recurrent_kv_cache_mode", None) == "last_loop" and text.n_recurrent_loops > 1:
+        raise ValueError(
+            f"{name} keeps the keys of its last loop alone (recurrent_kv_cache_mode='last_loop'), so what a row sees of a "
+            "token depends on whether they share a call, and rows of a tree would see other keys than those of plain decoding"
+        )
+    if scales_by_row(inner):
         raise ValueError(f"{name} scales attention by the number of the row (attn_temperature_tuning), not by position")
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"the model's dtype must be float32, float16 or bfloat16, got {dtype}")
@@ -200,6 +208,9 @@ class _FirstLayer:
     def choose(self, rows: IndexRows) -> ChosenKeys:
         return ChosenKeys(None)
 
+    def compress(self, rows: compressed.CompressedRows) -> None:
+        pass
+
     def convolution(self, place: Any, x: Tensor, *options: Any) -> Tensor:
         raise _Keys(x)
 
@@ -216,7 +227,7 @@ def _first_keys(model: Any, ids: Tensor, **inputs: Tensor) -> Tensor:
 
     try:
         # All at one position, so that equal tokens have equal keys.
-        with our_call(OurCall(_FirstLayer(ids), seen=seen, numbers={})):
+        with our_call(OurCall(_FirstLayer(ids), seen=seen, attended=AttentionCalls())):
             model(**inputs, attention_mask=seen, position_ids=torch.zeros_like(seen).long(), use_cache=False)
     except _Keys as found:
         return found.keys

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from pass_ext.decoding.models.compressed import CompressedRows
 from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.module_ops import is_plain
@@ -97,13 +98,17 @@ class StepAttend(Attend, Protocol):
         Args:
             lists: the keys of each row, as ``ChosenKeys`` has them; None: all that it sees.
             bias: ``[N, heads, distances]``, added to the logits of the keys that are 0, 1 … tokens back; without lists,
-                softcap, sinks and chunk. None: nothing is.
+                softcap, sinks, chunk and entries. None: nothing is.
         """
 
     @property
     def text_rows(self) -> int:
         """The most rows of one text, look-ahead slots' not counted: so the text has the same bits alone and in a batch, and
         with slots after it. On a GPU all rows."""
+
+    def of_earlier(self, layer: int, q: Tensor, **options: Any) -> Tensor:
+        """Attention of queries ``[N, heads, D]`` to the keys and values that an earlier layer has had in this call; the options
+        are those of a call."""
 
     def of_latents(
         self, layer: int, q: Tensor, k: Tensor, latents: Latents, chosen: ChosenKeys | None = None, **options: Any
@@ -114,6 +119,10 @@ class StepAttend(Attend, Protocol):
     def choose(self, rows: IndexRows) -> ChosenKeys:
         """The keys that an indexer chooses for the rows, in the layer that attends next; the cache keeps the indexer's keys
         too."""
+
+    def compress(self, rows: CompressedRows) -> None:
+        """Makes the entries that the rows of the layer that attends next see beside their window; the cache keeps them, and
+        what they are made of."""
 
     def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
         """The arguments of ``layer_stack`` from ``caches`` to ``depths``; None if the caches are not of so many layers with
@@ -195,11 +204,13 @@ class Adapted:
     shares_layers: int = 0
     layers: int | None = None
     """The number of layers that attend; None: unknown."""
+    attends_again: bool = False
+    """A layer has attended several times in a call, and has caches that transformers' cache does not have in this order."""
     numbers: Mapping[int, int] | None = None
     """The number of each layer that attends among those that do; None: all layers attend."""
-    index_widths: Mapping[int, int] = MappingProxyType({})
-    """The layers that have an indexer, by their number among those that attend -> the numbers of its keys behind each KV
-    head's."""
+    widths_behind: Mapping[int, int] = MappingProxyType({})
+    """The layers that have an indexer or a compressor, by their number among those that attend -> the numbers that these keep
+    behind the keys of each KV head."""
     keeps_states: bool = False
     """Some layers keep a state."""
     most_positions: int = sys.maxsize

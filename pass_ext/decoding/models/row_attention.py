@@ -6,13 +6,16 @@ alone, so it decides here too; an attention call with another window is refused.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pass_ext.decoding.models.distances import mixes_profiles, profiles_of
 from pass_ext.decoding.models.indexed import ChosenKeys
@@ -26,11 +29,18 @@ KEY = "pass_ext_rows"  # without "flash" in it, which models search for
 def attend_by_rows(shadow: Any) -> None:
     """Switches the attention of a model's shadow; refuses a model that has attention of its own."""
     _register()
-    shadow.set_attn_implementation(KEY)
-    if shadow.config._attn_implementation != KEY:
+    own = _parts_with_own_attention(shadow)
+    if not own:
+        shadow.set_attn_implementation(KEY)
+        if shadow.config._attn_implementation != KEY:
+            raise ValueError(
+                f"{shadow.config.model_type}: {type(shadow).__name__} has attention of its own and takes no other "
+                "(transformers' AttentionInterface), so pass_ext cannot decode it"
+            )
+    elif getattr(shadow.config, "alibi", False):
         raise ValueError(
-            f"{shadow.config.model_type}: {type(shadow).__name__} has attention of its own and takes no other "
-            "(transformers' AttentionInterface), so pass_ext cannot decode it"
+            f"{shadow.config.model_type} adds a bias by the distance of tokens to its attention (alibi), which pass_ext does "
+            "not implement, so it cannot decode this model"
         )
     for part in shadow.modules():  # layers of another model have its config
         config = vars(part).get("config")
@@ -39,6 +49,21 @@ def attend_by_rows(shadow: Any) -> None:
         argument = _cache_argument(part) if _scales(part) else None
         if argument is not None:
             part.forward = partial(_at_its_places, part.forward, argument)
+    for part in own:  # calls PyTorch's attention if its config says so, with the mask that the model's config chooses
+        part.config = copy.copy(part.config)
+        part.config._attn_implementation = {"": "sdpa"}
+
+
+_SDPA = functional.scaled_dot_product_attention
+
+
+def _parts_with_own_attention(model: Any) -> list[Any]:
+    """The modules that call PyTorch's attention by themselves, in a model that takes no other."""
+    takes_ours = getattr(model, "_can_set_attn_implementation", None)
+    if takes_ours is None or takes_ours():
+        return []
+    codes = ((part, getattr(inspect.unwrap(type(part).forward), "__code__", None)) for part in model.modules())
+    return [part for part, code in codes if code is not None and _SDPA.__name__ in code.co_names]
 
 
 @lru_cache
@@ -128,7 +153,7 @@ class Reach(NamedTuple):
 
 class RowMask:
     """The mask of a step's rows. ``attend`` knows which rows see each other, so the mask only holds how far they reach. It is
-    not a tensor: a model that computes with it is refused.
+    not a tensor: a model that computes with it is refused. A layer with attention of its own may call PyTorch's with it.
 
     Args:
         model: for messages.
@@ -152,12 +177,15 @@ class RowMask:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function is _SDPA:
+            return _attention_of_pytorch(*arguments, **(options or {}))
         masks = [mask for mask in (*arguments, *(options or {}).values()) if isinstance(mask, cls)]
         raise masks[0]._refusal() if masks else TypeError("an attention_mask of pass_ext.generate is not a tensor")
 
     def __getitem__(self, place: Any) -> RowMask:
-        """The mask of one head, which is that of all. Nothing else can be taken out of it."""
-        if not isinstance(place, tuple) or [x for x in place if x != slice(None)] != [0] or place[1] != 0:
+        """The mask of one head, which is that of all, or of all rows. Nothing else can be taken out of it."""
+        parts = [x for x in place if x not in (slice(None), slice(0, None))] if isinstance(place, tuple) else [place]
+        if parts and (parts != [0] or place[1] != 0):
             raise self._refusal()
         return self
 
@@ -245,6 +273,32 @@ def _captured(function: Any, maker: Callable[..., Any], name: str) -> Any:
 
 # ---- attention ----
 
+
+class AttentionCalls:
+    """The attention calls of one call of a model. Each has a cache of its own, so a layer that attends several times has
+    several; but a call with the keys and values of an earlier one has that one's."""
+
+    def __init__(self) -> None:
+        self.layers: list[Any] = []
+        """The layer of each, by the number that its module has."""
+        self._given: dict[int, tuple[ref[Tensor], ref[Tensor], int]] = {}
+
+    def note(self, layer: Any, keys: Tensor, values: Tensor, caches: int) -> int:
+        """Notes a call -> the number of its cache. caches: how many the calls so far have."""
+        self.layers.append(layer)
+        known_keys, known_values, number = self._given.get(id(keys), (None, None, caches))
+        if known_keys is not None and known_values is not None and known_keys() is keys and known_values() is values:
+            return number
+        self._given[id(keys)] = ref(keys), ref(values), caches
+        return caches
+
+
+def reads_keys_of_cache(model: nn.Module) -> bool:
+    """True if layers that share another layer's keys find them in transformers' cache, and without it compute their own, as
+    before transformers 5.24."""
+    return any(getattr(part, "is_kv_shared_layer", False) and "k_proj" in part._modules for part in model.modules())
+
+
 # Tensors that models pass to attention and that do not change its result.
 _INERT = {
     "cache_position",
@@ -299,13 +353,39 @@ def _row_attention(
             f"pass_ext attention: {call.model}, layer {module.layer_idx}: {reason}, so pass_ext cannot decode this model"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    layer: Any = module.layer_idx
-    if call.numbers is not None:  # one module may be several layers' and knows none of them
-        layer = call.numbers.get(layer, call.attend.layers)
-    options = dict(scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
-    if not isinstance(latents, Latents):
-        return call.attend(layer, q, k, v, **reach._asdict(), **options, **more)[None], None
-    return call.attend.of_latents(layer, q, k, latents, indices, **reach._asdict(), **options)[None], None
+    options = dict(scale=scaling, softcap=softcap or 0.0, sinks=s_aux, **reach._asdict())
+    number = call.attended.note(module.layer_idx, key, value, call.attend.layers)
+    if number < call.attend.layers:
+        out = call.attend.of_earlier(number, q, **options, **more)
+    elif isinstance(latents, Latents):
+        out = call.attend.of_latents(number, q, k, latents, indices, **options)
+    else:
+        out = call.attend(number, q, k, v, **options, **more)
+    return out[None], None
+
+
+class _OwnAttention:
+    """Stands for the module of a layer that has called PyTorch's attention by itself."""
+
+    training = True  # any dropout is refused
+
+    def __init__(self, layer_idx: int) -> None:
+        self.layer_idx = layer_idx
+
+
+def _attention_of_pytorch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``scaled_dot_product_attention`` with a ``RowMask``: q, k, v ``[1, heads, N, D]`` -> ``[1, heads, N, D of v]``."""
+    layer: Any = _OwnAttention(len(_call().attended.layers))
+    return _row_attention(layer, query, key, value, attn_mask, dropout_p, scale)[0].transpose(1, 2)
 
 
 def _reach(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -42,8 +42,8 @@ class OurCall(NamedTuple):
     1 for several packed texts, and mask them from each other."""
     slots: CallSlots | None = None
     """What is added to rows of look-ahead slots."""
-    numbers: Mapping[int, int] | None = None
-    """Of the layers that attend, where others keep a state; None: each layer's own."""
+    attended: Any = None
+    """The ``AttentionCalls`` of this call, which notes them."""
     text_rows: int = sys.maxsize
     """As ``StepAttend`` has it, of a call of many rows."""
     positions: Any = None

@@ -108,8 +108,10 @@ class PlacedSlots:
 
 def with_vectors(hidden: Tensor, offsets: Tensor) -> Tensor:
     """A layer's input with the vector ``offsets[i]`` ``[N, d]`` added to row i of each text, where a row has several streams to
-    each of them: ``[B, N, d]``, ``[B, N, streams, d]`` or ``[B, N, streams * d]``."""
+    each of them: ``[B, N, d]``, ``[B, N, streams, d]``, ``[B, N, streams * d]`` or ``[streams, B, N, d]``."""
     count, width = offsets.shape
+    if hidden.dim() == 4 and hidden.shape[1] != count and hidden.shape[2:] == offsets.shape:
+        return hidden + offsets
     if hidden.dim() not in (3, 4) or hidden.shape[1] != count or hidden.shape[-1] % width:
         raise ValueError(
             f"these look-ahead slots have vectors for the inputs of layers, for these rows {list(offsets.shape)}, and a "

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models import limits, states
+from pass_ext.decoding.models.compressed import compress_by_rows, compressed_widths
 from pass_ext.decoding.models.distances import give_profiles
 from pass_ext.decoding.models.equivalence import MACHINE
+from pass_ext.decoding.models.hash_routers import serve_routers
 from pass_ext.decoding.models.indexers import choose_by_rows, index_widths
 from pass_ext.decoding.models.latents import attend_by_latents, latent_layers
 from pass_ext.decoding.models.module_ops import are_few, computes_by_ops, is_plain, is_untouched, most_few_rows
@@ -26,7 +28,8 @@ from pass_ext.decoding.models.ngram_layers import serve_ngrams
 from pass_ext.decoding.models.own_forward import OwnForward, is_hooked
 from pass_ext.decoding.models.packed import Adapted, KeptHidden, StepAttend
 from pass_ext.decoding.models.parts import decoder_of, unwrapped
-from pass_ext.decoding.models.row_attention import attend_by_rows, is_being_recorded
+from pass_ext.decoding.models.per_layer_inputs import serve_per_layer_inputs
+from pass_ext.decoding.models.row_attention import AttentionCalls, attend_by_rows, is_being_recorded
 from pass_ext.decoding.models.shadow import (
     OurCall,
     add_adapters,
@@ -55,8 +58,8 @@ class TransformersModel(Adapted):
         text = model.config.get_text_config(decoder=True)
         self.numbers = states.attending_layers(text)
         self.layers = getattr(text, "num_hidden_layers", None) if self.numbers is None else len(self.numbers)
-        widths = index_widths(unwrapped(model))
-        self.index_widths = {(self.numbers or {}).get(layer, layer): width for layer, width in widths.items()}
+        widths = index_widths(unwrapped(model)) | compressed_widths(unwrapped(model))
+        self.widths_behind = {(self.numbers or {}).get(layer, layer): width for layer, width in widths.items()}
         self.keeps_states = states.keeps_states(text)
         self._takes_positions = limits.takes_positions(model)
         self.most_positions = getattr(text, "max_position_embeddings", None) or self.most_positions
@@ -65,6 +68,7 @@ class TransformersModel(Adapted):
         self._kept = limits.kept_by_cache(text)
         self.logit_shards = logit_shards_of(unwrapped(model))
         self._ran = False
+        self._attended: list[Any] | None = None  # the layers of the first call's attention calls
         self._replaced: dict[int, int] | None = None
         self._users = 0
         self._hidden: KeptHidden | None = None
@@ -81,14 +85,19 @@ class TransformersModel(Adapted):
 
     def embed(self, ids: Tensor, slots: Tensor) -> Tensor:
         """The embedding rows of ids ``[N]``, by the model's own module if that does more than look up."""
-        for token, stand_in in (self._replaced or {}).items():
-            ids = ids.masked_fill(ids == token, stand_in)
+        ids = self._embedded(ids)
         if self.has_table and type(self._embedding) is nn.Embedding and is_untouched(self._embedding):
             return lookahead_embed(ids, self.table, slots)
         rows = self._embedding(ids.clamp(min=0))
         if not len(slots):
             return rows
         return torch.where((ids < 0)[:, None], slots[(-1 - ids).clamp(min=0)].to(rows.dtype), rows)
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """The ids ``[N]``, where the model embeds another token in place of some that one."""
+        for token, stand_in in (self._replaced or {}).items():
+            ids = ids.masked_fill(ids == token, stand_in)
+        return ids
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -136,11 +145,14 @@ class TransformersModel(Adapted):
                 attend_by_rows(inner)
                 attend_by_latents(inner)
                 choose_by_rows(inner)
+                compress_by_rows(inner)
                 give_profiles(inner)
+            serve_routers(inner)
             computes_by_ops(inner, takes_rows_of_our_call)
             if self.keeps_states:
                 states.serve_states(inner)
                 serve_ngrams(inner)
+            serve_per_layer_inputs(inner, self._embedded)
             head = inner.get_output_embeddings()
             if isinstance(head, nn.Module):
                 head.forward = partial(self._kept_before, head.forward)
@@ -239,8 +251,9 @@ class TransformersModel(Adapted):
             self._adapted |= added
         seen = torch.ones(1, len(rows), dtype=torch.bool, device=rows.device)
         places = {"position_ids": positions[None]} if self._takes_positions else {}
+        attended = AttentionCalls()
         call = OurCall(
-            attend, self.name, self._kept, seen, slots, self.numbers, text_rows, positions, attend.batch_invariant
+            attend, self.name, self._kept, seen, slots, attended, text_rows, positions, attend.batch_invariant
         )
         with our_call(call):
             logits: Tensor = shadow(
@@ -251,7 +264,26 @@ class TransformersModel(Adapted):
                 logits_to_keep=0 if wanted is None else wanted,
                 return_dict=True,
             ).logits[0]
+        self._check_attended(attended.layers)
         return logits
+
+    def _check_attended(self, layers: list[Any]) -> None:
+        """Refuses a model some of whose layers have not attended, or that attends in another order than before."""
+        if self._attended is None:
+            expected = set(range(self.layers or 0) if self.numbers is None else self.numbers)
+            # Several layers may have one module, and the calls of a loop one layer's number.
+            if not expected <= set(layers) and len(layers) != self.layers:
+                raise ValueError(
+                    f"{self.name}: {len(set(layers))} of {self.layers} layers attended; every layer must, by attention that "
+                    "takes transformers' AttentionInterface"
+                )
+            self._attended = layers
+            self.attends_again = len(layers) not in (len(set(layers)), self.layers)
+        if layers != self._attended:
+            raise ValueError(
+                f"{self.name}: layers attended in the order {layers}, in the first call in the order {self._attended}: each "
+                "call finds its cache by that order, so it must be one"
+            )
 
     def _check_states(self, read: set[int]) -> None:
         """Refuses a model some of whose layers have kept no state in its first call."""

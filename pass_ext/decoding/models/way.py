@@ -66,6 +66,8 @@ def way_of(
                 raise
             except Exception as error:
                 raise Unlike(f"it cannot be called to be compared: {type(error).__name__}: {error}") from error
+            if len(called.options) != len(layers):
+                raise Unlike(f"it attends {len(called.options)} times with keys of its own in {len(layers)} layers")
             if plan is None:
                 plan = plan_of(model, layers, called.options)
             plan = _compared(plan, model, tail, rows, places, attend, logits, called.new_rows())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pass_ext.decoding.arguments import instance, type_of, whole_number
 from pass_ext.decoding.models.early_exit import packed_model
-from pass_ext.decoding.models.indexed import split_index_keys, with_index_keys
+from pass_ext.decoding.models.indexed import split_behind, with_behind
 from pass_ext.decoding.models.one_order import check_seen
 from pass_ext.decoding.models.packed import Adapted, NewRows
 from pass_ext.decoding.models.slots import PlacedSlots
@@ -202,11 +202,6 @@ class Session:
                 f"{self.model.name or 'the model'}: {layers} layers attended, {len(self.caches)} in the first call or in "
                 "`past`: every layer that mixes rows must do so by attention, each time"
             )
-        if attention.is_first and self.model.layers not in (None, layers):
-            raise ValueError(
-                f"{self.model.name}: {layers} of {self.model.layers} layers attended; every layer must, by attention that "
-                "takes transformers' AttentionInterface"
-            )
         return logits, attention.new_rows(), updates
 
     def commit(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
@@ -348,17 +343,17 @@ class Session:
                         f"{list(x.shape)}"
                     )
             header = CODE_HEADER if pair[0].dtype in MOST_OF_CODES else 0
-            of_indexer, count = None, self.model.index_widths.get(layer, 0)
+            behind, count = None, self.model.widths_behind.get(layer, 0)
             if count:
                 dtype = self.model.table.dtype if header else pair[0].dtype
-                pair[0], of_indexer = split_index_keys(pair[0], count, dtype)
+                pair[0], behind = split_behind(pair[0], count, dtype)
             dims = pair[0].shape[-1] - header, pair[1].shape[-1] - header
             widths = padded_widths(*dims, self.device, in_codes=bool(header) or self.cache_dtype is not None)
             rows = [padded(x[:, :length], header + width) for x, width in zip(pair, widths, strict=True)]
             if self.cache_dtype is not None and not header:
                 rows = [quantize_rows(x, self.cache_dtype) for x in rows]
-            if of_indexer is not None:
-                rows[0] = with_index_keys(rows[0], of_indexer[:, :length].to(self.model.table.dtype))
+            if behind is not None:
+                rows[0] = with_behind(rows[0], behind[:, :length].to(self.model.table.dtype))
             if first:
                 self.add_layer(rows[0][0], None if is_shared else rows[1][0], dims)
             self.check_rows(layer, *(x[0] for x in rows))
@@ -452,6 +447,10 @@ class FirstLayers(Session):
 
     def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
         whole, attending = self._whole, self._count if self.model.layers is None else self.model.layers
+        if whole.model.attends_again:
+            raise ValueError(
+                f"{self.model.name} has layers that attend several times, and early exit needs such as attend once"
+            )
         self.caches = whole.caches[:attending]
         kept = [
             (state, place)

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows, chosen_keys, split_index_keys, with_index_keys
+from pass_ext.decoding.models.compressed import CallEntries, CompressedRows
+from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows, chosen_keys, split_behind, with_behind
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.packed import NewRows, StepAttend
 from pass_ext.decoding.models.row_attention import is_being_recorded
 from pass_ext.decoding.session.distance_bias import DistanceBias
-from pass_ext.ops.attention import MOST_VALUE_DIM, WIDTH_STEP, attention_tree, padded_widths
+from pass_ext.ops.attention import MOST_VALUE_DIM, WIDTH_STEP, attention_merge, attention_tree, padded_widths
 from pass_ext.ops.quantize import CODE_HEADER, dequantize_rows, quantize_rows
 from pass_ext.tree import PackedTrees
 
@@ -32,9 +33,13 @@ class StepAttention(StepAttend):
         self.states = session.step_states(trees, is_first=self.is_first)
         self._session, self._trees = session, trees
         self._new: list[Tensor] = []
+        self._kept: list[tuple[Tensor, Tensor, tuple[int, int]]] = []
+        """Keys and values of each layer, as its caches have them, and their numbers before padding."""
         self._stacked: Tensor | None = None
         self.ids = ids
-        self._index_keys: Tensor | None = None
+        self._behind: Tensor | None = None  # the keys of the next layer
+        self._entries: tuple[Tensor, Tensor] | None = None  # what lies behind them, and the lists of entries in it
+        self._call_entries = CallEntries(session.prefix_lens, trees)
         self._lists: dict[tuple[int, int], DistanceBias] = {}
         self._header = 0 if session.cache_dtype is None else CODE_HEADER
 
@@ -64,13 +69,7 @@ class StepAttention(StepAttend):
         lists: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        options: dict[str, Any] = dict(
-            scale=q.shape[-1] ** -0.5 if scale is None else scale,
-            softcap=softcap,
-            window=window,
-            sinks=sinks,
-            chunk=chunk,
-        )
+        options: dict[str, Any] = dict(scale=scale, softcap=softcap, window=window, sinks=sinks, chunk=chunk)
         return self._of_layer(layer, q, k, v, lists, options, bias)
 
     def _of_layer(
@@ -83,22 +82,57 @@ class StepAttention(StepAttend):
         options: dict[str, Any],
         bias: Tensor | None = None,
     ) -> Tensor:
+        if options["scale"] is None:
+            options["scale"] = q.shape[-1] ** -0.5
         dims = k.shape[-1], v.shape[-1]
         widths = padded_widths(*dims, q.device, in_codes=self._header > 0)
         is_shared = is_front(v, k)
-        q, k = padded(q, widths[0]), padded(k, widths[0])
+        k = padded(k, widths[0])
         v = k[..., : widths[1]] if is_shared else padded(v, widths[1])
         k, v = self._stored(k, v, is_shared=is_shared)
         self._keep(layer, k, v, dims, options, is_shared=is_shared)
-        keys, values = self._session.caches[layer]
-        width = self._header + widths[0]
-        if bias is None:
-            out = self._attended(q, keys[..., :width], values, k[..., :width], v, key_lists=lists, **options)
-        else:
-            distances = self._distances(bias.shape[-1], options["window"])
+        return self.of_earlier(layer, q, lists=lists, bias=bias, **options)
+
+    def of_earlier(
+        self, layer: int, q: Tensor, lists: Tensor | None = None, bias: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        if options["scale"] is None:
+            options["scale"] = q.shape[-1] ** -0.5
+        (keys, values), (k, v, dims) = self._session.caches[layer], self._kept[layer]
+        width = padded_widths(*dims, q.device, in_codes=self._header > 0)[0]
+        q, width = padded(q, width), self._header + width
+        rows = q, keys[..., :width], values, k[..., :width], v
+        entries, self._entries = self._entries, None
+        if bias is not None:
+            distances = self._distances(bias.shape[-1], options["window"], keys.shape[1])
             attention = partial(self._attention, **options)
             out = distances.attend(attention, q, bias, (keys, values), (k, v), options["scale"])
+        elif entries is None:
+            out, _ = self._attended(*rows, key_lists=lists, **options)
+        else:
+            own = self._attended(*rows, key_lists=lists, **{**options, "sinks": None})
+            out = self._with_entries(own, q[..., : dims[1]], keys, *entries, **options)
         return out[..., : dims[1]].contiguous()  # models call view() on it
+
+    def _with_entries(
+        self,
+        own: tuple[Tensor, Tensor],
+        q: Tensor,
+        keys: Tensor,
+        behind: Tensor,
+        lists: Tensor,
+        *,
+        sinks: Tensor | None,
+        **options: Any,
+    ) -> Tensor:
+        """Attention to the layer's own keys, without sinks, and that of queries ``[N, heads, D]`` to the listed entries, which
+        begin what lies behind the keys of one head, as one."""
+        _, held = split_behind(keys, behind.shape[1], behind.dtype)
+        cached, new = (x[..., : q.shape[2]] for x in (held, behind[:, None]))
+        anywhere = {**options, "window": -1, "chunk": -1}
+        beside = self._attention(q.contiguous(), cached, cached, new, new, key_lists=lists, **anywhere)
+        out, lse = own
+        return attention_merge(out[..., : q.shape[2]].contiguous(), lse, *beside, sinks=sinks)[0]
 
     def choose(self, rows: IndexRows) -> ChosenKeys:
         session, trees, held = self._session, self._trees, None
@@ -109,16 +143,37 @@ class StepAttention(StepAttend):
         keys = rows.keys.to(session.model.table.dtype)
         if not self.is_first:
             cached = session.caches[self.layers][0]
-            _, held = split_index_keys(cached, keys.shape[-1] // cached.shape[2], keys.dtype)
-        self._index_keys = keys
+            _, held = split_behind(cached, keys.shape[-1] // cached.shape[2], keys.dtype)
+        self._behind = keys
         rows = rows._replace(keys=keys)
         return chosen_keys(rows, held, session.prefix_lens, trees, self._tokens())
+
+    def compress(self, rows: CompressedRows) -> None:
+        session, held, dtype = self._session, None, self._session.model.table.dtype
+        if is_being_recorded(rows.sources):
+            raise RuntimeError(
+                f"{session.model.name}: the windows that its compressors close depend on the lengths of the texts, which the "
+                "host reads"
+            )
+        if session.cache_dtype is not None:
+            raise ValueError(
+                f"{session.model.name}: Session(cache_dtype=None) alone decodes this model: its compressors make entries of "
+                "what they keep of a text, which so cannot lie in the cache in 8 bits"
+            )
+        # Entries are made of what the cache will hold.
+        rows = rows._replace(sources=rows.sources.to(dtype))
+        if rows.indexed is not None:
+            rows = rows._replace(indexed=rows.indexed._replace(keys=rows.indexed.keys.to(dtype)))
+        if not self.is_first:
+            width = session.model.widths_behind[self.layers]
+            held = split_behind(session.caches[self.layers][0], width, dtype)[1][:, :, 0]
+        self._entries = self._behind, _ = self._call_entries.of_layer(rows, held)
 
     def of_latents(
         self, layer: int, q: Tensor, k: Tensor, latents: Latents, chosen: ChosenKeys | None = None, **options: Any
     ) -> Tensor:
         if options["scale"] is None:
-            options["scale"] = q.shape[-1] ** -0.5
+            options["scale"] = q.shape[-1] ** -0.5  # before latents are absorbed
         lists = None if chosen is None else chosen.lists
         absorbs = lists is not None or self.batch_invariant or latents.takes(q)
         requests = () if absorbs else self._requests()
@@ -142,15 +197,15 @@ class StepAttention(StepAttend):
         all_keys, all_values = (
             x.expand(session.requests, -1, -1, -1) for x in (keys, values)
         )  # one request reads them
-        return self._attended(q, all_keys, all_values, None, None, **options)[..., : dims[1]].contiguous()
+        return self._attended(q, all_keys, all_values, None, None, **options)[0][..., : dims[1]].contiguous()
 
     def _requests(self) -> list[int]:
         """Those that have rows."""
         return self._trees.cu_nodes.diff().nonzero().flatten().tolist()
 
     def _stored(self, k: Tensor, v: Tensor, *, is_shared: bool) -> tuple[Tensor, Tensor]:
-        """Padded keys and values as the caches have them, an indexer's keys behind the layer's. is_shared: values are the first
-        numbers of keys."""
+        """Padded keys and values as the caches have them, what an indexer or a compressor keeps behind the keys. is_shared:
+        values are the first numbers of keys."""
         dtype, width = self._session.cache_dtype, self._header + v.shape[-1]
         if dtype is None:
             pass
@@ -160,9 +215,9 @@ class StepAttention(StepAttend):
             k, v = quantize_rows(torch.stack((k, v)), dtype)
         else:
             k, v = quantize_rows(k, dtype), quantize_rows(v, dtype)
-        if self._index_keys is not None:
-            k = with_index_keys(k, self._index_keys.unflatten(1, (k.shape[1], -1)))
-            self._index_keys = None
+        if self._behind is not None:
+            k = with_behind(k, self._behind.unflatten(1, (k.shape[1], -1)))
+            self._behind = None
         return k, k[..., :width] if is_shared else v
 
     def _keep(
@@ -178,6 +233,7 @@ class StepAttention(StepAttend):
             raise ValueError(f"the model has more layers than {layer}, which `past` is of")
         session.check_rows(layer, k, v)
         keys, values = session.caches[layer]
+        self._kept.append((k, v, dims))
         if not is_front(values, keys):
             self._new += k, v
         elif is_shared:
@@ -200,13 +256,15 @@ class StepAttention(StepAttend):
         *,
         key_lists: Tensor | None = None,
         **options: Any,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         if key_lists is not None and key_lists.dim() == 3 and k is not None and v is not None:
             of_lists = zip(
                 key_lists.unbind(1), *(x.chunk(key_lists.shape[1], -2) for x in (q, keys, values, k, v)), strict=True
             )
-            return torch.cat([self._attended(*heads, key_lists=own, **options) for own, *heads in of_lists], 1)
-        return self._attention(q, keys, values, k, v, key_lists=key_lists, **options)[0]
+            parts = [self._attention(*heads, key_lists=own, **options) for own, *heads in of_lists]
+            outs, lses = zip(*parts, strict=True)
+            return torch.cat(outs, 1), torch.cat(lses, 1)
+        return self._attention(q, keys, values, k, v, key_lists=key_lists, **options)
 
     def _attention(
         self,
@@ -226,10 +284,9 @@ class StepAttention(StepAttend):
             batch_invariant=self.batch_invariant, **options,
         )  # fmt: skip
 
-    def _distances(self, count: int, window: int) -> DistanceBias:
-        """The lists for biases of so many distances, which layers with the same window share."""
+    def _distances(self, count: int, window: int, room: int) -> DistanceBias:
+        """The lists for biases of so many distances, which layers with the same window share. room: positions of the caches."""
         if (count, window) not in self._lists:
-            room = self._session.caches[self.layers - 1][0].shape[1]
             self._lists[count, window] = DistanceBias(self._trees, self._session.prefix_lens, room, count, window)
         return self._lists[count, window]
 

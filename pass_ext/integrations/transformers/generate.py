@@ -16,8 +16,9 @@ from torch import Tensor
 from pass_ext.decoding.drafting.drafter import DraftingMethod
 from pass_ext.decoding.generation import Generation, generate
 from pass_ext.decoding.methods import Method, Plain
+from pass_ext.decoding.models.compressed import compressed_widths
 from pass_ext.decoding.models.early_exit import packed_model
-from pass_ext.decoding.models.indexed import split_index_keys, with_index_keys
+from pass_ext.decoding.models.indexed import split_behind, with_behind
 from pass_ext.decoding.models.indexers import index_widths, keeps_positions
 from pass_ext.decoding.models.latents import latent_layers
 from pass_ext.decoding.models.packed import Adapted
@@ -51,6 +52,12 @@ _ASSISTED = {
     "prompt_lookup_num_tokens": "custom_generate(pass_ext.NGram(tokens=…))",
     "assistant_early_exit": "custom_generate(pass_ext.Speculative(pass_ext.EarlyExitDraft(model, layers=…)))",
     "use_mtp": "custom_generate(pass_ext.PaSS(slots))",
+}
+# What transformers' cache of a model holds that a session's does not.
+_OTHER_FORMATS = {
+    "jetmoe": "keys and values before they are repeated for its experts",
+    "diffllama": "the values of a layer once for both attentions of its heads",
+    "dory": "keys and values of further loops behind those of all layers",
 }
 _REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
 _FULL_LAYERS = ("DynamicLayer", "StaticLayer")
@@ -310,9 +317,9 @@ def _other_cache_format(model: Any) -> str:
         unwrapped(model)
     ):
         return "latent keys and values (kv_lora_rank)"
-    if model.config.model_type == "jetmoe":
-        return "keys and values before they are repeated for its experts"
-    return ""
+    if compressed_widths(unwrapped(model)):
+        return "windows, and entries that its compressors have made"
+    return _OTHER_FORMATS.get(model.config.model_type, "")
 
 
 def _must_be_filled(cache: Any, columns: int, config: Any, is_writable: bool) -> bool:
@@ -327,14 +334,15 @@ def _must_be_filled(cache: Any, columns: int, config: Any, is_writable: bool) ->
         )
     names = (*_FULL_LAYERS, *_SLIDING_LAYERS, *_STATE_LAYERS)
     known = [*indexed_layers(), *(getattr(cache_utils, name, None) for name in names)]
-    for layer in cache.layers:
+    layers = cache.layers if is_writable else ()
+    for layer in layers:
         if type(layer) not in known:
             raise ValueError(f"custom_generate: a cache of {type(layer).__name__} is not supported; use a DynamicCache")
         room = getattr(layer, "max_cache_len", columns)
         if type(layer).__name__ == "StaticLayer" and room < columns:
             raise ValueError(f"custom_generate: the static cache must have room for {columns} tokens, got {room}")
     is_users = getattr(cache, "_is_user_defined", None)
-    if any(type(layer).__name__ in _SLIDING_LAYERS for layer in cache.layers):
+    if any(type(layer).__name__ in _SLIDING_LAYERS for layer in layers):
         if is_users or int(cache.get_seq_length()):
             raise ValueError(
                 "custom_generate: past_key_values must hold all keys, got layers that hold a sliding window only; give "
@@ -357,7 +365,8 @@ def _past(cache: Any, mask: Tensor, model: Adapted) -> Past | None:
     common = min(cache_length(cache), mask.shape[1] - 1) - int(starts.max())
     if common < 1:
         return None
-    return _past_layers(cache, range(len(cache.layers)), starts, common, model), common
+    layers = [number for number, layer in enumerate(cache.layers) if type(layer).__name__ != "DummyLayer"]
+    return _past_layers(cache, layers, starts, common, model), common
 
 
 def _past_with_states(cache: Any, mask: Tensor, model: Adapted) -> Past | None:
@@ -394,7 +403,7 @@ def _past_layers(
             keys = torch.cat((keys, values), -1)
         if layer in indexers:
             of_indexer = _gathered(read_index_keys(cache, layer), columns)
-            keys = with_index_keys(keys, of_indexer.unflatten(2, (keys.shape[2], -1)))
+            keys = with_behind(keys, of_indexer.unflatten(2, (keys.shape[2], -1)))
         if layer in latents:
             values = keys[..., : latents[layer][0]]
         pairs.append((keys, values))
@@ -403,6 +412,11 @@ def _past_layers(
 
 def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> Any:
     """The cache with every text but its last token, in the columns of ``sequences``. A sliding cache is replaced."""
+    if session.model.attends_again:
+        raise ValueError(
+            f"custom_generate: {session.model.name} has layers that attend several times, and their caches cannot be written "
+            "for transformers: give no past_key_values, and with return_dict_in_generate use_cache=False"
+        )
     columns = mask.shape[1] + max(result.lengths) - 1
     lengths = mask.sum(1) + torch.tensor(result.lengths, device=mask.device) - 1
     # Padding repeats a token of the text, because transformers 4.57 takes a column of zeros for the end of a static cache.
@@ -435,7 +449,7 @@ def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> A
             keys, values = keys.split(latents[layer], -1)
         write_cache(cache, layer, keys, values)
         if layer in indexers:
-            _, of_indexer = split_index_keys(tensors[0], indexers[layer], tensors[0].dtype)
+            _, of_indexer = split_behind(tensors[0], indexers[layer], tensors[0].dtype)
             of_indexer = _gathered(of_indexer, rows).flatten(2)
             write_index_keys(cache, layer, of_indexer)
             if layer == min(indexers) and keeps_positions(inner):

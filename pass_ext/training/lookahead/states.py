@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pass_ext.decoding.models.compressed import compressed_widths
 from pass_ext.decoding.models.ngram_layers import ngram_layers
+from pass_ext.decoding.models.per_layer_inputs import has_per_layer_inputs
 from pass_ext.decoding.models.shadow import OurCall, our_call, shadow_of
 from pass_ext.decoding.models.states import keeps_states, serve_states
 from pass_ext.decoding.models.step_states import StatePlace, StepStates
@@ -30,6 +32,16 @@ from pass_ext.tree import MAX_TREE_NODES
 def with_states(model: Any) -> Any:
     """The model itself if all its layers attend; else its shadow, in which layers that keep a state call functions of ours, and
     no cache holds their states."""
+    if compressed_widths(model):
+        raise SystemExit(
+            f"slots cannot be trained for {model.config.model_type}: its layers attend to entries of whole windows of tokens, "
+            "and in a call of many groups of slots its compressors would take all slots for one text"
+        )
+    if has_per_layer_inputs(model):
+        raise SystemExit(
+            f"slots cannot be trained for {model.config.model_type}: its layers look tokens up once more "
+            "(hidden_size_per_layer_input), and slots are no tokens"
+        )
     if not keeps_states(model.config.get_text_config(decoder=True)):
         return model
     if ngram_layers(model):

@@ -247,8 +247,6 @@ def test_placeholders_that_are_embedded_by_no_token_of_the_table(monkeypatch):
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("diffllama", {}, "^diffllama: layers must attend once each"),
-        ("hrm_text", {"head_dim": 16}, "^hrm_text: layers must attend once each"),
         (
             "git",
             {"vision_config": _VISION},
@@ -356,6 +354,17 @@ def test_each_of_them_changes_the_text_of_that_model(parameter, monkeypatch):
     without = tuple({name: x for name, x in layer.items() if name != parameter} for layer in Own.LAYERS)
     monkeypatch.setattr(Own, "LAYERS", without)
     assert not torch.equal(texts[0], generate(Own(), IDS, max_new_tokens=12).sequences)
+
+
+def test_layers_of_a_model_of_ones_own_attend_once_and_in_order():
+    class Again(Own):
+        def __call__(self, rows, positions, attend, wanted):
+            return super().__call__(
+                rows, positions, lambda layer, *qkv, **more: attend(layer // 2, *qkv, **more), wanted
+            )
+
+    with pytest.raises(ValueError, match="layers must attend once each and in order: expected layer 1, got 0"):
+        generate(Again(), IDS, max_new_tokens=2)
 
 
 GIVEN = r"got q torch\.\w+ \[.*\], k torch\.\w+ \[.*\], v torch\.\w+ \[.*\]$"

@@ -1,0 +1,32 @@
+"""Routers that look the experts of a row up by its token (DeepSeek-V4's first layers), in a model's shadow.
+
+The model is called with embeddings, so in the shadow a router gets the tokens of the call. A look-ahead slot counts as the
+token that ends texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from pass_ext.decoding.models.shadow import current_call
+
+
+def serve_routers(shadow: nn.Module) -> None:
+    """Has the routers of a model's shadow that look tokens up take those of a call."""
+    ends = shadow.config.get_text_config(decoder=True).eos_token_id  # type: ignore[union-attr, operator]
+    end = ends[0] if isinstance(ends, (list, tuple)) else ends
+    for part in shadow.modules():
+        if "tid2eid" in part._buffers:
+            part.forward = partial(_routed, part.forward, end or 0)
+
+
+def _routed(forward: Callable[..., Any], end: int, /, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+    call = current_call.get()
+    if call is None:
+        raise RuntimeError("this router is for pass_ext's own calls of a model")
+    ids: Tensor = call.attend.ids
+    return forward(hidden_states, ids.masked_fill(ids < 0, end)[None])

@@ -1,0 +1,113 @@
+"""Layers that attend several times in a call: twice with other values (DiffLlama), or in loops (HRM-Text, Dory)."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from packaging.version import Version
+from support.generation import greedy_of_transformers, methods_for
+from support.small_models import ragged_prompts
+
+from benchmarks.architectures.models import tiny_model
+from pass_ext import EarlyExitDraft, MultiCandidate, NGram, Session, Speculative, custom_generate, generate
+
+if Version(transformers.__version__) < Version("5.24"):
+    pytest.skip("the models are those of transformers 5.24", allow_module_level=True)
+
+NEW = 12
+GREEDY = dict(eos_token_id=None, pad_token_id=0)
+IDS, MASK = ragged_prompts(5)
+CALLS = {"diffllama": 4, "hrm_text": 16, "dory": 6}  # attention calls in a call of the model
+
+
+@pytest.fixture(scope="module", params=CALLS)
+def model(request):
+    return tiny_model(request.param)
+
+
+def ours(model, method=None, **options):
+    return generate(model, IDS, method, max_new_tokens=NEW, attention_mask=MASK, eos_token_id=[], **options).sequences
+
+
+def test_every_method(model):
+    name, want = model.config.model_type, greedy_of_transformers(model, IDS, MASK, NEW, **GREEDY)
+    drawn = ours(model, temperature=0.8, seeds=3)
+    methods = methods_for(model) | {
+        "speculative": Speculative(tiny_model(name, seed=1), 3),
+        "right drafts": MultiCandidate(model, (2, 2, 1)),
+    }
+    if name == "hrm_text":  # no list of as many layers as its config counts
+        with pytest.raises(ValueError, match="HrmTextForCausalLM has no list of 16 layers that look-ahead slots could"):
+            ours(model, methods["one pass, deep"])
+        del methods["one pass, deep"]
+    for method in methods:
+        assert torch.equal(ours(model, methods[method]), want), method
+        assert torch.equal(ours(model, methods[method], temperature=0.8, seeds=3), drawn), method
+
+
+def test_each_attention_call_has_a_cache(model):
+    """In 8 bits too, where the texts are those of plain decoding."""
+    session = Session(model, room=60, cache_dtype=torch.int8)
+    want = ours(model, session=session)
+    assert len(session.caches) == CALLS[model.config.model_type]
+    for method in (NGram(shortest=1), MultiCandidate(model, (2, 2))):
+        assert torch.equal(ours(model, method, session=session), want)
+
+
+def test_long_prompts_are_read_in_pieces(model, monkeypatch):
+    monkeypatch.setattr("pass_ext.decoding.session.reading.MAX_TREE_NODES", 9)
+    want = greedy_of_transformers(model, IDS, MASK, NEW, **GREEDY)
+    assert torch.equal(ours(model, NGram(shortest=1)), want)
+
+
+def test_a_loop_whose_calls_are_the_layers_of_a_cache():
+    """HRM-Text counts the calls of its loops as layers, so its caches go out and in."""
+    model, decode = tiny_model("hrm_text"), custom_generate(NGram(shortest=1))
+    options = dict(input_ids=IDS, attention_mask=MASK, do_sample=False, **GREEDY)
+    want = model.generate(max_new_tokens=NEW, **options)
+    half = model.generate(max_new_tokens=5, custom_generate=decode, return_dict_in_generate=True, **options)
+    longer = torch.cat([MASK, MASK.new_ones(len(MASK), 5)], 1)
+    options.update(input_ids=half.sequences, attention_mask=longer)
+    for who in ({}, {"custom_generate": decode}):
+        cache = copy.deepcopy(half.cache)
+        assert torch.equal(model.generate(max_new_tokens=NEW - 5, cache=cache, **who, **options), want), who
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize("name", ["diffllama", "dory"])
+def test_caches_of_other_models_stay_apart(name, monkeypatch):
+    model, options = (
+        tiny_model(name),
+        dict(input_ids=IDS, attention_mask=MASK, do_sample=False, max_new_tokens=3, **GREEDY),
+    )
+    decode = custom_generate()
+    with pytest.raises(ValueError, match=rf"^custom_generate: {name} caches .* cannot read or write"):
+        model.generate(custom_generate=decode, return_dict_in_generate=True, **options)
+    monkeypatch.setattr(
+        "pass_ext.integrations.transformers.generate._OTHER_FORMATS", {}
+    )  # as of a model that nobody knows
+    with pytest.raises(ValueError, match=rf"^custom_generate: {name} has layers that attend several times, and their"):
+        model.generate(custom_generate=decode, return_dict_in_generate=True, **options)
+    want = model.generate(**options)
+    assert torch.equal(model.generate(custom_generate=decode, **options), want)
+
+
+def test_an_early_exit_needs_layers_that_attend_once():
+    model = tiny_model("diffllama")
+    with pytest.raises(ValueError, match=r"^diffllama has layers that attend several times, and early exit needs"):
+        ours(model, Speculative(EarlyExitDraft(model, 1), 2))
+
+
+def test_keys_of_the_last_loop_alone():
+    """Earlier loops would see a token's last keys in later calls, and their own in the call that has the token."""
+    model = tiny_model("dory", recurrent_kv_cache_mode="last_loop")
+    with pytest.raises(ValueError, match=r"^dory keeps the keys of its last loop alone \(recurrent_kv_cache_mode"):
+        ours(model)
+    model = tiny_model("dory", recurrent_kv_cache_mode="last_loop", n_recurrent_loops=1)
+    assert torch.equal(ours(model, NGram(shortest=1)), greedy_of_transformers(model, IDS, MASK, NEW, **GREEDY))
