@@ -135,6 +135,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     **{name: dict(layer_types=_WINDOW_THEN_ALL) for name in _WINDOW_IN_ONE},
     **{name: dict(layer_types=_RECURRENT_THEN_ALL) for name in _ATTENTION_IN_ONE},
     **{name: dict(text_config=dict(layer_types=_RECURRENT_THEN_ALL)) for name in ("qwen3_5", "qwen3_5_moe")},
+    # Its first layer attends: transformers' cache counts a text by that layer. The state of the last one hardly fades.
+    "minimax": dict(layer_types=["full_attention", "linear_attention", "full_attention"], num_hidden_layers=3),
     "minimax_m3_vl_text": dict(index_n_heads=2, index_block_size=2, index_topk_blocks=2, layer_types=_SPARSE_IN_ONE),
     "cohere_compass_text": dict(layer_types=_WINDOW_THEN_ALL, rope_parameters=_ROPE_OF_EACH_KIND),
     "dbrx": dict(attn_config=dict(rope_theta=1e4, kv_n_heads=2, clip_qkv=8.0)),

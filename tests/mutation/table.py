@@ -153,7 +153,10 @@ _PYTHON: dict[str, list[str]] = {
     ],
     "models/early_exit": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
     **{f"models/{name}": _OWN_FORWARD for name in ("own_forward", "parts", "way")},
-    **{f"models/{name}": ["tests/decoding/models/test_hybrid_models.py"] for name in ("states", "step_states")},
+    **{
+        f"models/{name}": ["tests/decoding/models/test_hybrid_models.py"]
+        for name in ("states", "step_states", "lightning")
+    },
     "models/latents": ["tests/decoding/models/test_latents.py"],
     "models/rebound": ["tests/decoding/models/test_known_parts.py"],
     "models/distances": ["tests/decoding/models/test_distance_bias.py"],

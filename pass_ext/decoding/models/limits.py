@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models import compressed, distances, indexers, ngram_layers, per_layer_inputs, states
+from pass_ext.decoding.models import compressed, distances, indexers, lightning, ngram_layers, per_layer_inputs, states
 from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows
 from pass_ext.decoding.models.parts import configs_of, unwrapped
 from pass_ext.decoding.models.row_attention import AttentionCalls, reads_keys_of_cache, scales_by_row
@@ -46,7 +46,8 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
             "accepted tokens, so only models whose layers attend, or keep a state that pass_ext knows, are supported"
         )
     reason = states.unserved(inner) if states.keeps_states(text) else None
-    reason = reason or ngram_layers.unserved(inner) or per_layer_inputs.unserved(inner)
+    for serves in (ngram_layers, lightning, per_layer_inputs):
+        reason = reason or serves.unserved(inner)
     if reason is not None:
         raise ValueError(f"{name} {reason}")
     if reads_keys_of_cache(inner):

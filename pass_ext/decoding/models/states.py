@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from pass_ext.decoding.models import compressed
 from pass_ext.decoding.models.equivalence import difference_of
+from pass_ext.decoding.models.lightning import lightning_layers, place_of_lightning
 from pass_ext.decoding.models.ngram_layers import ngram_layers, places_of_ngrams
 from pass_ext.decoding.models.one_order import any_order
 from pass_ext.decoding.models.parts import decoder_layers
@@ -237,7 +238,7 @@ def unserved(model: nn.Module) -> str | None:
     """Describes the first layer whose state is out of reach, to follow the model's name; None: there is none."""
     kinds, known = kinds_of(model.config.get_text_config(decoder=True)), _Known()  # type: ignore[union-attr, operator]
     ngrams = {module for part in ngram_layers(model) for module in part.modules()}
-    own: str | None = None
+    own, lightning = None, lightning_layers(model)
     for part in model.modules():
         if part in ngrams:
             continue
@@ -246,7 +247,7 @@ def unserved(model: nn.Module) -> str | None:
         if any(method in uses.names and is_window not in served for method, is_window in _STORES.items()):
             own = type(part).__name__
     for layer, kind in zip(decoder_layers(model), kinds, strict=False):
-        if kind in KINDS and not any(known.of(type(part)).functions for part in layer.modules()):
+        if kind in KINDS and not any(known.of(type(part)).functions or part in lightning for part in layer.modules()):
             own = own or f"{type(layer).__name__}, a layer of the kind {kind}"
     if own is None:
         return None
@@ -257,15 +258,17 @@ def unserved(model: nn.Module) -> str | None:
 
 
 def functions_of(model: nn.Module) -> list[str]:
-    """The names of the functions by which the model's layers keep states."""
+    """The names of the functions, and modules, by which the model's layers keep states."""
     known, kinds = _Known(), {type(part) for part in model.modules()}
-    return [name for name in FUNCTIONS if any(name in known.of(kind).functions for kind in kinds)]
+    found = [name for name in FUNCTIONS if any(name in known.of(kind).functions for kind in kinds)]
+    return found + sorted({type(part).__name__ for part in lightning_layers(model)})
 
 
 def places_of(model: nn.Module) -> list[StatePlace]:
     """Where transformers keeps the model's states, in the order of their use. A layer that scans head by head has one place for
     all."""
     known, places = _Known(), [place for part in ngram_layers(model) for place in places_of_ngrams(part)]
+    places += map(place_of_lightning, lightning_layers(model))
     for part in model.modules():
         names = known.of(type(part)).functions
         places += [_place(name, part) for name in FUNCTIONS if name in names]

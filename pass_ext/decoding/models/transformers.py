@@ -23,6 +23,7 @@ from pass_ext.decoding.models.equivalence import MACHINE
 from pass_ext.decoding.models.hash_routers import serve_routers
 from pass_ext.decoding.models.indexers import choose_by_rows, index_widths
 from pass_ext.decoding.models.latents import attend_by_latents, latent_layers
+from pass_ext.decoding.models.lightning import serve_lightning
 from pass_ext.decoding.models.module_ops import are_few, computes_by_ops, is_plain, is_untouched, most_few_rows
 from pass_ext.decoding.models.ngram_layers import serve_ngrams
 from pass_ext.decoding.models.own_forward import OwnForward, is_hooked
@@ -152,6 +153,7 @@ class TransformersModel(Adapted):
             if self.keeps_states:
                 states.serve_states(inner)
                 serve_ngrams(inner)
+                serve_lightning(inner)
             serve_per_layer_inputs(inner, self._embedded)
             head = inner.get_output_embeddings()
             if isinstance(head, nn.Module):

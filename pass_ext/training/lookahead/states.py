@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pass_ext.decoding.models.compressed import compressed_widths
+from pass_ext.decoding.models.lightning import lightning_layers
 from pass_ext.decoding.models.ngram_layers import ngram_layers
 from pass_ext.decoding.models.per_layer_inputs import has_per_layer_inputs
 from pass_ext.decoding.models.shadow import OurCall, our_call, shadow_of
@@ -44,6 +45,11 @@ def with_states(model: Any) -> Any:
         )
     if not keeps_states(model.config.get_text_config(decoder=True)):
         return model
+    if lightning_layers(model):
+        raise SystemExit(
+            f"slots cannot be trained for {model.config.model_type}: its lightning attention keeps states in a cache of its "
+            "own class"
+        )
     if ngram_layers(model):
         raise SystemExit(
             f"slots cannot be trained for {model.config.model_type}: its layers look up n-grams of tokens (ple_layer_ids), and "

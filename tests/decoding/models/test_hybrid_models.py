@@ -17,18 +17,29 @@ import transformers
 from packaging.version import Version
 from support.generation import slots_for
 from support.paths import ROOT
-from support.small_models import prompts, small_model
+from support.small_models import prompts, ragged_prompts, small_model
 
 sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays the one that is tested
 import pass_ext
 from benchmarks.architectures import models
 from benchmarks.architectures.models import tiny_model
 from pass_ext import MultiCandidate, NGram, PaSS, Plain, Session, Speculative, Tree, generate
+from pass_ext.training.lookahead.states import with_states
 
 if Version(transformers.__version__) < Version("5.24"):
     pytest.skip("the functions are those of transformers 5.24", allow_module_level=True)
 
-FAMILIES = ("qwen3_next", "lfm2", "nemotron_h", "falcon_h1", "mamba", "kimi_linear", "zamba", "qwen4_exp_text")
+FAMILIES = (
+    "qwen3_next",
+    "lfm2",
+    "nemotron_h",
+    "falcon_h1",
+    "mamba",
+    "kimi_linear",
+    "zamba",
+    "minimax",
+    "qwen4_exp_text",
+)
 NEW = 12
 
 
@@ -435,11 +446,57 @@ def test_a_function_with_other_arguments_is_refused(monkeypatch):
 
 @pytest.mark.parametrize(
     ("family", "own"),
-    [("minimax", "MiniMaxDecoderLayer"), ("recurrent_gemma", "RecurrentGemmaDecoderLayer"), ("zaya", "ZayaCCA")],
+    [("recurrent_gemma", "RecurrentGemmaDecoderLayer"), ("zaya", "ZayaCCA")],
 )
 def test_states_in_code_of_their_own_are_refused(family, own):
     with pytest.raises(ValueError, match=f"{family} has {own}.* computes its state in code of its own"):
         ours(tiny_model(family), prompts(1, 9)[0], new=2)
+
+
+def test_lightning_attention_in_a_ragged_batch():
+    model = tiny_model("minimax")
+    ids, mask = ragged_prompts(5)
+    options = dict(max_new_tokens=NEW, attention_mask=mask)
+    want = model.generate(ids, do_sample=False, eos_token_id=None, pad_token_id=0, **options)
+    for name, method in {**methods(model), "draft": Speculative(tiny_model("minimax", seed=1), 3)}.items():
+        assert torch.equal(ours(model, ids, method, attention_mask=mask).sequences, want), name
+    next(part for part in model.modules() if hasattr(part, "slope_rate")).slope_rate += 0.5
+    assert not torch.equal(ours(model, ids, attention_mask=mask).sequences, want)
+
+
+def test_lightning_attention_in_the_first_layer():
+    """transformers' cache counts a text by its first layer, which keeps no keys here: its text without a cache counts."""
+    model = tiny_model("minimax", layer_types=["linear_attention", "full_attention"], num_hidden_layers=2)
+    for ids in prompts(3, 9):
+        want = model.generate(
+            ids, do_sample=False, eos_token_id=None, pad_token_id=0, max_new_tokens=NEW, use_cache=False
+        )
+        for name, method in methods(model).items():
+            assert torch.equal(ours(model, ids, method).sequences, want), name
+
+
+@pytest.mark.parametrize("changed_result", [0, 1])
+def test_lightning_attention_that_computes_otherwise_is_refused(monkeypatch, changed_result):
+    from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
+
+    theirs = MiniMaxLightningAttention.forward
+
+    def forward(*inputs, **named):
+        return tuple(1.001 * x if i == changed_result else x for i, x in enumerate(theirs(*inputs, **named)))
+
+    monkeypatch.setattr(MiniMaxLightningAttention, "forward", forward)
+    with pytest.raises(ValueError, match=r"minimax has MiniMaxLightningAttention, which computes something else"):
+        ours(tiny_model("minimax"), prompts(1, 9)[0], new=2)
+
+
+def test_a_cache_of_lightning_attention_stays_apart():
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+    model, ids = tiny_model("minimax"), prompts(1, 9)[0]
+    with pytest.raises(ValueError, match=r"custom_generate: past_key_values must be a DynamicCache.* got MiniMaxCache"):
+        model.generate(ids, max_new_tokens=2, custom_generate=pass_ext.custom_generate(), cache=MiniMaxCache())
+    with pytest.raises(SystemExit, match="slots cannot be trained for minimax: its lightning attention"):
+        with_states(model)
 
 
 def test_a_rule_that_reads_a_token_again_is_refused(qwen):
