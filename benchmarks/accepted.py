@@ -2,7 +2,8 @@
 
 `python -m benchmarks.accepted` writes 64 tokens after each of eight held-out prompts, greedy, with 8 rows or 4 draft tokens a
 call, and keeps the counts in benchmarks/results/accepted.json. `--check` writes nothing and fails where a file brings less than
-that by more than 2 %; `make test` does the same.
+that by more than 2 %; `make test` does the same. Products of pairs of bf16, which not every processor has, are left out: they
+round otherwise, so texts differ, and with them the counts, by up to 6 %.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from benchmarks import ROOT
 from benchmarks.decoding.prompts import read_prompts
 from benchmarks.harness import machine
 from pass_ext.checkpoint import demo_model, load_checkpoint
+from pass_ext.testing import cpu_backends
 
 RESULT = ROOT / "benchmarks" / "results" / "accepted.json"
 DOMAINS, PROMPTS, TOKENS = ("prose", "chat"), 4, 64
@@ -28,6 +30,12 @@ Counts = dict[str, dict[str, int]]
 
 def measure(file: Path) -> Counts:
     """Tokens and calls, prompts' calls included, of each shipped file."""
+    without_pairs = [backend for backend in cpu_backends() if backend.name != "cpu-avx512_bf16"][-1]
+    with without_pairs.active():
+        return _measure(file)
+
+
+def _measure(file: Path) -> Counts:
     model, tokenizer = load_checkpoint(file, torch.bfloat16)
     exit_draft = pass_ext.EarlyExitDraft(model, adapter="smollm2-135m-instruct")
     methods: dict[str, Any] = {
