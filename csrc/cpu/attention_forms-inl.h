@@ -16,7 +16,7 @@ struct Singles {
   static void put_key(float* tile, int32_t key, const T* row, int32_t dim) {
     for (int32_t d = 0; d < dim; d += Floats::width) store(tile + key * dim + d, load(row + d));
   }
-  // Columns of the elements that the rows of `size` consecutive keys' values are.
+  // A vector of columns of one element. rows: the values of its `size` consecutive keys.
   static Floats values(const T* const* rows, int64_t column) { return load(rows[0] + column); }
   // Stores the weights of `size` consecutive keys for a vector of rows. Adds to their total what the product will use.
   static void put_weights(float* to, const Floats* weights, Floats& total) {

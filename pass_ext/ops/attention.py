@@ -27,10 +27,9 @@ def padded_widths(keys: int, values: int, device: torch.device, *, in_codes: boo
     """The widths to pad rows of keys and of values to with zeros: on a GPU those of the next kernel with matrix fragments, if
     there is one; else the next multiples of 16. in_codes: the rows will be in 8 bits."""
     if device.type == "cuda" and max(keys, values) <= HEAD_DIMS[-1]:
-        if not in_codes and HEAD_DIMS[-2] < keys <= TWO_WIDTHS[0] and values <= TWO_WIDTHS[1]:
-            return TWO_WIDTHS
         width = next(dim for dim in HEAD_DIMS if dim >= max(keys, values))
-        return width, width
+        holds_rows = keys <= TWO_WIDTHS[0] < width and values <= TWO_WIDTHS[1]
+        return TWO_WIDTHS if holds_rows and not in_codes else (width, width)
     if keys > MOST_KEY_DIM or values > MOST_VALUE_DIM:
         raise NotImplementedError(
             f"attention_tree has head sizes up to {MOST_KEY_DIM} of keys and {MOST_VALUE_DIM} of values, these are {keys} and "
