@@ -286,7 +286,7 @@ class CallEntries:
     def _joined(self, parts: list[Tensor]) -> Tensor:
         """Lists of all rows of the call; one entry long or longer."""
         parts = [functional.pad(part, (0, not part.shape[1]), value=-1).int() for part in parts]
-        return joined_lists(parts, 0, len(self._trees.parents))
+        return joined_lists(parts, len(self._trees.parents))
 
 
 def _windows(rate: int, reach: int, prefix_lens: Tensor, trees: PackedTrees) -> Windows:
