@@ -39,7 +39,7 @@ class StepAttention(StepAttend):
         self._behind: Tensor | None = None
         self._entries: tuple[Tensor, Tensor] | None = None
         self._call_entries = CallEntries(session.prefix_lens, trees)
-        self._lists: dict[tuple[int, int], DistanceBias] = {}
+        self._by_distance: dict[tuple[int, int], DistanceBias] = {}
         self._header = 0 if session.cache_dtype is None else CODE_HEADER
 
     @property
@@ -121,10 +121,10 @@ class StepAttention(StepAttend):
             out, _ = self._attended(*rows, key_lists=lists, **options)
         else:
             own = self._attended(*rows, key_lists=lists, **{**options, "sinks": None})
-            out = self._with_entries(own, q[..., : dims[1]], keys, *entries, **options)
+            out = self._joined_with_entries(own, q[..., : dims[1]], keys, *entries, **options)
         return out[..., : dims[1]].contiguous()  # models call view() on it
 
-    def _with_entries(
+    def _joined_with_entries(
         self,
         own: tuple[Tensor, Tensor],
         q: Tensor,
@@ -311,9 +311,9 @@ class StepAttention(StepAttend):
 
     def _distances(self, count: int, window: int, room: int) -> DistanceBias:
         """The lists for biases of so many distances, which layers with the same window share. room: positions of the caches."""
-        if (count, window) not in self._lists:
-            self._lists[count, window] = DistanceBias(self._trees, self._session.prefix_lens, room, count, window)
-        return self._lists[count, window]
+        if (count, window) not in self._by_distance:
+            self._by_distance[count, window] = DistanceBias(self._trees, self._session.prefix_lens, room, count, window)
+        return self._by_distance[count, window]
 
     def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
         session, trees = self._session, self._trees
