@@ -76,10 +76,10 @@ def _compression(part: Any, series: int) -> Compression:
 def _finished(norm: Any, rotary: Any, kind: str, sums: Tensor, positions: Tensor) -> Tensor:
     entries = norm(sums)
     cos, sin = rotary(entries, position_ids=positions[None], layer_type=kind)
-    return _rotated(entries, cos[0], sin[0])
+    return _rotated_pairs(entries, cos[0], sin[0])
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The last numbers of x rotated, pair by pair."""
     front, pairs = x.tensor_split([x.shape[-1] - 2 * cos.shape[-1]], -1)
     first, second = pairs.float().unflatten(-1, (-1, 2)).unbind(-1)
@@ -93,7 +93,7 @@ def _sources(part: Any, hidden: Tensor, series: int) -> Tensor:
     return torch.stack(both, 2).flatten(1)
 
 
-def rows_of(compressor: Any, hidden: Tensor, queries: Tensor, positions: Tensor) -> CompressedRows:
+def compressed_rows(compressor: Any, hidden: Tensor, queries: Tensor, positions: Tensor) -> CompressedRows:
     """hidden ``[1, N, d]``; queries ``[1, N, rank]``, which an indexer expands; positions ``[1, N]``."""
     series, indexer = _series(compressor), compressor._modules.get("indexer")
     rows = CompressedRows(_compression(compressor, series), _sources(compressor, hidden, series))
@@ -101,7 +101,7 @@ def rows_of(compressor: Any, hidden: Tensor, queries: Tensor, positions: Tensor)
         return rows
     q = indexer.q_b_proj(queries)[0].unflatten(-1, (-1, indexer.head_dim))
     cos, sin = indexer.rotary_emb(hidden, position_ids=positions, layer_type=indexer.rope_layer_type)
-    q = _rotated(q, cos[0, :, None], sin[0, :, None]).float()
+    q = _rotated_pairs(q, cos[0, :, None], sin[0, :, None]).float()
     scorer = indexer.scorer
     weights = scorer.weights_proj(hidden)[0].float() * scorer.weights_scaling
     sources = _sources(indexer, hidden, _series(indexer))
@@ -130,7 +130,7 @@ def _compressed(
     call = current_call.get()
     if call is None:
         raise RuntimeError(f"this {type(compressor).__name__} is for pass_ext's own calls of a model")
-    call.attend.compress(rows_of(compressor, hidden_states, q_residual, position_ids))
+    call.attend.compress(compressed_rows(compressor, hidden_states, q_residual, position_ids))
     return hidden_states.new_zeros(1, 1, 0, compressor.head_dim), None
 
 
@@ -286,7 +286,7 @@ class CallEntries:
     def _joined(self, parts: list[Tensor]) -> Tensor:
         """Lists of all rows of the call; one entry long or longer."""
         parts = [functional.pad(part, (0, not part.shape[1]), value=-1).int() for part in parts]
-        return joined_lists(parts, 0, len(self._trees.parents))
+        return joined_lists(parts, len(self._trees.parents))
 
 
 def _windows(rate: int, reach: int, prefix_lens: Tensor, trees: PackedTrees) -> Windows:
@@ -346,7 +346,7 @@ def _is_right(compressor: Any) -> bool:
     hidden, queries = (torch.randn(1, count, width, generator=generator).to(like) for width in ranks)
     positions = torch.arange(count, device=like.device)[None]
     theirs, bias = type(compressor).forward(own, hidden, queries, positions, None, 0)
-    rows = rows_of(own, hidden, queries, positions)
+    rows = compressed_rows(own, hidden, queries, positions)
     call = CallEntries(torch.zeros(1, dtype=torch.int32, device=like.device), _chain(count, like.device))
     behind, lists = call.of_layer(rows, None)
     ends = slice(compressor.compress_rate - 1, None, compressor.compress_rate)

@@ -137,12 +137,12 @@ def chosen_keys(
             parts.append(lists_of_heads(part, rows.blocks, keys, sees, prefix, depths))
         else:
             parts.append(lists_of_blocks(part, rows.blocks, keys, sees, prefix, parents, depths))
-    return ChosenKeys(joined_lists(parts, bounds[0], len(rows.q)))
+    return ChosenKeys(joined_lists(parts, len(rows.q)))
 
 
-def joined_lists(parts: list[Tensor], first: int, rows: int) -> Tensor:
-    """The lists of all rows of a call: of each request's ``[n, ..., L]``, which begin with row ``first``."""
-    lists = parts[0].new_full((rows, *parts[0].shape[1:-1], max(part.shape[-1] for part in parts)), -1)
+def joined_lists(parts: list[Tensor], rows: int) -> Tensor:
+    """The lists of all rows of a call: of each request's ``[n, ..., L]``, one after another from row 0."""
+    lists, first = parts[0].new_full((rows, *parts[0].shape[1:-1], max(part.shape[-1] for part in parts)), -1), 0
     for some in parts:
         lists[first : first + len(some), ..., : some.shape[-1]] = some
         first += len(some)

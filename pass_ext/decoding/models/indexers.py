@@ -120,7 +120,7 @@ def _rows_of_blocks(indexer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, rota
     """hidden ``[1, N, d]``; cos, sin: ``[1, N, D of the rotation]``, of the rows."""
     made = indexer.index_qk_proj(hidden)[0].unflatten(-1, (-1, indexer.index_head_dim))
     q, keys = made.tensor_split([indexer.index_n_heads], 1)
-    q = _rotated(indexer.q_layernorm(q), cos[0, :, None], sin[0, :, None]).float()
+    q = _rotated_halves(indexer.q_layernorm(q), cos[0, :, None], sin[0, :, None]).float()
     blocks = Blocks(indexer.compress_ratio, partial(_block_keys, indexer.k_layernorm, rotation))
     factor = indexer.index_head_dim**-0.5
     return IndexRows(q, keys[:, 0], q.new_ones(q.shape[:2]), factor, indexer.block_topk, blocks)
@@ -135,7 +135,7 @@ def _block_keys(norm: Any, rotation: _Rotation, keys: Tensor, positions: Tensor)
     for token in range(1, keys.shape[1]):  # in one order, whatever the number of blocks
         total = total + keys[:, token]
     cos, sin = rotation(keys, positions)
-    rotated: Tensor = _rotated(norm((total / keys.shape[1]).to(keys.dtype)), cos[0], sin[0])
+    rotated: Tensor = _rotated_halves(norm((total / keys.shape[1]).to(keys.dtype)), cos[0], sin[0])
     return rotated
 
 
@@ -153,11 +153,13 @@ class MaskOfChosen:
 
 def _serve_blocks(shadow: nn.Module, part: Any, indexer: Any) -> None:
     rotary: Any = decoder_of(shadow).rotary_emb
-    part.forward = partial(_attended, indexer, part.forward, lambda like, positions: rotary(like, positions[None]))
+    part.forward = partial(
+        _attended_by_blocks, indexer, part.forward, lambda like, positions: rotary(like, positions[None])
+    )
     indexer.forward = _chosen_before
 
 
-def _attended(
+def _attended_by_blocks(
     indexer: Any,
     forward: Callable[..., Any],
     rotation: _Rotation,
@@ -198,7 +200,7 @@ def _chooses_blocks_alike(indexer: Any) -> bool:
     return not bool((differ & (best - second > 1e-4 * float(best.max()))).any())
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     front, rest = x.tensor_split([cos.shape[-1]], -1)
     first, second = front.chunk(2, -1)
     return torch.cat((front * cos + torch.cat((-second, first), -1) * sin, rest), -1)
@@ -213,7 +215,7 @@ def _rows_of_heads(
     """hidden ``[1, N, d]``; position_embeddings: cos and sin ``[1, N, D of the rotation]``, of the rows."""
     cos, sin = (x[0, :, None, : indexer.head_dim] for x in position_embeddings)
     q, keys = (
-        _rotated(norm(product(hidden)[0].unflatten(-1, (-1, indexer.head_dim))), cos, sin)
+        _rotated_halves(norm(product(hidden)[0].unflatten(-1, (-1, indexer.head_dim))), cos, sin)
         for product, norm in ((indexer.q_proj, indexer.q_norm), (indexer.k_proj, indexer.k_norm))
     )
     blocks = HeadBlocks(indexer.block_size, indexer.local_blocks)

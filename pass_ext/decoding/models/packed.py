@@ -75,7 +75,7 @@ class StepAttend(Attend, Protocol):
     """How many have attended."""
     states: StepStates
     """The states of the layers that keep one."""
-    ids: Tensor | None
+    ids: Tensor
     """``[N]``, of the rows; -1 - i is look-ahead slot i."""
 
     def __call__(

@@ -22,7 +22,9 @@ from pass_ext.ops.attention import WIDTH_STEP, attention_merge
 from pass_ext.ops.quantize import dequantize_rows
 from pass_ext.tree import PackedTrees
 
-_STEP = 64  # distances of a call: keys of 128 numbers then have 192, for which a GPU has a kernel with fragments
+# Distances of a call. Keys of 128 numbers then have 192, with values of 128: widths of csrc/cuda/attention_group.cuh, which has
+# fragments and takes lists, from 8 query heads per key head on and in 16 bits. Fewer heads take the kernel without fragments.
+_STEP = 64
 
 
 class DistanceBias:

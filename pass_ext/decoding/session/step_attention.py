@@ -23,9 +23,7 @@ from pass_ext.tree import PackedTrees
 class StepAttention(StepAttend):
     """``attend`` of one call of a session. layers: how many have attended."""
 
-    def __init__(
-        self, session: Any, trees: PackedTrees, ids: Tensor | None = None, *, may_have_changed: bool = True
-    ) -> None:
+    def __init__(self, session: Any, trees: PackedTrees, ids: Tensor, *, may_have_changed: bool = True) -> None:
         self.layers = 0
         self.options: list[dict[str, Any]] = []
         self.may_have_changed = may_have_changed
@@ -37,10 +35,11 @@ class StepAttention(StepAttend):
         """Keys and values of each layer, as its caches have them, and their numbers before padding."""
         self._stacked: Tensor | None = None
         self.ids = ids
-        self._behind: Tensor | None = None  # the keys of the next layer
-        self._entries: tuple[Tensor, Tensor] | None = None  # what lies behind them, and the lists of entries in it
+        # Of the layer that attends next, which takes both away: what lies behind its keys, and the lists of entries in it.
+        self._behind: Tensor | None = None
+        self._entries: tuple[Tensor, Tensor] | None = None
         self._call_entries = CallEntries(session.prefix_lens, trees)
-        self._lists: dict[tuple[int, int], DistanceBias] = {}
+        self._by_distance: dict[tuple[int, int], DistanceBias] = {}
         self._header = 0 if session.cache_dtype is None else CODE_HEADER
 
     @property
@@ -50,8 +49,6 @@ class StepAttention(StepAttend):
     def _tokens(self) -> Tensor:
         """How many rows of each request are tokens."""
         bounds = self._trees.cu_nodes
-        if self.ids is None:
-            return bounds.diff()
         return F.pad((self.ids >= 0).cumsum(0), (1, 0))[bounds.long()].diff()  # those before each row
 
     def __call__(
@@ -84,25 +81,38 @@ class StepAttention(StepAttend):
     ) -> Tensor:
         if options["scale"] is None:
             options["scale"] = q.shape[-1] ** -0.5
+        entries, self._entries = self._entries, None
         dims = k.shape[-1], v.shape[-1]
         widths = padded_widths(*dims, q.device, in_codes=self._header > 0)
         is_shared = is_front(v, k)
         k = padded(k, widths[0])
         v = k[..., : widths[1]] if is_shared else padded(v, widths[1])
-        k, v = self._stored(k, v, is_shared=is_shared)
+        k, v = self._stored(layer, k, v, is_shared=is_shared)
         self._keep(layer, k, v, dims, options, is_shared=is_shared)
-        return self.of_earlier(layer, q, lists=lists, bias=bias, **options)
+        return self._of_kept(layer, q, lists, options, bias, entries)
 
     def of_earlier(
         self, layer: int, q: Tensor, lists: Tensor | None = None, bias: Tensor | None = None, **options: Any
     ) -> Tensor:
+        self._check_nothing_is_left()
         if options["scale"] is None:
             options["scale"] = q.shape[-1] ** -0.5
+        return self._of_kept(layer, q, lists, options, bias, None)
+
+    def _of_kept(
+        self,
+        layer: int,
+        q: Tensor,
+        lists: Tensor | None,
+        options: dict[str, Any],
+        bias: Tensor | None,
+        entries: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """Attention to the keys and values that a layer has kept."""
         (keys, values), (k, v, dims) = self._session.caches[layer], self._kept[layer]
         width = padded_widths(*dims, q.device, in_codes=self._header > 0)[0]
         q, width = padded(q, width), self._header + width
         rows = q, keys[..., :width], values, k[..., :width], v
-        entries, self._entries = self._entries, None
         if bias is not None:
             distances = self._distances(bias.shape[-1], options["window"], keys.shape[1])
             attention = partial(self._attention, **options)
@@ -111,10 +121,10 @@ class StepAttention(StepAttend):
             out, _ = self._attended(*rows, key_lists=lists, **options)
         else:
             own = self._attended(*rows, key_lists=lists, **{**options, "sinks": None})
-            out = self._with_entries(own, q[..., : dims[1]], keys, *entries, **options)
+            out = self._joined_with_entries(own, q[..., : dims[1]], keys, *entries, **options)
         return out[..., : dims[1]].contiguous()  # models call view() on it
 
-    def _with_entries(
+    def _joined_with_entries(
         self,
         own: tuple[Tensor, Tensor],
         q: Tensor,
@@ -141,7 +151,9 @@ class StepAttention(StepAttend):
                 f"{session.model.name}: its indexers' choice of keys depends on the lengths of the texts, which the host reads"
             )
         keys = rows.keys.to(session.model.table.dtype)
+        self._check_nothing_is_left()
         if not self.is_first:
+            self._check_is_cached()
             cached = session.caches[self.layers][0]
             _, held = split_behind(cached, keys.shape[-1] // cached.shape[2], keys.dtype)
         self._behind = keys
@@ -164,7 +176,9 @@ class StepAttention(StepAttend):
         rows = rows._replace(sources=rows.sources.to(dtype))
         if rows.indexed is not None:
             rows = rows._replace(indexed=rows.indexed._replace(keys=rows.indexed.keys.to(dtype)))
+        self._check_nothing_is_left()
         if not self.is_first:
+            self._check_is_cached()
             width = session.model.widths_behind[self.layers]
             held = split_behind(session.caches[self.layers][0], width, dtype)[1][:, :, 0]
         self._entries = self._behind, _ = self._call_entries.of_layer(rows, held)
@@ -183,7 +197,7 @@ class StepAttention(StepAttend):
         dims = k.shape[-1], latents.rank
         widths = padded_widths(*dims, q.device, in_codes=self._header > 0)
         kept = padded(k, widths[0])
-        kept, front = self._stored(kept, kept[..., : widths[1]], is_shared=True)
+        kept, front = self._stored(layer, kept, kept[..., : widths[1]], is_shared=True)
         self._keep(layer, kept, front, dims, options, is_shared=True)
         session, (request,) = self._session, requests
         rows = torch.cat((session.caches[layer][0][request, : session.prefix_lens[request]], kept))
@@ -197,13 +211,13 @@ class StepAttention(StepAttend):
         all_keys, all_values = (
             x.expand(session.requests, -1, -1, -1) for x in (keys, values)
         )  # one request reads them
-        return self._attended(q, all_keys, all_values, None, None, **options)[0][..., : dims[1]].contiguous()
+        return self._attention(q, all_keys, all_values, None, None, **options)[0][..., : dims[1]].contiguous()
 
     def _requests(self) -> list[int]:
         """Those that have rows."""
         return self._trees.cu_nodes.diff().nonzero().flatten().tolist()
 
-    def _stored(self, k: Tensor, v: Tensor, *, is_shared: bool) -> tuple[Tensor, Tensor]:
+    def _stored(self, layer: int, k: Tensor, v: Tensor, *, is_shared: bool) -> tuple[Tensor, Tensor]:
         """Padded keys and values as the caches have them, what an indexer or a compressor keeps behind the keys. is_shared:
         values are the first numbers of keys."""
         dtype, width = self._session.cache_dtype, self._header + v.shape[-1]
@@ -216,8 +230,9 @@ class StepAttention(StepAttend):
         else:
             k, v = quantize_rows(k, dtype), quantize_rows(v, dtype)
         if self._behind is not None:
-            k = with_behind(k, self._behind.unflatten(1, (k.shape[1], -1)))
-            self._behind = None
+            behind, self._behind = self._behind.unflatten(1, (k.shape[1], -1)), None
+            assert behind.shape[-1] == self._session.model.widths_behind.get(layer), "another layer's"
+            k = with_behind(k, behind)
         return k, k[..., :width] if is_shared else v
 
     def _keep(
@@ -229,8 +244,8 @@ class StepAttention(StepAttend):
             raise ValueError(f"layers must attend once each and in order: expected layer {self.layers}, got {layer}")
         if self.is_first:
             session.add_layer(k, None if is_shared else v, dims)
-        elif layer == len(session.caches):
-            raise ValueError(f"the model has more layers than {layer}, which `past` is of")
+        else:
+            self._check_is_cached()
         session.check_rows(layer, k, v)
         keys, values = session.caches[layer]
         self._kept.append((k, v, dims))
@@ -246,18 +261,28 @@ class StepAttention(StepAttend):
         self.layers += 1
         self.options.append(options)
 
+    def _check_is_cached(self) -> None:
+        """Of the layer that attends next."""
+        if self.layers == len(self._session.caches):
+            raise ValueError(f"the model has more layers than {self.layers}, which `past` is of")
+
+    def _check_nothing_is_left(self) -> None:
+        """Of what was chosen or compressed: its layer must attend before another, by keys of its own."""
+        assert self._behind is None and self._entries is None, f"layer {self.layers} has not attended"
+
     def _attended(
         self,
         q: Tensor,
         keys: Tensor,
         values: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
+        k: Tensor,
+        v: Tensor,
         *,
         key_lists: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        if key_lists is not None and key_lists.dim() == 3 and k is not None and v is not None:
+        """By a list of each row, or by one of each row and share of the heads."""
+        if key_lists is not None and key_lists.dim() == 3:
             of_lists = zip(
                 key_lists.unbind(1), *(x.chunk(key_lists.shape[1], -2) for x in (q, keys, values, k, v)), strict=True
             )
@@ -286,9 +311,9 @@ class StepAttention(StepAttend):
 
     def _distances(self, count: int, window: int, room: int) -> DistanceBias:
         """The lists for biases of so many distances, which layers with the same window share. room: positions of the caches."""
-        if (count, window) not in self._lists:
-            self._lists[count, window] = DistanceBias(self._trees, self._session.prefix_lens, room, count, window)
-        return self._lists[count, window]
+        if (count, window) not in self._by_distance:
+            self._by_distance[count, window] = DistanceBias(self._trees, self._session.prefix_lens, room, count, window)
+        return self._by_distance[count, window]
 
     def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
         session, trees = self._session, self._trees
@@ -317,9 +342,10 @@ class StepAttention(StepAttend):
     def again(self, rows: int) -> StepAttention:
         parents, cu_nodes, most, visible, depths = self._trees
         trees = PackedTrees(parents[:rows], cu_nodes.clamp(max=rows), most, visible[:rows], depths[:rows])
-        return StepAttention(self._session, trees, None if self.ids is None else self.ids[:rows])
+        return StepAttention(self._session, trees, self.ids[:rows])
 
     def new_rows(self) -> NewRows:
+        self._check_nothing_is_left()
         return self._new if self._stacked is None else self._stacked
 
 

@@ -181,24 +181,6 @@ def test_each_row_is_its_own_path_alone(sparse, heavy):
     assert worst_row(model_of(sparse, heavy)) < 1e-4
 
 
-@pytest.mark.parametrize("fault", ["another branch", "no branch", "other rates' windows"])
-def test_entries_of_other_rows_are_noticed(model, fault, monkeypatch):
-    of_path = compressed._windows
-
-    def windows(rate, reach, prefix_lens, trees):
-        found = of_path(rate, reach, prefix_lens, trees)
-        if fault == "another branch":  # the rows before a row, whoever they are of
-            back = torch.arange(reach - 1, -1, -1)
-            nodes = found.rows - trees.cu_nodes[found.requests]
-            return found._replace(tokens=(prefix_lens[found.requests] + nodes)[:, None] - back)
-        if fault == "no branch":  # the text alone
-            return found._replace(tokens=found.tokens.minimum(prefix_lens[found.requests, None].long()))
-        return found._replace(positions=found.positions + 1)
-
-    monkeypatch.setattr(compressed, "_windows", windows)
-    assert worst_row(model) > 1e-2
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("one_thread")
 @torch.no_grad()
@@ -209,7 +191,7 @@ def test_an_entry_has_the_bits_that_it_has_alone(dtype):
     for layer in (0, 1):
         compressor, parents, before = model.model.layers[layer].self_attn.compressor, [-1, 0, 0, 1, 2, 2, 4, 5], 7
         hidden, queries = (torch.randn(1, before + 8, n, generator=generator).to(dtype) for n in (64, 24))
-        of_all = compressed.rows_of(compressor, hidden, queries, torch.arange(before + 8)[None])
+        of_all = compressed.compressed_rows(compressor, hidden, queries, torch.arange(before + 8)[None])
 
         def made(rows, held, tree, prefix, of_all=of_all):
             given = of_all._replace(sources=of_all.sources[rows])
@@ -261,7 +243,7 @@ def test_all_tensors_are_made_where_the_rows_are(model):
     for layer in (0, 1):
         compressor = model.model.layers[layer].self_attn.compressor
         hidden, queries = (torch.randn(1, 8, n, generator=generator) for n in (64, 24))
-        rows = compressed.rows_of(compressor, hidden, queries, torch.arange(8)[None])
+        rows = compressed.compressed_rows(compressor, hidden, queries, torch.arange(8)[None])
         held = torch.randn(3, 20, rows.sources.shape[1] + (0 if layer else 64), generator=generator)
         want = compressed.CallEntries(lengths, trees).of_layer(rows, held)
         with torch.device("meta"):
@@ -285,6 +267,8 @@ def test_a_session_is_used_again_grows_and_begins_with_a_past(model, monkeypatch
     copies = [(keys[:, :5].clone(), values[:, :5].clone()) for keys, values in session.caches]
     begun = Session(model, past=(copies, [5, 3, 4]))
     assert torch.equal(generate(model, ids, NGram(shortest=1), session=begun, **options).sequences, want)
+    with pytest.raises(ValueError, match="the model has more layers than 1, which `past` is of"):
+        generate(model, ids, session=Session(model, past=(copies[:1], [5, 3, 4])), **options)
     session.past = copies, 4  # into the caches that are there
     assert torch.equal(generate(model, ids, session=session, **options).sequences, want)
 

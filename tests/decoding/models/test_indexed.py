@@ -239,6 +239,8 @@ def test_a_session_is_used_again_grows_and_begins_with_a_past(deepseek, monkeypa
     copies = [(keys[:, :5].clone(), values[:, :5].clone()) for keys, values in session.caches]
     begun = Session(deepseek, past=(copies, [5, 3, 4]))
     assert torch.equal(generate(deepseek, ids, NGram(shortest=1), session=begun, **options).sequences, want)
+    with pytest.raises(ValueError, match="the model has more layers than 1, which `past` is of"):
+        generate(deepseek, ids, session=Session(deepseek, past=(copies[:1], [5, 3, 4])), **options)
     session.past = copies, 4  # into the caches that are there
     assert torch.equal(generate(deepseek, ids, session=session, **options).sequences, want)
 
