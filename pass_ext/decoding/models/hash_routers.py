@@ -17,10 +17,10 @@ from pass_ext.decoding.models.shadow import current_call
 
 def serve_routers(shadow: nn.Module) -> None:
     """Has the routers of a model's shadow that look tokens up take those of a call."""
-    ends = shadow.config.get_text_config(decoder=True).eos_token_id  # type: ignore[union-attr, operator]
-    end = ends[0] if isinstance(ends, (list, tuple)) else ends
     for part in shadow.modules():
         if "tid2eid" in part._buffers:
+            ends = getattr(shadow.config.get_text_config(decoder=True), "eos_token_id", None)  # type: ignore[union-attr, operator]
+            end = ends[0] if isinstance(ends, (list, tuple)) else ends
             part.forward = partial(_routed, part.forward, end or 0)
 
 

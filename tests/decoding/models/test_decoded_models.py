@@ -63,6 +63,16 @@ def test_unimplemented_attention_arguments_are_refused(architecture, changes, me
     assert model.config._attn_implementation == before
 
 
+def test_a_config_without_a_token_that_ends_texts():
+    """roc_bert's, of transformers 5.24."""
+    model = tiny_model("roc_bert")
+    assert Version(transformers.__version__) < Version("5.24") or not hasattr(model.config, "eos_token_id")
+    options = dict(attention_mask=torch.ones_like(IDS), do_sample=False, eos_token_id=None, pad_token_id=0)
+    want = model.generate(IDS, max_new_tokens=8, **options)
+    got = generate(model, IDS, pass_ext.NGram(shortest=1), max_new_tokens=8, eos_token_id=[])
+    assert torch.equal(got.sequences, want)
+
+
 def test_layers_that_are_not_causal():
     model = model_of("llama", **_SHAPE)
     model.model.layers[0].self_attn.is_causal = False
