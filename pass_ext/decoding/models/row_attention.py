@@ -125,6 +125,12 @@ def scales_by_row(model: Any) -> bool:
     return any(_scales(part) and _cache_argument(part) is None for part in model.modules())
 
 
+def takes_places_from_rows(part: Any, length: int) -> bool:
+    """True if attention in a call on tokens and rows of this number together depends on the numbers of the rows: by a bias, or
+    by scales, of which those that come in steps begin after the first."""
+    return mixes_profiles(part) or (bool(getattr(part, _SCALES, False)) and length >= part.floor_scale)
+
+
 def _at_its_places(forward: Callable[..., Any], argument: str, /, *inputs: Any, **named: Any) -> Any:
     return forward(*inputs, **{**named, argument: _RowPlaces(_call().positions)})
 

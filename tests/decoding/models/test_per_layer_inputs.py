@@ -161,7 +161,7 @@ def test_an_early_exit_cuts_no_layers_that_hang_together():
 
 def test_slots_are_not_trained_for_such_layers(model):
     with pytest.raises(SystemExit, match=r"slots cannot be trained for gemma\w+: its layers look tokens up once more"):
-        with_states(model)
+        with_states(model, 64)
 
 
 def test_a_layer_that_stops_sharing_is_named(gemma, monkeypatch):
