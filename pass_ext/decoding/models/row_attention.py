@@ -302,7 +302,16 @@ class AttentionCalls:
 def reads_keys_of_cache(model: nn.Module) -> bool:
     """True if layers that share another layer's keys find them in transformers' cache, and without it compute their own, as
     before transformers 5.24."""
-    return any(getattr(part, "is_kv_shared_layer", False) and "k_proj" in part._modules for part in model.modules())
+    return any("k_proj" in part._modules for part in _with_keys_of_others(model))
+
+
+def layers_with_keys_of_others(model: nn.Module) -> int:
+    """How many layers attend to the keys and values of an earlier one, and so need no cache."""
+    return len(_with_keys_of_others(model))
+
+
+def _with_keys_of_others(model: nn.Module) -> list[nn.Module]:
+    return [part for part in model.modules() if getattr(part, "is_kv_shared_layer", False)]
 
 
 # Tensors that models pass to attention and that do not change its result.

@@ -263,7 +263,9 @@ def test_on_a_gpu():
 
 
 def test_slots_are_not_trained(model):
-    with pytest.raises(SystemExit, match=f"slots cannot be trained for {NAME}: its attention takes distances or positions"):
+    with pytest.raises(
+        SystemExit, match=f"slots cannot be trained for {NAME}: its attention takes distances or positions"
+    ):
         with_states(model, 4)
 
 

@@ -98,9 +98,17 @@ def test_a_slot_counts_as_padding(gemma, deep_layers):
 
 
 def test_layers_that_share_keys_have_one_cache(model):
+    """And no memory is kept for more; gemma4's second cache is unlike the first."""
     session = Session(model)
     ours(model, NGram(shortest=1), session=session)
     assert len(session.caches) == 2
+    assert held(session) == sum(cache.nbytes for pair in session.caches for cache in pair)
+
+
+def held(session):
+    """Bytes of memory of a session's caches."""
+    storages = [cache.untyped_storage() for pair in session.caches for cache in pair]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def test_shared_caches_in_8_bits(model):
