@@ -453,10 +453,6 @@ class FirstLayers(Session):
 
     def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
         whole, attending = self._whole, self._count if self.model.caches is None else self.model.caches
-        if whole.model.attends_again:
-            raise ValueError(
-                f"{self.model.name} has layers that attend several times, and early exit needs such as attend once"
-            )
         self.caches = whole.caches[:attending]
         kept = [
             (state, place)
