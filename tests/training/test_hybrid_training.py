@@ -38,7 +38,7 @@ def test_loss_and_gradients_are_those_of_one_ordinary_forward_a_group(family, de
     embedding = slots_for(model, deep=deep)
     window = windows_of(counting(9, 24)).at(3)
     expected = dense_loss(model, embedding, window, 0.8, "kl")
-    loss = step_loss(with_states(model), embedding, window, WEIGHTS, "kl")
+    loss = step_loss(with_states(model, 64), embedding, window, WEIGHTS, "kl")
     torch.testing.assert_close(loss, expected, atol=2e-5, rtol=2e-5)
     parameters = list(embedding.parameters())
     gradients = torch.autograd.grad(loss, parameters)
@@ -75,7 +75,7 @@ def test_slots_learn_and_the_model_stays():
     model = tiny_model("qwen3_next").requires_grad_(False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     embedding = slots_for(model, deep=False)
-    trainer = LookaheadTrainer(with_states(model), embedding, windows_of(counting(9, 24)), SETTINGS)
+    trainer = LookaheadTrainer(with_states(model, 64), embedding, windows_of(counting(9, 24)), SETTINGS)
     trainer.run()
     assert sum(trainer.losses[-5:]) < 0.7 * sum(trainer.losses[:5]), trainer.losses
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -104,7 +104,7 @@ def test_the_command_trains_slots_that_a_generation_takes(tmp_path):
 
 
 def test_texts_that_are_too_long_are_refused():
-    model = with_states(tiny_model("lfm2"))
+    model = with_states(tiny_model("lfm2"), 64)
     with pytest.raises(
         SystemExit, match="--length must be at most 1024 for a model with layers that keep a state, got 1025"
     ):

@@ -25,6 +25,7 @@ from pass_ext.training.common.steps import rate_at
 from pass_ext.training.lookahead.evaluation import evaluate, hits_of
 from pass_ext.training.lookahead.group_attention import group_attention
 from pass_ext.training.lookahead.loop import LookaheadTrainer, group_mask, slot_rows, step_loss
+from pass_ext.training.lookahead.states import with_states
 
 transformers = pytest.importorskip("transformers")
 
@@ -58,6 +59,15 @@ def test_layers_that_see_the_last_tokens_only_do_so_in_training(architecture):
     gradients = [torch.autograd.grad(loss, list(embedding.parameters())) for loss in (ours, dense)]
     for mine, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-3)
+
+
+def test_slots_are_not_trained_where_queries_are_scaled_by_row():
+    model = small_model("llama4_text", floor_scale=64)
+    assert with_states(model, 63) is model
+    with pytest.raises(SystemExit, match="slots cannot be trained for llama4_text: its attention takes distances or"):
+        with_states(model, 64)
+    untuned = small_model("llama4_text", floor_scale=64, attn_temperature_tuning=False)
+    assert with_states(untuned, 64) is untuned
 
 
 def test_a_slot_row_is_what_the_model_says_after_the_text_and_the_slots_before_it():

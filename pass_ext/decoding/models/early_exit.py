@@ -31,6 +31,10 @@ _OF_ALL_LAYERS = {
 """Settings of a config by which a model's layers hang together."""
 
 
+_TWICE = "lambda_std_dev"
+"""A setting of models whose layers attend twice, and take one result from the other (DiffLlama)."""
+
+
 class ExitParts(NamedTuple):
     """The parts of a transformers model that an early exit uses."""
 
@@ -68,6 +72,8 @@ def exit_parts(model: Any) -> ExitParts:
         )
     config = model.config.get_text_config(decoder=True)
     attend = getattr(config, "num_hidden_layers", None) or len(layers)  # type: ignore[arg-type]
+    if getattr(config, _TWICE, None) is not None:
+        attend *= 2
     if attend != len(layers):  # type: ignore[arg-type]
         raise ValueError(
             f"{name} attends {attend} times in its {len(layers)} layers, and early exit needs layers that attend once; "  # type: ignore[arg-type]

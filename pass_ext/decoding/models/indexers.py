@@ -304,6 +304,11 @@ def keeps_positions(model: nn.Module) -> bool:
     return any(_form_of(indexer) is _BLOCKS for _, indexer in _indexers(model))
 
 
+def chooses_blocks(model: nn.Module) -> bool:
+    """True if the model's indexers choose blocks of tokens, not single ones."""
+    return any(_form_of(indexer) is not _TOKENS for _, indexer in _indexers(model))
+
+
 def index_widths(model: nn.Module) -> dict[int, int]:
     """The layers that have an indexer -> the numbers of its keys behind each KV head's."""
     return {part.layer_idx: _key_dim(indexer) // _key_heads(part, indexer) for part, indexer in _indexers(model)}

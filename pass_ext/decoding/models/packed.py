@@ -202,8 +202,9 @@ class Adapted:
     shared_model: Any = None
     """The model whose first ``shares_layers`` layers this model runs, so that their keys and values are equal."""
     shares_layers: int = 0
-    layers: int | None = None
-    """The number of layers that attend; None: unknown."""
+    caches: int | None = None
+    """The number of caches of a session, of keys and values each, if every layer attends at most once; None: unknown, as of a
+    callable. Calls may make more or fewer: the first one's number holds for all."""
     attends_again: bool = False
     """A layer has attended several times in a call, and has caches that transformers' cache does not have in this order."""
     numbers: Mapping[int, int] | None = None

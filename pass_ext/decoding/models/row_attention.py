@@ -125,6 +125,12 @@ def scales_by_row(model: Any) -> bool:
     return any(_scales(part) and _cache_argument(part) is None for part in model.modules())
 
 
+def takes_places_from_rows(part: Any, length: int) -> bool:
+    """True if attention in a call on tokens and rows of this number together depends on the numbers of the rows: by a bias, or
+    by scales, of which those that come in steps begin after the first."""
+    return mixes_profiles(part) or (bool(getattr(part, _SCALES, False)) and length >= part.floor_scale)
+
+
 def _at_its_places(forward: Callable[..., Any], argument: str, /, *inputs: Any, **named: Any) -> Any:
     return forward(*inputs, **{**named, argument: _RowPlaces(_call().positions)})
 
@@ -296,7 +302,16 @@ class AttentionCalls:
 def reads_keys_of_cache(model: nn.Module) -> bool:
     """True if layers that share another layer's keys find them in transformers' cache, and without it compute their own, as
     before transformers 5.24."""
-    return any(getattr(part, "is_kv_shared_layer", False) and "k_proj" in part._modules for part in model.modules())
+    return any("k_proj" in part._modules for part in _with_keys_of_others(model))
+
+
+def layers_with_keys_of_others(model: nn.Module) -> int:
+    """How many layers attend to the keys and values of an earlier one, and so need no cache."""
+    return len(_with_keys_of_others(model))
+
+
+def _with_keys_of_others(model: nn.Module) -> list[nn.Module]:
+    return [part for part in model.modules() if getattr(part, "is_kv_shared_layer", False)]
 
 
 # Tensors that models pass to attention and that do not change its result.

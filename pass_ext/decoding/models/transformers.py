@@ -30,7 +30,12 @@ from pass_ext.decoding.models.own_forward import OwnForward, is_hooked
 from pass_ext.decoding.models.packed import Adapted, KeptHidden, StepAttend
 from pass_ext.decoding.models.parts import decoder_of, unwrapped
 from pass_ext.decoding.models.per_layer_inputs import serve_per_layer_inputs
-from pass_ext.decoding.models.row_attention import AttentionCalls, attend_by_rows, is_being_recorded
+from pass_ext.decoding.models.row_attention import (
+    AttentionCalls,
+    attend_by_rows,
+    is_being_recorded,
+    layers_with_keys_of_others,
+)
 from pass_ext.decoding.models.shadow import (
     OurCall,
     add_adapters,
@@ -58,7 +63,8 @@ class TransformersModel(Adapted):
         limits.check_model(model, self.name, self.table.dtype)
         text = model.config.get_text_config(decoder=True)
         self.numbers = states.attending_layers(text)
-        self.layers = getattr(text, "num_hidden_layers", None) if self.numbers is None else len(self.numbers)
+        self._layers = getattr(text, "num_hidden_layers", None) if self.numbers is None else len(self.numbers)
+        self.caches = None if self._layers is None else self._layers - layers_with_keys_of_others(unwrapped(model))
         widths = index_widths(unwrapped(model)) | compressed_widths(unwrapped(model))
         self.widths_behind = {(self.numbers or {}).get(layer, layer): width for layer, width in widths.items()}
         self.keeps_states = states.keeps_states(text)
@@ -142,7 +148,7 @@ class TransformersModel(Adapted):
         if self._shadow is None:
             shadow = shadow_of(self.model)
             inner = unwrapped(shadow)
-            if self.layers != 0:
+            if self._layers != 0:
                 attend_by_rows(inner)
                 attend_by_latents(inner)
                 choose_by_rows(inner)
@@ -272,15 +278,15 @@ class TransformersModel(Adapted):
     def _check_attended(self, layers: list[Any]) -> None:
         """Refuses a model some of whose layers have not attended, or that attends in another order than before."""
         if self._attended is None:
-            expected = set(range(self.layers or 0) if self.numbers is None else self.numbers)
+            expected = set(range(self._layers or 0) if self.numbers is None else self.numbers)
             # Several layers may have one module, and the calls of a loop one layer's number.
-            if not expected <= set(layers) and len(layers) != self.layers:
+            if not expected <= set(layers) and len(layers) != self._layers:
                 raise ValueError(
-                    f"{self.name}: {len(set(layers))} of {self.layers} layers attended; every layer must, by attention that "
+                    f"{self.name}: {len(set(layers))} of {self._layers} layers attended; every layer must, by attention that "
                     "takes transformers' AttentionInterface"
                 )
             self._attended = layers
-            self.attends_again = len(layers) not in (len(set(layers)), self.layers)
+            self.attends_again = len(layers) not in (len(set(layers)), self._layers)
         if layers != self._attended:
             raise ValueError(
                 f"{self.name}: layers attended in the order {layers}, in the first call in the order {self._attended}: each "

@@ -395,23 +395,29 @@ class Session:
         layer, shape = len(self.caches), (self.requests, self._positions, *keys.shape[1:])
         self.head_dims.append(dims)
         if values is None:
-            self._stack = None
+            self._end_stack()
             new_keys = keys.new_empty(shape, device=self.device)
             header = CODE_HEADER if keys.dtype in MOST_OF_CODES else 0
             width = padded_widths(*dims, self.device, in_codes=bool(header))[1]
             self.caches.append((new_keys, new_keys[..., : header + width]))
             return
         is_alike = keys.shape == values.shape and keys.dtype == values.dtype
-        if layer == 0 and is_alike and self.model.layers is not None:
-            self._stack = keys.new_empty(2 * self.model.layers, *shape, device=self.device)
+        if layer == 0 and is_alike and self.model.caches is not None:
+            self._stack = keys.new_empty(2 * self.model.caches, *shape, device=self.device)
         stack = self._stack
         is_alike &= stack is not None and stack[0].shape == shape and stack.dtype == keys.dtype
         if stack is not None and is_alike and 2 * layer < len(stack):
             self.caches.append((stack[2 * layer], stack[2 * layer + 1]))
             return
-        self._stack = None  # the layers before keep their parts of it
+        self._end_stack()
         new_keys, new_values = (x.new_empty(*shape[:2], *x.shape[1:], device=self.device) for x in (keys, values))
         self.caches.append((new_keys, new_values))
+
+    def _end_stack(self) -> None:
+        """The layers before keep their parts of the stack, and the memory of all others is freed."""
+        if self._stack is not None:
+            self._stack.untyped_storage().resize_(self._stack[: 2 * len(self.caches)].nbytes)
+            self._stack = None
 
     def check_rows(self, layer: int, *rows: Tensor) -> None:
         """Refuses keys and values of another shape or dtype than the caches, which the first call or ``past`` made."""
@@ -446,11 +452,7 @@ class FirstLayers(Session):
         self.prefix_lens = whole.prefix_lens
 
     def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
-        whole, attending = self._whole, self._count if self.model.layers is None else self.model.layers
-        if whole.model.attends_again:
-            raise ValueError(
-                f"{self.model.name} has layers that attend several times, and early exit needs such as attend once"
-            )
+        whole, attending = self._whole, self._count if self.model.caches is None else self.model.caches
         self.caches = whole.caches[:attending]
         kept = [
             (state, place)

@@ -58,7 +58,7 @@ def train(run: Run) -> Path | None:
     if options.start:
         described["start"] = f"{options.start}, SHA-256 {_digest(options.start)}"  # another file is another run
     check_head(model, windows.at(0).ids[:1].to(options.device))
-    model = with_states(model)
+    model = with_states(model, options.length + options.anchors * options.lookahead)
     embedding, earlier = _start(run, windows)
     if options.dry_run:
         sizes = {name: getattr(options, name) for name in ("batch", "length", "anchors", "loss")}

@@ -384,7 +384,7 @@ def test_layers_without_a_compressor():
 
 def test_slots_are_not_trained(model):
     with pytest.raises(SystemExit, match=f"slots cannot be trained for {NAME}: its layers attend to entries"):
-        with_states(model)
+        with_states(model, 64)
 
 
 @pytest.mark.parametrize("kind", ["CSA", "HCA"])

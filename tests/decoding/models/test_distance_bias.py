@@ -32,6 +32,7 @@ from pass_ext.decoding.session.distance_bias import DistanceBias
 from pass_ext.integrations.transformers.processors import NotedRows
 from pass_ext.layers import dequantize_rows, quantize_rows
 from pass_ext.testing import assert_error_within, assert_same_bits
+from pass_ext.training.lookahead.states import with_states
 
 pytestmark = pytest.mark.skipif(not hasattr(transformers.models, "inkling"), reason="before transformers 5.24")
 
@@ -259,6 +260,13 @@ def test_on_a_gpu():
 
 
 # ---- refused ----
+
+
+def test_slots_are_not_trained(model):
+    with pytest.raises(
+        SystemExit, match=f"slots cannot be trained for {NAME}: its attention takes distances or positions"
+    ):
+        with_states(model, 4)
 
 
 @pytest.mark.parametrize("change", ["reach", "sign"])

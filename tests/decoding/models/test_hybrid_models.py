@@ -496,7 +496,7 @@ def test_a_cache_of_lightning_attention_stays_apart():
     with pytest.raises(ValueError, match=r"custom_generate: past_key_values must be a DynamicCache.* got MiniMaxCache"):
         model.generate(ids, max_new_tokens=2, custom_generate=pass_ext.custom_generate(), cache=MiniMaxCache())
     with pytest.raises(SystemExit, match="slots cannot be trained for minimax: its lightning attention"):
-        with_states(model)
+        with_states(model, 64)
 
 
 def test_a_rule_that_reads_a_token_again_is_refused(qwen):

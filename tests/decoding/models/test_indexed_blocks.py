@@ -185,7 +185,7 @@ def test_sampled_texts_are_a_function_of_the_seed(model):
 
 def test_slots_are_not_trained_for_layers_that_look_up_ngrams(model):
     with pytest.raises(SystemExit, match=f"slots cannot be trained for {NAME}: its layers look up n-grams of tokens"):
-        with_states(model)
+        with_states(model, 64)
 
 
 def test_an_indexers_key_that_cannot_be_divided_among_heads():

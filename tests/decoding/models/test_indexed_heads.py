@@ -31,6 +31,7 @@ from pass_ext.decoding.models import indexed
 from pass_ext.decoding.models.parts import cache_name
 from pass_ext.integrations.transformers.processors import NotedRows
 from pass_ext.testing import assert_same_bits
+from pass_ext.training.lookahead.states import with_states
 
 pytestmark = pytest.mark.skipif(not hasattr(transformers.models, "minimax_m3_vl"), reason="before transformers 5.24")
 
@@ -263,6 +264,12 @@ def test_on_a_gpu(model):
 
 
 # ---- refused ----
+
+
+def test_slots_are_not_trained():
+    """Training's call takes rows for columns of one text."""
+    with pytest.raises(SystemExit, match=f"slots cannot be trained for {NAME}: its indexers choose blocks of columns"):
+        with_states(tiny_model(NAME), 64)
 
 
 def test_heads_that_have_no_share_of_the_kv_heads():

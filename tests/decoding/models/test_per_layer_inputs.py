@@ -98,9 +98,17 @@ def test_a_slot_counts_as_padding(gemma, deep_layers):
 
 
 def test_layers_that_share_keys_have_one_cache(model):
+    """And no memory is kept for more; gemma4's second cache is unlike the first."""
     session = Session(model)
     ours(model, NGram(shortest=1), session=session)
     assert len(session.caches) == 2
+    assert held(session) == sum(cache.nbytes for pair in session.caches for cache in pair)
+
+
+def held(session):
+    """Bytes of memory of a session's caches."""
+    storages = [cache.untyped_storage() for pair in session.caches for cache in pair]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def test_shared_caches_in_8_bits(model):
@@ -161,7 +169,7 @@ def test_an_early_exit_cuts_no_layers_that_hang_together():
 
 def test_slots_are_not_trained_for_such_layers(model):
     with pytest.raises(SystemExit, match=r"slots cannot be trained for gemma\w+: its layers look tokens up once more"):
-        with_states(model)
+        with_states(model, 64)
 
 
 def test_a_layer_that_stops_sharing_is_named(gemma, monkeypatch):

@@ -98,7 +98,16 @@ def test_caches_of_other_models_stay_apart(name):
 
 def test_an_early_exit_needs_layers_that_attend_once():
     model = tiny_model("diffllama")
-    with pytest.raises(ValueError, match=r"^diffllama has layers that attend several times, and early exit needs"):
+    message = r"^DiffLlamaForCausalLM attends 4 times in its 2 layers, and early exit needs layers that attend once"
+    with pytest.raises(ValueError, match=message):
+        EarlyExitDraft(model, 1)
+
+
+def test_an_early_exit_of_layers_that_attend_again_unannounced(monkeypatch):
+    """As of a model whose config does not say so."""
+    model = tiny_model("diffllama")
+    monkeypatch.setattr("pass_ext.decoding.models.early_exit._TWICE", "unknown")
+    with pytest.raises(ValueError, match=r"^diffllama: the model has more layers than 1"):
         ours(model, Speculative(EarlyExitDraft(model, 1), 2))
 
 
