@@ -213,7 +213,10 @@ _PYTHON: dict[str, list[str]] = {
         for name in ("indexed", "indexers")
     },
     **{f"models/{name}": ["tests/decoding/models/test_indexed_blocks.py"] for name in ("equivalence", "ngram_layers")},
-    **{f"models/{name}": ["tests/decoding/models/test_compressed.py"] for name in ("compressed", "hash_routers")},
+    **{
+        f"models/{name}": ["tests/decoding/models/test_compressed.py"]
+        for name in ("compressed", "compressors", "hash_routers")
+    },
     "models/per_layer_inputs": ["tests/decoding/models/test_per_layer_inputs.py"],
     "models/one_order": ["tests/decoding/models/test_one_order.py"],
     "models/row_attention": [

@@ -329,7 +329,7 @@ def _indexers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Layers' attention, and the indexers of these."""
     for part in model.modules():
         indexer = part._modules.get("indexer")
-        if indexer is not None and not hasattr(part, "compress_rate"):  # compressed.py has those of compressors
+        if indexer is not None and not hasattr(part, "compress_rate"):  # compressors.py has those of compressors
             yield part, indexer
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models import compressed, distances, indexers, lightning, ngram_layers, per_layer_inputs, states
+from pass_ext.decoding.models import compressors, distances, indexers, lightning, ngram_layers, per_layer_inputs, states
+from pass_ext.decoding.models.compressed import CompressedRows
 from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows
 from pass_ext.decoding.models.parts import configs_of, unwrapped
 from pass_ext.decoding.models.row_attention import AttentionCalls, reads_keys_of_cache, scales_by_row
@@ -36,7 +37,7 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
             "the model's own generate, or an adapter that changes layers only, as LoRA"
         )
     inner = unwrapped(model)
-    reason = indexers.unserved(inner) or compressed.unserved(inner) or distances.unserved(inner)
+    reason = indexers.unserved(inner) or compressors.unserved(inner) or distances.unserved(inner)
     if reason is not None:
         raise ValueError(f"{name} {reason}")
     strange = sorted(kinds - states.ATTENDING - states.KINDS - _KEEP_NOTHING)
@@ -209,7 +210,7 @@ class _FirstLayer:
     def choose(self, rows: IndexRows) -> ChosenKeys:
         return ChosenKeys(None)
 
-    def compress(self, rows: compressed.CompressedRows) -> None:
+    def compress(self, rows: CompressedRows) -> None:
         pass
 
     def convolution(self, place: Any, x: Tensor, *options: Any) -> Tensor:

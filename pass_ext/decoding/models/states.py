@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pass_ext.decoding.models import compressed
+from pass_ext.decoding.models import compressors
 from pass_ext.decoding.models.equivalence import difference_of
 from pass_ext.decoding.models.lightning import lightning_layers, place_of_lightning
 from pass_ext.decoding.models.ngram_layers import ngram_layers, places_of_ngrams
@@ -35,7 +35,7 @@ KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """Layers that keep a state, by the names of transformers' configs; the hybrid ones attend too."""
 ATTENDING = frozenset({
     "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "minimax_m3_sparse", "attention",
-    *compressed.KINDS,
+    *compressors.KINDS,
 })  # fmt: skip
 _HYBRID = frozenset({"hybrid", "hybrid_sliding"})
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models import limits, states
-from pass_ext.decoding.models.compressed import compress_by_rows, compressed_widths
+from pass_ext.decoding.models.compressors import compress_by_rows, compressed_widths
 from pass_ext.decoding.models.distances import give_profiles
 from pass_ext.decoding.models.equivalence import MACHINE
 from pass_ext.decoding.models.hash_routers import serve_routers

@@ -16,7 +16,7 @@ from torch import Tensor
 from pass_ext.decoding.drafting.drafter import DraftingMethod
 from pass_ext.decoding.generation import Generation, generate
 from pass_ext.decoding.methods import Method, Plain
-from pass_ext.decoding.models.compressed import compressed_widths
+from pass_ext.decoding.models.compressors import compressed_widths
 from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.models.indexed import split_behind, with_behind
 from pass_ext.decoding.models.indexers import index_widths, keeps_positions

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pass_ext.decoding.models.compressed import compressed_widths
+from pass_ext.decoding.models.compressors import compressed_widths
 from pass_ext.decoding.models.indexers import chooses_blocks
 from pass_ext.decoding.models.lightning import lightning_layers
 from pass_ext.decoding.models.ngram_layers import ngram_layers

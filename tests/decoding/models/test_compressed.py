@@ -17,7 +17,7 @@ from support.small_models import prompts, ragged_prompts
 import pass_ext
 from benchmarks.architectures.models import tiny_model
 from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Session, Speculative, Tree, generate, testing
-from pass_ext.decoding.models import compressed
+from pass_ext.decoding.models import compressed, compressors
 from pass_ext.decoding.session import session as sessions
 from pass_ext.integrations.transformers import use
 from pass_ext.integrations.transformers.processors import NotedRows
@@ -191,7 +191,7 @@ def test_an_entry_has_the_bits_that_it_has_alone(dtype):
     for layer in (0, 1):
         compressor, parents, before = model.model.layers[layer].self_attn.compressor, [-1, 0, 0, 1, 2, 2, 4, 5], 7
         hidden, queries = (torch.randn(1, before + 8, n, generator=generator).to(dtype) for n in (64, 24))
-        of_all = compressed.compressed_rows(compressor, hidden, queries, torch.arange(before + 8)[None])
+        of_all = compressors.compressed_rows(compressor, hidden, queries, torch.arange(before + 8)[None])
 
         def made(rows, held, tree, prefix, of_all=of_all):
             given = of_all._replace(sources=of_all.sources[rows])
@@ -243,7 +243,7 @@ def test_all_tensors_are_made_where_the_rows_are(model):
     for layer in (0, 1):
         compressor = model.model.layers[layer].self_attn.compressor
         hidden, queries = (torch.randn(1, 8, n, generator=generator) for n in (64, 24))
-        rows = compressed.compressed_rows(compressor, hidden, queries, torch.arange(8)[None])
+        rows = compressors.compressed_rows(compressor, hidden, queries, torch.arange(8)[None])
         held = torch.randn(3, 20, rows.sources.shape[1] + (0 if layer else 64), generator=generator)
         want = compressed.CallEntries(lengths, trees).of_layer(rows, held)
         with torch.device("meta"):
