@@ -94,7 +94,7 @@ def stack(x: Tensor, cos: Tensor, sin: Tensor, caches: Tensor, *weights: Tensor)
     lengths, bounds, visible = step_of(len(x))
     return pass_ext.layers.layer_stack(
         x, layers, caches, lengths, bounds, visible, len(x), head_dim=HEAD, cos=cos, sin=sin, eps=EPS
-    )
+    )[:2]
 
 
 def single_stack(x: Tensor, cos: Tensor, sin: Tensor, caches: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:

@@ -4,6 +4,7 @@
 //   x <- layer_after_attention(attention_tree(q, k, v), x)   q, k, v = layer_before_attention(x)
 //        with quantize_rows of k and v                       if the caches are in 8 bits
 //        with adapter_rows_ behind each product              for rows of slots
+//   states[i] = x                                            in front of layer taps[i]; taps[i] = layers: behind the last
 //   out = head normed(x[wanted])                             behind the last layer
 #include <torch/csrc/stable/library.h>
 
@@ -26,7 +27,7 @@
 namespace pass_ext {
 namespace {
 
-using Stacked = std::tuple<Tensor, Tensor>;
+using Stacked = std::tuple<Tensor, Tensor, Tensor>;
 
 // Vectors that rows of slots add to the input of each layer: deep [layers, slots, width], by slot or -1 of each row.
 template <typename T>
@@ -180,7 +181,7 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
                     const std::vector<int64_t>& windows, const OptionalTensor& ids, const OptionalTensor& deep,
                     const std::vector<Tensor>& adapters, int64_t adapted, double adapter_scale,
                     const OptionalTensor& final_norm, const OptionalTensor& head, const OptionalTensor& wanted,
-                    int64_t head_dim, double eps, int64_t form, int64_t activation, double scale,
+                    const std::vector<int64_t>& taps, int64_t head_dim, double eps, int64_t form, int64_t activation, double scale,
                     double attention_scale, double softcap) {
   constexpr const char* op = "layer_stack";
   check_rows(op, "x", input, "[N, d]");
@@ -224,6 +225,10 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
                                            codes == CodeType::none ? x.scalar_type() : caches.tensor(0).scalar_type());
   const Tensor q = empty_of_shape(op, x, {rows, heads, head_dim});
   check_queries(op, q);
+  for (const int64_t tap : taps)
+    if (tap < 0 || tap > count)
+      refuse(op, "taps must be in [0, ", count, "] (", count, " for the rows after the last layer), got ", tap);
+  const Tensor states = empty_of_shape(op, x, {static_cast<int64_t>(taps.size()), rows, width});
 
   std::vector<KeyRows> cache_rows;
   for (int64_t i = 0; i < 2 * count; ++i) {
@@ -250,7 +255,7 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
   const KeyRows fresh_layout{nullptr, 0, kv_heads * row_width, row_width};
   problem.k_new = problem.v_new = fresh_layout;
   problem.k_new.data = problem.v_new.data = problem.q;  // any rows, for check_attention_values
-  if (rows == 0 || width == 0) return {out, fresh_rows};
+  if (rows == 0 || width == 0) return {out, fresh_rows, states};
   const int32_t* const depth_rows = problem.depths;
   for (int64_t l = 0; l < count; ++l) {
     for (int64_t i = 2 * l; i < 2 * l + 2 && !caches.is_stacked; ++i)
@@ -289,11 +294,17 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
     T* const numbers = codes == CodeType::none
                            ? nullptr
                            : reinterpret_cast<T*>(uncoded.at_least((2 * new_numbers * sizeof(T) + 3) / sizeof(float)));
+    T* const tapped = output_of<T>(states);
+    const auto keep_state = [&](int64_t l) {
+      for (size_t i = 0; i < taps.size(); ++i)
+        if (taps[i] == l) std::copy_n(stream, rows * width, tapped + i * rows * width);
+    };
     const auto run_layer = [&](int64_t l) {
       char* const fresh = output_of<char>(fresh_rows) + 2 * l * new_bytes;
       T* const k = numbers ? numbers : reinterpret_cast<T*>(fresh);
       T* const v = k + new_numbers;
       if (deep) deep_rows.add(l, const_cast<T*>(stream), width);
+      keep_state(l);
       before_attention(stack[l].before, added[l], options, rotations[rotates[l]], stream, rows, queries, k, v);
       problem.k_cache = cache_rows[2 * l];
       problem.v_cache = cache_rows[2 * l + 1];
@@ -332,10 +343,11 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
     };
     with_threads_ready([&] {
       for (int64_t l = 0; l < count; ++l) run_layer(l);
+      keep_state(count);
       if (out_rows > 0) finish();
     });
   });
-  return {out, fresh_rows};
+  return {out, fresh_rows, states};
 }
 
 }  // namespace

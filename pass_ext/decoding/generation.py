@@ -162,6 +162,7 @@ def generate(
         started = time.perf_counter()
         listener.begin(prompts.texts)
         loop.run(known)
+        session.text_states = None  # nobody reads what comes of texts that are read again
         listener.end()
         seconds = time.perf_counter() - started
         session.keep([len(text) - 1 for text in tokens])

@@ -308,13 +308,14 @@ def layer_stack(
     final_norm: Tensor | None = None,
     head: Tensor | None = None,
     wanted: Tensor | None = None,
+    taps: Sequence[int] = (),
     eps: float = 1e-6,
     form: str = "llama",
     activation: str = "silu",
     scale: float = 1.0,
     attention_scale: float | None = None,
     softcap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """A model's decoder layers over the packed rows of a step: ``layer_before_attention``, ``attention_tree`` and
     ``layer_after_attention`` of every layer, and ``step_rms_norm`` and ``linear_rows`` after them, with their bits; for rows
     of look-ahead slots with those of ``adapter_rows_`` after each product.
@@ -340,12 +341,14 @@ def layer_stack(
         final_norm: ``[d]``, weight of a norm after the last layer; None: none.
         head: ``[V, d]``, weight of the output layer; None: none.
         wanted: ``[W]`` int64, the rows that norm and output layer are computed of; None: all.
+        taps: layers whose inputs are returned too; the number of layers stands for the rows after the last one.
         eps, form, activation, scale: as in both other ops, the same for all layers.
         attention_scale, softcap: ``scale`` and ``softcap`` of ``attention_tree``.
 
     Returns:
-        ``(out [N or W, V or d], new [2 * layers, N, Hk, D])``: the new rows' keys and values of each layer, as
-        ``cache_commit_`` takes them: in the caches' dtype, in 8 bits ``[..., 16 + D]`` with the bits of ``quantize_rows``.
+        ``(out [N or W, V or d], new [2 * layers, N, Hk, D], states [taps, N, d])``: new: the new rows' keys and values of each
+        layer, as ``cache_commit_`` takes them: in the caches' dtype, in 8 bits ``[..., 16 + D]`` with the bits of
+        ``quantize_rows``. states: the rows of x that go into each of ``taps``.
 
     A row has the same bits whatever the other requests are. For the CPU only. No gradients, reverse or forward: the op raises
     if an input requires one.
@@ -356,7 +359,7 @@ def layer_stack(
         >>> weights = pass_ext.layers.LayerWeights(eye, eye, eye, eye, eye, eye, torch.zeros(64, 64))
         >>> trees, caches = pass_ext.pack_trees([pass_ext.Tree.chain(1)]), torch.zeros(2, 1, 8, 1, 64)
         >>> step = torch.tensor([0]), trees.cu_nodes, trees.visible, 2
-        >>> out, new = pass_ext.layers.layer_stack(rows, [weights], caches, *step, head_dim=64)
+        >>> out, new, _ = pass_ext.layers.layer_stack(rows, [weights], caches, *step, head_dim=64)
         >>> out[:, 0], list(new.shape)  # 1 + 1, and the keys and values of both rows
         (tensor([2., 2.]), [2, 2, 1, 64])
     """
@@ -376,15 +379,15 @@ def layer_stack(
     adapted, added = adapter_list(op, adapters)
     refuse_gradients(op, x, cos, sin, deep, final_norm, head, *listed, *flat, *added)
     count = len(layers)
-    out, new = call(
+    out, new, states = call(
         _stack_op, x, weights, parts, flat, prefix_lens, cu_nodes, visible, max_nodes, depths, cos, sin, positions,
         [1] * count if rotates is None else [int(each) for each in rotates],
         [-1] * count if windows is None else list(windows), ids, deep, added, adapted, adapter_scale,
-        final_norm, head, wanted, head_dim, eps, index_of(op, "form", form, NORM_FORMS),
+        final_norm, head, wanted, list(taps), head_dim, eps, index_of(op, "form", form, NORM_FORMS),
         index_of(op, "activation", activation, ACTIVATIONS), scale,
         head_dim**-0.5 if attention_scale is None else attention_scale, softcap,
     )  # fmt: skip
-    return out, new
+    return out, new, states
 
 
 def adapter_list(
@@ -431,9 +434,10 @@ def _stack_shape(
     visible: Tensor, max_nodes: int, depths: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     positions: Tensor | None, rotates: list[int], windows: list[int], ids: Tensor | None, deep: Tensor | None,
     adapters: list[Tensor], adapted: int, adapter_scale: float, final_norm: Tensor | None, head: Tensor | None,
-    wanted: Tensor | None, head_dim: int, eps: float, form: int, activation: int, scale: float, attention_scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    wanted: Tensor | None, taps: list[int], head_dim: int, eps: float, form: int, activation: int, scale: float,
+    attention_scale: float, softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     rows = x.shape[0] if wanted is None else wanted.shape[0]
     width = x.shape[1] if head is None else head.shape[0]
-    return x.new_empty((rows, width)), caches[0].new_empty((2 * len(windows), x.shape[0], *caches[0].shape[-2:]))
+    new = caches[0].new_empty((2 * len(windows), x.shape[0], *caches[0].shape[-2:]))
+    return x.new_empty((rows, width)), new, x.new_empty((len(taps), *x.shape))

@@ -134,16 +134,17 @@ def layer_stack(
     final_norm: Tensor | None = None,
     head: Tensor | None = None,
     wanted: Tensor | None = None,
+    taps: Sequence[int] = (),
     eps: float = 1e-6,
     form: str = "llama",
     activation: str = "silu",
     scale: float = 1.0,
     attention_scale: float | None = None,
     softcap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """x = after(attention_tree(before(x + deep[l])), x + deep[l]) for every layer; head normed(x[wanted]).
 
-    Keys and values are as the caches are, in 8 bits too.
+    Keys and values are as the caches are, in 8 bits too. States: x in front of each layer, and after the last one.
 
     layers: ``LayerWeights`` of each. adapters: what ``adapter_rows_`` adds after each product, by its linear layer's name.
     """
@@ -154,10 +155,12 @@ def layer_stack(
         tables = zip(*(part if part.dim() == 3 else part[None] for part in (cos, sin)), strict=True)
         rotations[1:] = [pair if positions is None else (pair[0][positions], pair[1][positions]) for pair in tables]
     new: list[Tensor] = []
+    states: list[Tensor] = []
     norm: dict[str, Any] = dict(eps=eps, form=form)
     for index, (weights, (k_cache, v_cache)) in enumerate(zip(layers, pairs, strict=True)):
         if deep is not None and ids is not None:
             x = torch.where((ids < 0)[:, None], x + deep[index][(-1 - ids.long()).clamp(min=0)], x)
+        states.append(x)
         cos, sin = rotations[1 if rotates is None else rotates[index]]
         of_layer = {name: (down[index], up[index]) for name, (down, up) in (adapters or {}).items()}
         added: dict[str, Any] = dict(ids=ids, adapters=of_layer, adapter_scale=adapter_scale)
@@ -178,6 +181,8 @@ def layer_stack(
             down_bias=weights.down_bias, attention_norm=weights.attention_norm, mlp_norm=weights.mlp_norm,
             output_norm=weights.output_norm, activation=activation, scale=scale, **added, **norm,
         )  # fmt: skip
+    states.append(x)
+    tapped = torch.stack([states[tap] for tap in taps]) if taps else x.new_empty(0, *x.shape)
     x = x if wanted is None else x[wanted]
     x = x if final_norm is None else step_rms_norm(x, final_norm, **norm)[0]
-    return x if head is None else linear_rows(x, head), torch.stack(new)
+    return x if head is None else linear_rows(x, head), torch.stack(new), tapped

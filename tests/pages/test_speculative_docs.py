@@ -34,7 +34,7 @@ def names(monkeypatch, tmp_path, one_thread):
 def test_the_blocks_of_the_page_run(names, capsys, monkeypatch):
     """Every text that a block calls `result` is the target's own, except under the approximate rule."""
     blocks = [block for block in blocks_of(PAGE) if block[0] == "python"]
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     want = names["model"].generate(names["input_ids"], max_new_tokens=200, do_sample=False)
     asked, compared = [], 0
     original = pass_ext.generate
@@ -55,7 +55,7 @@ def test_the_blocks_of_the_page_run(names, capsys, monkeypatch):
             plain = original(names["model"], names["input_ids"], **options)
             assert torch.equal(sequences, plain.sequences)
             compared += 1
-    assert len(asked) == 11 and compared == 8
+    assert len(asked) == 12 and compared == 9
     assert {options.get("rule") for _, options in asked} == {None, "block", "kseq", "longest_branch"}
     assert re.search("drafts accepted|plain decoding", capsys.readouterr().out), "a plan is shown"
 

@@ -856,8 +856,12 @@ def layer_stack(draw: Draw):
         adapters=adapters if adapted else None,
         final_norm=optional(draw, width, dtype=dtype), head=optional(draw, 7, width, dtype=dtype),
         wanted=draw.integers(0, rows - 1, 3, dtype=torch.int64) if rows and draw.chance(0.3) else None,
+        taps=tuple(draw.pick((0, layers)) for _ in range(draw.pick((0, 1, 3)))),
     ))  # fmt: skip
-    out, new = yield arguments
+    out, new, states = yield arguments
+    demand(
+        states.shape[1:] == (rows, width) and states.dtype == dtype, f"states are {states.dtype}{list(states.shape)}"
+    )
     expected = 2 * layers, rows, kv_heads, 64 if codes is None else CODE_HEADER + 64
     demand(new.shape == expected and new.dtype == (codes or dtype), f"new is {new.dtype}{list(new.shape)}")
     demand(out.dtype == dtype, f"out is {out.dtype}")

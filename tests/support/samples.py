@@ -353,7 +353,7 @@ def layer_stack(device):
         no_adapters = ([], 0, 1.0)
         yield (
             random(5, 12), weights, parts, caches, *shared, *[None] * 4, (1, 1), (-1, -1), None, None, *no_adapters,
-            *[None] * 3, *ends,
+            *[None] * 3, (), *ends,
         )  # fmt: skip
         rotation = [random(9, 64) for _ in range(2)]
         places, ids, wanted = (torch.tensor(v, device=device) for v in ([3, 4, 0, 1, 1], [7, -2, 5, 6, -1], [4, 0]))
@@ -362,17 +362,17 @@ def layer_stack(device):
         adapters = [random(2, 2, 3, numbers) for pair in sides for numbers in pair]
         yield (
             random(5, 12), weights, parts, [torch.stack(caches)], *shared, depths, *rotation, places, (1, 0), (2, -1), ids,
-            deep, adapters, 1 | 1 << 6, 0.5, random(12), head, wanted, *ends[:3], 0, 1.0, *ends[5:-1], 5.0,
+            deep, adapters, 1 | 1 << 6, 0.5, random(12), head, wanted, (2, 0), *ends[:3], 0, 1.0, *ends[5:-1], 5.0,
         )  # fmt: skip
     rotations = [random(2, 9, 64) for _ in range(2)]
     yield (
         random(5, 12), weights, parts, caches, *shared, depths, *rotations, places, (2, 1), (-1, -1), None, None, *no_adapters,
-        *[None] * 3, *ends,
+        *[None] * 3, (), *ends,
     )  # fmt: skip
     nothing = (prefixes, bounds * 0, visible[:0], 3)
     yield (
         random(0, 12), weights, parts, caches, *nothing, *[None] * 4, (1, 1), (-1, -1), None, None, *no_adapters,
-        *[None] * 3, *ends,
+        *[None] * 3, (), *ends,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from pass_ext.decoding.accept import DECODING_RULES
 from pass_ext.decoding.drafting.candidates import Batch, Proposal, are_judged_by_logits, draw_children, drawing_mode
 from pass_ext.decoding.models.packed import Adapted
+from pass_ext.decoding.models.taps import Tap
 from pass_ext.decoding.planning.pace import Pace
 from pass_ext.decoding.planning.step_times import StepTimes, measured_times, step_clock
 from pass_ext.decoding.requests.guides import Guides
@@ -48,6 +49,9 @@ class Drafter(Protocol):
     """Look-ahead slots after the last token of a prompt."""
     deepest_row: int = 0
     """The deepest row below a root, look-ahead slots included, if that is deeper than ``max_depth``."""
+    taps: Sequence[Tap] = ()
+    """Where ``batch.hidden`` is taken from the target: 0 to L - 1, the inputs of its layers; L, the output of the last one;
+    "last", after the final norm."""
 
     def attached(self) -> AbstractContextManager[None]:
         """The context in which ``propose`` is called."""

@@ -26,6 +26,7 @@ from pass_ext.decoding.drafting.from_slots import (
     lookahead_drafters,
 )
 from pass_ext.decoding.methods import Method, MultiCandidate, NGram, PaSS, Plain, Speculative
+from pass_ext.decoding.models.taps import Tap
 from pass_ext.decoding.requests.grammar import Guide
 from pass_ext.decoding.requests.guides import allowed_nodes, forced_chains
 from pass_ext.decoding.session.session import Session
@@ -59,10 +60,12 @@ class Drafting:
         paces = [drafter.pace for drafter in self.drafters if drafter.pace is not None]
         self.pace = paces[0] if paces and context.target_adds else None
         """When drafting pauses; None: never."""
+        self._taps: list[Tap] = list(dict.fromkeys(place for drafter in self.drafters for place in drafter.taps))
         self._context = context
 
     def begin(self, session: Session) -> None:
         """Gives all drafters the target's session."""
+        session.tap(self._taps)
         for drafter in self.drafters:
             drafter.begin(session)
 
@@ -79,9 +82,16 @@ class Drafting:
             raise HostDecides("candidates do not come from look-ahead slots alone")
         return drafter.device_rows(is_synthetic=is_synthetic)
 
+    def _seen_by(self, drafter: Drafter, batch: Batch) -> Batch:
+        """The batch with the hidden states at the drafter's own taps."""
+        if list(drafter.taps) == self._taps:
+            return batch
+        columns = [self._taps.index(place) for place in drafter.taps]
+        return replace(batch, hidden=[states[:, columns] for states in batch.hidden] if columns else ())
+
     def propose(self, batch: Batch) -> list[StepRows | None]:
         """The next step of each request that still has to write; None for the others."""
-        proposals = [drafter.propose(batch) for drafter in self.drafters]
+        proposals = [drafter.propose(self._seen_by(drafter, batch)) for drafter in self.drafters]
         for drafter, proposal in zip(self.drafters, proposals, strict=True):
             _check(drafter, proposal, len(batch.texts))
         # Where the rule needs draft logits, all candidates are of one drafter: check_origins.

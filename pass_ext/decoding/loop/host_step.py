@@ -79,6 +79,8 @@ class HostStep(Step):
             )
         else:  # The first step reads each prompt's last token again, as the root of its tree.
             self._session.prefix_lens.sub_(1)
+            if self._session.text_states is not None:
+                self._session.text_states.drop_last()
             self._done = _Done(steps, logits, logits, None)
             self._last_nodes = [0] * len(steps)
         return calls
@@ -113,7 +115,11 @@ class HostStep(Step):
         remaining = list(self._texts.remaining)
         added = 1 if self._function.target_adds else 0
         levels = [max(left - added, 0) if drafts else 0 for left in remaining]
-        return Batch(self._texts.tokens, self._done.steps, self._done.logits, self._last_nodes, remaining, levels)
+        states = self._session.text_states
+        hidden = () if states is None else states.take()
+        return Batch(
+            self._texts.tokens, self._done.steps, self._done.logits, self._last_nodes, remaining, levels, hidden
+        )
 
     def _verify(self, steps: Steps) -> Tensor:
         """``[N, V]``, the target's logits of all rows."""

@@ -30,6 +30,8 @@ _after = torch.ops.pass_ext.layer_after_attention.default
 _FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
 """Rotary embeddings whose frequencies do not depend on the text's length."""
 
+End = Callable[[Tensor, bool], Tensor]
+
 _LONGEST_TABLE = 1 << 20
 """Positions. After it, where hardly a text is, rotary embeddings are computed for each call."""
 
@@ -54,12 +56,12 @@ class OwnForward:
     Args:
         plan: the model's parts.
         model: the model itself.
-        tail: the model's own norm and head, for a plan without these: ``[1, R, d]`` and whether the call is batch-invariant ->
-            logits ``[1, R, V]``.
+        norm, head: the model's own, for a plan without these: ``[1, R, d]`` and whether the call is batch-invariant ->
+            ``[1, R, d]``, and logits ``[1, R, V]``.
     """
 
-    def __init__(self, plan: ModelPlan, model: Any, tail: Callable[[Tensor, bool], Tensor]) -> None:
-        self.plan, self._tail = plan, tail
+    def __init__(self, plan: ModelPlan, model: Any, norm: End, head: End) -> None:
+        self.plan, self._norm, self._head = plan, norm, head
         self._rotary: Any = decoder_of(model).rotary_emb
         types = getattr(self._rotary, "rope_type", None)
         self._is_fixed = set(types.values() if isinstance(types, dict) else [types]) <= _FIXED_ROPES
@@ -93,7 +95,7 @@ class OwnForward:
         *,
         ends_apart: bool = False,
     ) -> Tensor | None:
-        """Logits ``[N or len(wanted), V]``; None if it cannot add these adapters. ends_apart: norm and head are ``tail``."""
+        """Logits ``[N or len(wanted), V]``; None if it cannot add these adapters. ends_apart: norm and head are the model's."""
         plan, stack = self.plan, self.plan.stack
         if plan.rows_scale != 1.0:
             rows = rows * plan.rows_scale
@@ -110,7 +112,8 @@ class OwnForward:
         if out is None:
             return None
         hidden = out if wanted is None else out[wanted]
-        return self._scaled(self._tail(hidden[None], attend.batch_invariant)[0])
+        normed = self._norm(hidden[None], attend.batch_invariant)
+        return self._scaled(self._head(normed, attend.batch_invariant)[0])
 
     def _scaled(self, logits: Tensor) -> Tensor:
         """What a model does to its logits after its head."""
@@ -135,17 +138,22 @@ class OwnForward:
             return None
         (cos, sin), at = self._rotations(rows, positions)
         ids, deep = (None, None) if slots is None else (slots.ids, slots.deep)
-        arguments = stack.parts, *caches, cos, sin, at, self.plan.rotates, stack.windows, ids, deep, *adapters_and_ends
+        taps, layers = attend.taps, len(self.plan.layers)
+        tapped = [] if taps is None else sorted({layers if place == "last" else place for place in taps.places})
+        places = at, self.plan.rotates, stack.windows
+        arguments = stack.parts, *caches, cos, sin, *places, ids, deep, *adapters_and_ends, tapped
         if self._packed is None:
             self._packed = PackedLayers(stack.weights, stack.parts, stack.numbers[0])
         try:
-            out, new = _stack(rows, [self._packed.key], *arguments, *stack.numbers)
+            out, new, states = _stack(rows, [self._packed.key], *arguments, *stack.numbers)
         except RuntimeError:
             # A weight whose data was replaced lies elsewhere now, where the op finds it in the list. Anything else is wrong
             # there too, and is said there.
             self._packed = None
-            out, new = _stack(rows, stack.weights, *arguments, *stack.numbers)
+            out, new, states = _stack(rows, stack.weights, *arguments, *stack.numbers)
         attend.take(new)
+        for place, state in zip(tapped, states, strict=True):
+            self._keep(attend, place, state)
         return out
 
     def _layers(
@@ -165,13 +173,22 @@ class OwnForward:
         for number, (parts, kind, added) in enumerate(zip(plan.layers, plan.rotates, halves, strict=True)):
             if offsets is not None:
                 rows = rows + offsets[number]
+            self._keep(attend, number, rows)
             rotation = (cos[kind - 1], sin[kind - 1]) if kind else (None, None)
             before, after = ((ids if half[1] else None, *half) for half in added)
             q, k, v = _before(rows, *parts.before, *rotation, parts.head_dim, parts.eps, parts.form, *before)
             attended = attend(number, q, k, v, **plan.attention[number])
             options = parts.eps, parts.form, parts.activation, parts.scale
             rows = _after(attended.view(len(rows), -1), rows, *parts.after, *options, *after)
+        self._keep(attend, len(plan.layers), rows)
         return rows
+
+    def _keep(self, attend: StepAttend, place: int, rows: Tensor) -> None:
+        """Gives the rows in front of a layer to whoever wants hidden states; those after the last one also behind the norm."""
+        if attend.taps is not None:
+            attend.taps.keep(place, rows)
+            if place == len(self.plan.layers) and "last" in attend.taps.places:
+                attend.taps.keep("last", self._norm(rows[None], attend.batch_invariant)[0])
 
     def _rotations(self, rows: Tensor, positions: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
         """Cosines and sines of these positions; or of all, and the positions, where these do not depend on each other."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from pass_ext.decoding.models.module_ops import is_plain
 from pass_ext.decoding.models.one_order import OneOrder
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
 from pass_ext.decoding.models.step_states import StepStates
+from pass_ext.decoding.models.taps import Tap, Taps
 from pass_ext.decoding.models.vocabulary import LogitShards
 from pass_ext.ops.lookahead import lookahead_embed
 
@@ -77,6 +78,8 @@ class StepAttend(Attend, Protocol):
     """The states of the layers that keep one."""
     ids: Tensor
     """``[N]``, of the rows; -1 - i is look-ahead slot i."""
+    taps: Taps | None
+    """Takes the hidden states that are wanted; None: none are."""
 
     def __call__(
         self,
@@ -150,7 +153,9 @@ class PackedModel(Protocol):
     """A decoder-only model for ``generate`` that is not a transformers model. ``examples/plain_decoder.py`` has an example.
 
     Look-ahead slots with adapters need a model whose ``__call__`` has a parameter ``adapt`` too, which is an ``Adapt`` or None:
-    it calls ``adapt(place, out, x)`` after each linear layer that has a place in the file.
+    it calls ``adapt(place, out, x)`` after each linear layer that has a place in the file. Drafters that read hidden states
+    need one with a parameter ``tap``, a callable or None: it calls ``tap(place, rows)`` with the rows ``[N, d]`` that go into
+    layer ``place`` (0, 1, …), after the last layer with the number of layers, and after the final norm with "last".
     """
 
     embedding: Tensor | nn.Embedding
@@ -283,7 +288,9 @@ class Adapted:
                 "these look-ahead embeddings shift the input of every layer, which decoding can do in transformers models "
                 "only: train some without (--deep)"
             )
-        more = {} if slots is None or slots.adapters is None else {"adapt": slots.adapt_}
+        more: dict[str, Any] = {} if slots is None or slots.adapters is None else {"adapt": slots.adapt_}
+        if attend.taps is not None:
+            more["tap"] = attend.taps.keep
         with OneOrder() if attend.batch_invariant else nullcontext():
             logits = self.model(rows, positions, _checked(attend, len(rows)), wanted, **more)
         count, shape = len(rows if wanted is None else wanted), list(getattr(logits, "shape", ()))
@@ -300,14 +307,25 @@ class Adapted:
 
     def check_adapters(self, adapters: PlacedAdapters) -> None:
         """Refuses adapters that calls of this model would leave out."""
-        call = self.model if inspect.isroutine(self.model) else type(self.model).__call__
-        if isinstance(self.model, nn.Module):
-            call = type(self.model).forward
-        if "adapt" not in inspect.signature(call).parameters:
+        if not self._takes("adapt"):
             raise TypeError(
                 "these look-ahead embeddings have adapters, which a callable model must add itself: give its __call__ a "
                 "parameter adapt (pass_ext.PackedModel), or train some without (--adapter-rank 0)"
             )
+
+    def check_taps(self, taps: Sequence[Tap]) -> None:
+        """Refuses places whose hidden states calls of this model cannot give."""
+        if not self._takes("tap"):
+            raise TypeError(
+                "this drafter reads hidden states, which a callable model must give itself: give its __call__ a parameter tap "
+                "(pass_ext.PackedModel)"
+            )
+
+    def _takes(self, parameter: str) -> bool:
+        call = self.model if inspect.isroutine(self.model) else type(self.model).__call__
+        if isinstance(self.model, nn.Module):
+            call = type(self.model).forward
+        return parameter in inspect.signature(call).parameters
 
 
 def _checked(attend: Attend, rows: int) -> Attend:

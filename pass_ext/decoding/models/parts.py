@@ -45,9 +45,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     for module in decoder_of(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise ValueError(
-        f"{type(model).__name__} has no list of {count} layers that look-ahead slots could shift the input of"
-    )
+    raise ValueError(f"{type(model).__name__} has no list of {count} layers whose inputs could be read or shifted")
 
 
 def linear_at(layers: nn.ModuleList, place: str) -> nn.Module | None:

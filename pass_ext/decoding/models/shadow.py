@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.module_ops import are_few
 from pass_ext.decoding.models.one_order import OneOrder
-from pass_ext.decoding.models.parts import decoder_layers, linear_at
+from pass_ext.decoding.models.parts import decoder_layers, decoder_of, linear_at
 from pass_ext.decoding.models.slots import CallSlots, with_vectors
+from pass_ext.decoding.models.taps import Taps
 
 # ---- a call ----
 
@@ -50,6 +51,8 @@ class OurCall(NamedTuple):
     """``[N]``, of the rows in the text."""
     batch_invariant: bool = False
     """As ``Session`` takes it."""
+    taps: Taps | None = None
+    """Takes hidden states."""
 
 
 current_call: ContextVar[OurCall | None] = ContextVar("current_call", default=None)
@@ -100,6 +103,39 @@ def _shifted(number: int, forward: Callable[..., Any], *inputs: Tensor, **named:
     if inputs:
         return forward(with_vectors(inputs[0], offsets), *inputs[1:], **named)
     return forward(**{**named, "hidden_states": with_vectors(named["hidden_states"], offsets)})
+
+
+def tap_layers(shadow: Any) -> None:
+    """Has a shadow give the inputs of its layers, and what comes after the last one, to the taps of a call."""
+    layers, decoder = decoder_layers(shadow), decoder_of(shadow)
+    for number, layer in enumerate(layers):
+        layer.forward = partial(_tapped, number, number + 1 == len(layers), layer.forward)
+    decoder.forward = partial(_tapped_end, decoder.forward)
+
+
+def _tapped(number: int, is_last: bool, forward: Callable[..., Any], *inputs: Tensor, **named: Any) -> Any:
+    call = current_call.get()
+    if call is None or call.taps is None:
+        return forward(*inputs, **named)
+    call.taps.keep(number, _rows_of(inputs[0] if inputs else named["hidden_states"], call))
+    out = forward(*inputs, **named)
+    if is_last:
+        call.taps.keep(number + 1, _rows_of(out if isinstance(out, Tensor) else out[0], call))
+    return out
+
+
+def _tapped_end(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    out, call = forward(*inputs, **named), current_call.get()
+    if call is not None and call.taps is not None:
+        call.taps.keep("last", _rows_of(out[0], call))
+    return out
+
+
+def _rows_of(hidden: Tensor, call: OurCall) -> Tensor:
+    """A layer's rows without the dimension of texts: ``[1, N, d]`` or ``[1, N, streams, d]``, or ``[streams, 1, N, d]``."""
+    if hidden.dim() == 4 and hidden.shape[1] != call.seen.shape[1]:
+        return hidden[:, 0].transpose(0, 1)
+    return hidden[0]
 
 
 # ---- a shadow ----

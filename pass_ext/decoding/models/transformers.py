@@ -8,7 +8,7 @@ as it is       all else: the forward of its shadow on one "batch" of all rows, `
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from pass_ext.decoding.models.module_ops import are_few, computes_by_ops, is_pla
 from pass_ext.decoding.models.ngram_layers import serve_ngrams
 from pass_ext.decoding.models.own_forward import OwnForward, is_hooked
 from pass_ext.decoding.models.packed import Adapted, KeptHidden, StepAttend
-from pass_ext.decoding.models.parts import decoder_of, unwrapped
+from pass_ext.decoding.models.parts import decoder_layers, decoder_of, unwrapped
 from pass_ext.decoding.models.per_layer_inputs import serve_per_layer_inputs
 from pass_ext.decoding.models.row_attention import (
     AttentionCalls,
@@ -43,8 +43,10 @@ from pass_ext.decoding.models.shadow import (
     shadow_of,
     shift_layers,
     takes_rows_of_our_call,
+    tap_layers,
 )
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
+from pass_ext.decoding.models.taps import Tap, check_places
 from pass_ext.decoding.models.vocabulary import logit_shards_of
 from pass_ext.decoding.models.way import ModelState, Way, keep_way, known_way, way_of
 from pass_ext.ops.lookahead import lookahead_embed
@@ -84,7 +86,7 @@ class TransformersModel(Adapted):
     def _end(self) -> None:
         """Lets go of all that is of one generation."""
         self._shadow: Any = None
-        self._is_shifted = False
+        self._is_shifted = self._is_tapped = False
         self._adapted: set[str] = set()
         self._state: ModelState | None = None
         self._way: Way | None = None
@@ -136,7 +138,7 @@ class TransformersModel(Adapted):
     def _take(self, way: Way | None) -> None:
         self._way = way
         if way is not None and way.plan is not None:
-            self._own = OwnForward(way.plan, self.model, self._tail)
+            self._own = OwnForward(way.plan, self.model, self._norm, self._head)
 
     @property
     def way(self) -> str:
@@ -253,6 +255,9 @@ class TransformersModel(Adapted):
         if slots is not None and slots.deep is not None and not self._is_shifted:
             shift_layers(unwrapped(shadow))
             self._is_shifted = True
+        if attend.taps is not None and not self._is_tapped:
+            tap_layers(unwrapped(shadow))
+            self._is_tapped = True
         if slots is not None and slots.adapters is not None:
             added = slots.adapters.pairs.keys() - self._adapted
             add_adapters(unwrapped(shadow), added)
@@ -261,7 +266,16 @@ class TransformersModel(Adapted):
         places = {"position_ids": positions[None]} if self._takes_positions else {}
         attended = AttentionCalls()
         call = OurCall(
-            attend, self.name, self._kept, seen, slots, attended, text_rows, positions, attend.batch_invariant
+            attend,
+            self.name,
+            self._kept,
+            seen,
+            slots,
+            attended,
+            text_rows,
+            positions,
+            attend.batch_invariant,
+            attend.taps,
         )
         with our_call(call):
             logits: Tensor = shadow(
@@ -303,21 +317,29 @@ class TransformersModel(Adapted):
                 "cannot decode this model"
             )
 
-    def _tail(self, hidden: Tensor, batch_invariant: bool) -> Tensor:
-        """Norm and head of the shadow."""
-        shadow = self._its_shadow()
+    def _norm(self, hidden: Tensor, batch_invariant: bool) -> Tensor:
+        """The shadow's final norm."""
         with our_call(OurCall(None, batch_invariant=batch_invariant)):  # few rows, as they are in such a call
-            logits: Tensor = shadow.get_output_embeddings()(decoder_of(shadow).norm(hidden))
+            normed: Tensor = decoder_of(self._its_shadow()).norm(hidden)
+        return normed
+
+    def _head(self, normed: Tensor, batch_invariant: bool) -> Tensor:
+        """The shadow's output layer."""
+        with our_call(OurCall(None, batch_invariant=batch_invariant)):
+            logits: Tensor = self._its_shadow().get_output_embeddings()(normed)
         return logits
 
     def _compare(self, rows: Tensor, positions: Tensor, attend: StepAttend) -> None:
         """Finds out how calls of few rows are computed from now on."""
         assert self._state is not None
         hidden, self._hidden = self._hidden, None
-        way = way_of(self.model, self._as_it_is, self._tail, rows, positions, attend)
+        way = way_of(self.model, self._as_it_is, (self._norm, self._head), rows, positions, attend)
         self._hidden = hidden
         keep_way(self.model, self._state, way)
         self._take(way)
+
+    def check_taps(self, taps: Sequence[Tap]) -> None:
+        check_places(taps, len(decoder_layers(unwrapped(self.model))), self.name)
 
     def check_adapters(self, adapters: PlacedAdapters) -> None:
         if self.logit_shards is not None:

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.equivalence import MACHINE
 from pass_ext.decoding.models.module_ops import is_plain
-from pass_ext.decoding.models.own_forward import OwnForward
+from pass_ext.decoding.models.own_forward import End, OwnForward
 from pass_ext.decoding.models.packed import StepAttend
 from pass_ext.decoding.models.parts import ModelPlan, Unlike, layers_of, plan_of
 
-Tail = Callable[[Tensor, bool], Tensor]
 _COMPARED = 8  # rows
 _FAR = 1 << 20  # positions
 
@@ -42,7 +41,7 @@ class Way(NamedTuple):
 def way_of(
     model: Any,
     theirs: Callable[[Tensor, Tensor, StepAttend], Tensor],
-    tail: Tail,
+    ends: tuple[End, End],
     rows: Tensor,
     positions: Tensor,
     attend: StepAttend,
@@ -51,7 +50,7 @@ def way_of(
 
     Args:
         theirs: the model's own forward of rows ``[N, d]`` at positions ``[N]``.
-        tail: as ``OwnForward`` takes it.
+        ends: norm and head, as ``OwnForward`` takes them.
         rows, positions, attend: of a call that has just run.
     """
     rows, positions = rows[:_COMPARED], positions[:_COMPARED]
@@ -70,7 +69,7 @@ def way_of(
                 raise Unlike(f"it attends {len(called.options)} times with keys of its own in {len(layers)} layers")
             if plan is None:
                 plan = plan_of(model, layers, called.options)
-            plan = _compared(plan, model, tail, rows, places, attend, logits, called.new_rows())
+            plan = _compared(plan, model, ends, rows, places, attend, logits, called.new_rows())
     except Unlike as unlike:
         return Way(None, str(unlike))
     return Way(plan, "")
@@ -79,7 +78,7 @@ def way_of(
 def _compared(
     plan: ModelPlan,
     model: Any,
-    tail: Tail,
+    ends: tuple[End, End],
     rows: Tensor,
     positions: Tensor,
     attend: StepAttend,
@@ -92,7 +91,7 @@ def _compared(
         again = attend.again(len(rows))
         plan = plan._replace(rotates=list(rotates))
         try:
-            ours = OwnForward(plan, model, tail)(rows, positions, again, None, None)
+            ours = OwnForward(plan, model, *ends)(rows, positions, again, None, None)
         except MACHINE:
             raise
         except (RuntimeError, TypeError, ValueError) as error:

@@ -48,8 +48,8 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-Called = tuple[Tensor, NewRows, list[Update]]
-"""Logits, keys and values of all layers, and the updates of all states."""
+Called = tuple[Tensor, NewRows, list[Update], Tensor | None]
+"""Logits, keys and values of all layers, the updates of all states, and hidden states where they are wanted."""
 Forward = Callable[[PackedTrees, Tensor], Called]
 
 

@@ -21,8 +21,10 @@ from pass_ext.decoding.models.one_order import check_seen
 from pass_ext.decoding.models.packed import Adapted, NewRows
 from pass_ext.decoding.models.slots import PlacedSlots
 from pass_ext.decoding.models.step_states import StatePlace, StepStates, Update
+from pass_ext.decoding.models.taps import Tap, Taps
 from pass_ext.decoding.session.recording import Called, RecordedCalls
 from pass_ext.decoding.session.step_attention import StepAttention, is_front, padded
+from pass_ext.decoding.session.text_states import TextStates
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.attention import padded_widths
 from pass_ext.ops.cache import cache_commit_
@@ -116,10 +118,15 @@ class Session:
         self.is_undisturbed = False
         """No code of the caller's runs between calls: a model that was checked in one is the same in the next ones."""
         self._has_called = False
+        self.text_states: TextStates | None = None
+        """The hidden states of the texts, from ``tap`` on."""
+        self._taps: tuple[Tap, ...] = ()
         self._packed: dict[tuple[Tree | None, ...], PackedTrees] = {}
         self._new: NewRows = []
         self._updates: list[Update] = []
-        self._recorded = RecordedCalls(self._forward) if cuda_graphs and self.model.table.is_cuda else None
+        self._hidden: Tensor | None = None
+        self._records = bool(cuda_graphs) and self.model.table.is_cuda
+        self._recorded = RecordedCalls(self._forward) if self._records else None
         self._allocate(requests or 0, room or 0)
 
     def _allocate(self, requests: int, room: int) -> None:
@@ -167,22 +174,25 @@ class Session:
         """Calls the model on all rows of the trees, ids ``[N]`` as ``lookahead_embed`` takes them -> logits of all rows, or
         of the ``wanted`` ones. The next call may overwrite them."""
         if self._recorded is not None and wanted is None and not self.is_new:
-            logits, self._new, self._updates = self._recorded(trees, ids)
+            logits, self._new, self._updates, hidden = self._recorded(trees, ids)
+            self._hidden = None if hidden is None else hidden.clone()
         else:
-            logits, self._new, self._updates = self._forward(trees, ids, wanted)
+            logits, self._new, self._updates, self._hidden = self._forward(trees, ids, wanted)
         return logits
 
     def call_at(self, trees: PackedTrees, ids: Tensor, positions: Tensor) -> Tensor:
         """Calls the model on all rows, whose text positions ``[N]`` int64 are known. Only work for the device: a CUDA graph of
         more than this call can hold it."""
-        logits, self._new, self._updates = self._forward(trees, ids, positions=positions)
+        logits, self._new, self._updates, self._hidden = self._forward(trees, ids, positions=positions)
         return logits
 
     def _forward(
         self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None, positions: Tensor | None = None
     ) -> Called:
         """Calls the model. positions: None: computed from the texts' lengths."""
-        attention = StepAttention(self, trees, ids, may_have_changed=not (self.is_undisturbed and self._has_called))
+        taps = Taps(self._taps) if self._taps else None
+        may_have_changed = not (self.is_undisturbed and self._has_called)
+        attention = StepAttention(self, trees, ids, may_have_changed=may_have_changed, taps=taps)
         self._has_called = True
         if positions is None:
             # Not repeat_interleave, whose threads, one per request, spin beside those of the layers.
@@ -202,7 +212,7 @@ class Session:
                 f"{self.model.name or 'the model'}: {layers} layers attended, {len(self.caches)} in the first call or in "
                 "`past`: every layer that mixes rows must do so by attention, each time"
             )
-        return logits, attention.new_rows(), updates
+        return logits, attention.new_rows(), updates, None if taps is None else taps.states
 
     def commit(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
         """Adds the keys and values of the rows ``path[b, :num_accepted[b] + 1]``; requests without rows stay as they are."""
@@ -220,6 +230,17 @@ class Session:
             places = torch.arange(path.shape[1], device=self.device)
             counts = ((path >= 0) & (places <= num_accepted[:, None])).sum(1)
             self._state_lens.add_(counts.where(trees.cu_nodes.diff() > 0, 0))
+        if self.text_states is not None and self._hidden is not None:
+            self.text_states.add(self._hidden, trees, path, num_accepted)
+
+    def tap(self, taps: Sequence[Tap]) -> None:
+        """Has ``text_states`` keep the hidden states of the texts at these places from the next call on; none: keeps none."""
+        if taps:
+            self.model.check_taps(taps)
+        if tuple(taps) != self._taps and self._records:  # recorded calls compute what was wanted before
+            self._recorded = RecordedCalls(self._forward)
+        self._taps = tuple(taps)
+        self.text_states = TextStates(self.requests) if taps else None
 
     def keep(self, lengths: Sequence[int]) -> None:
         """Drops the keys and values after the first ``lengths[b]`` tokens of each text."""
@@ -248,6 +269,8 @@ class Session:
         for state in self.states:
             state[to] = state[request].clone()
         self.prefix_lens[to] = self._state_lens[to] = last
+        if self.text_states is not None:
+            self.text_states.copy(request, others)
 
     def _hold(self, positions: int) -> None:
         """Moves the caches to larger ones if they do not hold so many positions."""

@@ -14,6 +14,7 @@ from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows, chosen_keys,
 from pass_ext.decoding.models.latents import Latents
 from pass_ext.decoding.models.packed import NewRows, StepAttend
 from pass_ext.decoding.models.row_attention import is_being_recorded
+from pass_ext.decoding.models.taps import Taps
 from pass_ext.decoding.session.distance_bias import DistanceBias
 from pass_ext.ops.attention import MOST_VALUE_DIM, WIDTH_STEP, attention_merge, attention_tree, padded_widths
 from pass_ext.ops.quantize import CODE_HEADER, dequantize_rows, quantize_rows
@@ -23,8 +24,17 @@ from pass_ext.tree import PackedTrees
 class StepAttention(StepAttend):
     """``attend`` of one call of a session. layers: how many have attended."""
 
-    def __init__(self, session: Any, trees: PackedTrees, ids: Tensor, *, may_have_changed: bool = True) -> None:
+    def __init__(
+        self,
+        session: Any,
+        trees: PackedTrees,
+        ids: Tensor,
+        *,
+        may_have_changed: bool = True,
+        taps: Taps | None = None,
+    ) -> None:
         self.layers = 0
+        self.taps = taps
         self.options: list[dict[str, Any]] = []
         self.may_have_changed = may_have_changed
         self.is_first, self.batch_invariant = session.is_new, session.batch_invariant

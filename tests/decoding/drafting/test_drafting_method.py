@@ -281,7 +281,7 @@ def test_a_class_that_inherits_nothing_will_do():
     held = []
 
     class Bare:
-        name, rules, pace, prompt_slots, deepest_row, max_depth = "bare", ("coupled",), None, 0, 0, 3
+        name, rules, pace, prompt_slots, deepest_row, max_depth, taps = "bare", ("coupled",), None, 0, 0, 3, ()
 
         @contextlib.contextmanager
         def attached(self):

@@ -67,7 +67,7 @@ def case_of(dtype, *, seed=0, plain=False, adapted=(), count=2, drafts=3, **opti
     return case | dict(
         depths=trees.depths, cos=angles.cos().to(dtype), sin=angles.sin().to(dtype), positions=positions.long(),
         rotates=(True, False, True), windows=(-1, 5, 40), ids=ids, deep=random(LAYERS, 2, WIDTH),
-        final_norm=random(WIDTH), head=random(VOCABULARY, WIDTH), wanted=torch.tensor([7, 0, 0]), eps=1e-3,
+        final_norm=random(WIDTH), head=random(VOCABULARY, WIDTH), wanted=torch.tensor([7, 0, 0]), taps=(1, LAYERS, 0), eps=1e-3,
         activation="gelu_tanh", attention_scale=0.2, softcap=20.0,
         adapters=adapters_of(random, adapted, count=count) if adapted else None, adapter_scale=0.7,
     )  # fmt: skip
@@ -75,16 +75,17 @@ def case_of(dtype, *, seed=0, plain=False, adapted=(), count=2, drafts=3, **opti
 
 def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head_dim, depths=None, cos=None, sin=None,
            positions=None, rotates=None, windows=None, ids=None, deep=None, final_norm=None, head=None, wanted=None,
-           activation="silu", scale=1.0, attention_scale=None, softcap=0.0, adapters=None, adapter_scale=1.0,
+           taps=(), activation="silu", scale=1.0, attention_scale=None, softcap=0.0, adapters=None, adapter_scale=1.0,
            **norm):  # fmt: skip
     """The ops one by one."""
     if positions is not None:
         cos, sin = cos[..., positions, :], sin[..., positions, :]
-    new = []
+    new, states = [], []
     for index, (layer, pair) in enumerate(zip(layers, caches, strict=True)):
         if deep is not None:
             shifted = x + deep[index][(-1 - ids).clamp(min=0)]
             x = torch.where((ids < 0)[:, None], shifted, x)
+        states.append(x)
         named = layer._asdict()
         number = 0 if cos is None else 1 if rotates is None else int(rotates[index])
         turns = dict(cos=None, sin=None)
@@ -105,9 +106,11 @@ def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head
         )  # fmt: skip
         after = {name: value for name, value in named.items() if name not in before and name[0] not in "qkv"}
         x = after_by_ops(attended.flatten(1), x, **after, activation=activation, scale=scale, **added, **norm)
+    states.append(x)
+    tapped = torch.stack([states[tap] for tap in taps]) if taps else x.new_empty(0, *x.shape)
     x = x if wanted is None else x[wanted]
     x = x if final_norm is None else pass_ext.layers.step_rms_norm(x, final_norm, **norm)[0]
-    return x if head is None else pass_ext.layers.linear_rows(x, head), torch.stack(new)
+    return x if head is None else pass_ext.layers.linear_rows(x, head), torch.stack(new), tapped
 
 
 def assert_same(got, expected):
@@ -218,7 +221,7 @@ def test_no_row_of_a_slot_means_no_adapter(cpu):
     assert_same(pass_ext.layers.layer_stack(**case | dict(adapters=empty)), pass_ext.layers.layer_stack(**bare))
 
 
-@pytest.mark.parametrize("end", ["final_norm", "head", "wanted", "deep", "positions"])
+@pytest.mark.parametrize("end", ["final_norm", "head", "wanted", "deep", "positions", "taps"])
 def test_every_end_alone(cpu, end):
     case = case_of(torch.float32)
     absent = {"deep": ("deep", "ids"), "positions": ("positions", "cos", "sin")}.get(end, (end,))
@@ -235,6 +238,7 @@ def test_every_number_of_layers(cpu, layers):
         case |= {
             name: case[name][:layers] for name in ("layers", "caches", "rotates", "windows", "deep") if name in case
         }
+        case["taps"] = (layers, 0)
         assert_same(pass_ext.layers.layer_stack(**case), by_ops(**case))
 
 
@@ -300,9 +304,9 @@ def test_caches_in_8_bits(cpu, dtype, codes):
         layers = [each._replace(k_weight=each.k_weight * factor, k_bias=each.k_bias * factor, v_bias=each.v_bias * 0.0,
                                 v_weight=each.v_weight * factor) for each in case["layers"]]  # fmt: skip
         once = case | dict(layers=layers)
-        out, new = pass_ext.layers.layer_stack(**once)
+        out, new, states = pass_ext.layers.layer_stack(**once)
         assert new.dtype is codes and new.shape == (2 * LAYERS, len(case["x"]), KEY_HEADS, 16 + DIM)
-        assert_same((out, new), by_ops(**once))
+        assert_same((out, new, states), by_ops(**once))
     stacked = torch.stack([rows.view(torch.uint8) for pair in case["caches"] for rows in pair]).view(codes)
     assert_same(pass_ext.layers.layer_stack(**case | dict(caches=stacked)), pass_ext.layers.layer_stack(**case))
 
@@ -322,7 +326,7 @@ def test_every_code_is_reached(cpu, codes):
     trees = pack_trees([Tree.chain(len(rows) - 1)], torch.device("cpu"))
     caches = torch.zeros(2, 1, 1, 1, 16 + DIM, dtype=torch.uint8).view(codes)
     step = torch.tensor([0], dtype=torch.int32), trees.cu_nodes, trees.visible, trees.max_nodes
-    _, new = pass_ext.layers.layer_stack(rows, [weights], caches, *step, head_dim=DIM)
+    _, new, _ = pass_ext.layers.layer_stack(rows, [weights], caches, *step, head_dim=DIM)
     assert_same_bits(new[0, :, 0].view(torch.uint8), pass_ext.layers.quantize_rows(rows, codes).view(torch.uint8))
 
 
@@ -368,6 +372,10 @@ def sides(down, up):
         (dict(deep=torch.ones(2, 2, WIDTH)), "deep must have 3 .layers. in dimension 0"),
         (dict(deep=torch.ones(3, 1, WIDTH)), "ids must be at least -1 .the slots of deep., got -2 at 5"),
         (dict(positions=ZERO + 120), r"positions must be in \[0, 120\) .the rows of cos., got 120 at 0"),
+        (
+            dict(taps=(0, LAYERS + 1)),
+            rf"taps must be in \[0, {LAYERS}\] .{LAYERS} for the rows after the last layer., got {LAYERS + 1}",
+        ),
         (dict(wanted=torch.tensor([12])), r"wanted must be in \[0, 12\) .the rows of x., got 12 at 0"),
         (dict(head=torch.ones(9, 71)), "head_weight must have 72 .in"),
         (dict(final_norm=torch.ones(71)), "final_norm must have 72"),

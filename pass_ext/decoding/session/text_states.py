@@ -1,0 +1,59 @@
+"""``TextStates``: the hidden states of the rows that have become text since they were last taken, request by request.
+
+call      states of all rows [N, taps, d]
+commit    + the accepted path of each request, which stays on the device
+take      states[path], once the host may know the paths
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pass_ext.tree import PackedTrees
+
+
+class TextStates:
+    """The states of a batch of so many requests."""
+
+    def __init__(self, requests: int) -> None:
+        self._calls: list[tuple[Tensor, PackedTrees, Tensor, Tensor]] = []
+        self._pieces: list[list[Tensor]] = [[] for _ in range(requests)]
+        self._none: Tensor | None = None
+
+    def add(self, states: Tensor, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
+        """Adds the rows ``path[b, :num_accepted[b] + 1]`` of each request in the call. No synchronisation."""
+        self._none = states[:0]
+        self._calls.append((states, trees, path, num_accepted))
+
+    def copy(self, request: int, others: Sequence[int]) -> None:
+        """Gives other requests, whose texts begin as a request's, the states that they lack."""
+        self._sort()
+        states = torch.cat(self._pieces[request])
+        for other in others:
+            self._pieces[other].append(states[sum(map(len, self._pieces[other])) :])
+
+    def drop_last(self) -> None:
+        """Drops the last state of each request, whose token is read again."""
+        self._sort()
+        for pieces in self._pieces:
+            pieces[-1] = pieces[-1][:-1]
+
+    def take(self) -> list[Tensor]:
+        """The states ``[new, taps, d]`` of each request since the last time."""
+        self._sort()
+        assert self._none is not None
+        taken = [torch.cat([self._none, *pieces]) for pieces in self._pieces]
+        self._pieces = [[] for _ in taken]
+        return taken
+
+    def _sort(self) -> None:
+        """Parts the calls into requests."""
+        calls, self._calls = self._calls, []
+        for states, trees, path, num_accepted in calls:
+            bounds, counts = trees.cu_nodes.tolist(), num_accepted.tolist()
+            for b, pieces in enumerate(self._pieces):
+                if bounds[b] < bounds[b + 1]:
+                    pieces.append(states[bounds[b] + path[b, : counts[b] + 1].long()])
