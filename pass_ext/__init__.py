@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from pass_ext import layers as layers
     from pass_ext.checkpoint import load_checkpoint
     from pass_ext.decoding.drafting.drafter import Drafter, DraftingMethod
+    from pass_ext.decoding.drafting.heads.load import load_drafter
     from pass_ext.decoding.generation import generate
-    from pass_ext.decoding.methods import MultiCandidate, NGram, PaSS, Plain, Speculative
+    from pass_ext.decoding.methods import Eagle3, MultiCandidate, NGram, PaSS, Plain, Speculative
     from pass_ext.decoding.models.early_exit import EarlyExitDraft
     from pass_ext.decoding.models.packed import PackedModel
     from pass_ext.decoding.requests.grammar import Grammar
@@ -46,6 +47,7 @@ __all__ = [
     "AcceptResult",
     "Drafter",
     "DraftingMethod",
+    "Eagle3",
     "EarlyExitDraft",
     "Grammar",
     "LookaheadEmbedding",
@@ -67,6 +69,7 @@ __all__ = [
     "draft_sample",
     "generate",
     "load_checkpoint",
+    "load_drafter",
     "lookahead_embed",
     "next_rows_",
     "next_tree_",
@@ -82,6 +85,7 @@ _MODULES = ("distributed", "drafting", "layers")
 _LATER = {
     "Drafter": "decoding.drafting.drafter",
     "DraftingMethod": "decoding.drafting.drafter",
+    "Eagle3": "decoding.methods",
     "EarlyExitDraft": "decoding.models.early_exit",
     "Grammar": "decoding.requests.grammar",
     "MultiCandidate": "decoding.methods",
@@ -94,6 +98,7 @@ _LATER = {
     "custom_generate": "integrations.transformers.generate",
     "generate": "decoding.generation",
     "load_checkpoint": "checkpoint",
+    "load_drafter": "decoding.drafting.heads.load",
 }
 
 

@@ -1,8 +1,9 @@
-"""The methods of ``generate``: ``Plain``, ``NGram``, ``PaSS``, ``Speculative``, ``MultiCandidate``. They hold settings only;
-drafting/drafting.py makes the drafters of each.
+"""The methods of ``generate``: ``Plain``, ``NGram``, ``PaSS``, ``Speculative``, ``MultiCandidate``, ``Eagle3``. They hold
+settings only; drafting/drafting.py makes the drafters of each.
 
 Every method gives the same text (rules "coupled" and "coupled_inverse" and greedy: token for token; other exact rules: in
-distribution). They differ in the tokens per call of the model. docs/guide/pass.md and docs/guide/speculative.md explain them.
+distribution). They differ in the tokens per call of the model. docs/guide/pass.md, speculative.md and drafters.md explain
+them.
 """
 
 from __future__ import annotations
@@ -141,8 +142,7 @@ class Speculative:
     """The most candidates below one node of a planned tree; None: any number."""
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.length, str) and self.length == "auto"):
-            whole_number('Speculative: length, if not "auto",', self.length, 1, MAX_DRAFT_LEVELS)
+        _check_length("Speculative", self.length)
         _check_draft("Speculative", self)
 
     @property
@@ -182,19 +182,7 @@ class MultiCandidate:
     """The most candidates below one node of a planned tree; None: any number."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.branching, str) and self.branching != "auto":
-            raise ValueError(f'MultiCandidate: branching must be numbers, a Tree or "auto", got {self.branching!r}')
-        if not isinstance(self.branching, (str, Sequence, Tree)):
-            raise TypeError(f'MultiCandidate: branching must be numbers, a Tree or "auto", got {self.branching!r}')
-        tree = self.tree
-        if tree is not None:
-            if not 1 <= tree.max_depth <= MAX_DRAFT_LEVELS:
-                raise ValueError(
-                    f"MultiCandidate: branching must have 1 to {MAX_DRAFT_LEVELS} levels, got {tree.max_depth}"
-                )
-            if len(tree) > MAX_PLANNED_ROWS:
-                raise ValueError(f"MultiCandidate: the tree must have at most {MAX_PLANNED_ROWS} rows, got {len(tree)}")
-            tree.slice(tree.max_depth - 1)  # raises for look-ahead slots and for nodes not numbered level by level
+        _check_branching("MultiCandidate", self.branching)
         instance("MultiCandidate: replacement", self.replacement, bool, "True or False")
         if self.decision is not None and (isinstance(self.decision, type) or not callable(self.decision)):
             raise TypeError(f"MultiCandidate: decision must be callable, got {type_of(self.decision)}")
@@ -206,18 +194,93 @@ class MultiCandidate:
     @property
     def tree(self) -> Tree | None:
         """The tree of candidates; None: to be planned."""
-        if isinstance(self.branching, Tree):
-            return self.branching
-        return None if self.branching == "auto" else Tree.from_branching(tuple(self.branching))
+        return _tree_of(self.branching)
 
 
-def _check_draft(name: str, method: Speculative | MultiCandidate) -> None:
-    """Refuses what both methods with a draft model refuse."""
+@dataclass(frozen=True)
+class HeadMethod:
+    """A head, a small network that was trained for the model, writes a chain or a tree of tokens from the states that the model
+    has computed for its text.
+
+    Args:
+        head: as ``pass_ext.load_drafter`` reads it.
+        length: tokens of the chain; "auto": planned from the head's hit rates and the measured times of the model's calls and
+            the head's.
+        branching: instead of a chain, as for ``MultiCandidate``.
+        hit_rates: for "auto", as for ``Speculative``.
+        ngram: n-gram candidates join the tree.
+    """
+
+    head: Any
+    length: int | Literal["auto"] = 4
+    branching: Sequence[int] | Tree | Literal["auto"] | None = None
+    hit_rates: Sequence[Sequence[float]] | None = None
+    ngram: NGram | None = None
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        _check_length(name, self.length)
+        if self.branching is not None:
+            _check_branching(name, self.branching)
+        _check_parts(name, self)
+
+    @property
+    def max_branches(self) -> int | None:
+        """The most candidates below one node of a planned tree; None: any number."""
+        return 1 if self.branching is None else None
+
+    @property
+    def tree(self) -> Tree | None:
+        """The chain or tree of candidates; None: to be planned."""
+        if self.branching is not None:
+            return _tree_of(self.branching)
+        return None if self.length == "auto" else Tree.chain(self.length)
+
+
+class Eagle3(HeadMethod):
+    """EAGLE-3: the head is a decoder layer, or a few, above states of three of the model's layers. See ``HeadMethod`` for the
+    settings."""
+
+
+def _check_length(name: str, length: Any) -> None:
+    if not (isinstance(length, str) and length == "auto"):
+        whole_number(f'{name}: length, if not "auto",', length, 1, MAX_DRAFT_LEVELS)
+
+
+def _check_branching(name: str, branching: Any) -> None:
+    if isinstance(branching, str) and branching != "auto":
+        raise ValueError(f'{name}: branching must be numbers, a Tree or "auto", got {branching!r}')
+    if not isinstance(branching, (str, Sequence, Tree)):
+        raise TypeError(f'{name}: branching must be numbers, a Tree or "auto", got {branching!r}')
+    tree = _tree_of(branching)
+    if tree is None:
+        return
+    if not 1 <= tree.max_depth <= MAX_DRAFT_LEVELS:
+        raise ValueError(f"{name}: branching must have 1 to {MAX_DRAFT_LEVELS} levels, got {tree.max_depth}")
+    if len(tree) > MAX_PLANNED_ROWS:
+        raise ValueError(f"{name}: the tree must have at most {MAX_PLANNED_ROWS} rows, got {len(tree)}")
+    tree.slice(tree.max_depth - 1)  # raises for look-ahead slots and for nodes not numbered level by level
+
+
+def _tree_of(branching: Any) -> Tree | None:
+    """None: to be planned."""
+    if isinstance(branching, Tree):
+        return branching
+    return None if branching == "auto" else Tree.from_branching(tuple(branching))
+
+
+def _check_parts(name: str, method: ByModel) -> None:
+    """Refuses what all methods that draft with a model refuse."""
     instance(f"{name}: ngram", method.ngram, (NGram, NoneType), "NGram(...) or None")
     if method.hit_rates is not None:
         rows = method.hit_rates
         if not isinstance(rows, (list, tuple)) or not all(isinstance(row, (list, tuple)) for row in rows):
             raise TypeError(f"{name}: hit_rates must be a row of rates for each level, got {type_of(rows)}")
+
+
+def _check_draft(name: str, method: Speculative | MultiCandidate) -> None:
+    """Refuses what both methods with a draft model refuse."""
+    _check_parts(name, method)
     if method.tokenizers is not None:
         if not isinstance(method.tokenizers, (list, tuple)) or len(method.tokenizers) != 2:
             raise TypeError(
@@ -229,4 +292,6 @@ def _check_draft(name: str, method: Speculative | MultiCandidate) -> None:
         check_tokenizers(*method.tokenizers)
 
 
-Method = Plain | NGram | PaSS | Speculative | MultiCandidate
+ByModel = Speculative | MultiCandidate | HeadMethod
+"""The methods whose candidates a draft model or a head writes."""
+Method = Plain | NGram | PaSS | ByModel

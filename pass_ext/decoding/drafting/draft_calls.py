@@ -9,7 +9,7 @@ such as a prompt, have their own calls. An early-exit draft reads the target's c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
@@ -70,7 +70,10 @@ class DraftCalls:
             self._session = FirstLayers(session, draft, draft.shares_layers)
         else:
             self._session = Session(draft, session.requests, session.room + max_depth, cuda_graphs=self._graphs)
+        self._first = [0] * len(texts)
+        """The first token of each text that the draft reads."""
         self._held = [0] * len(texts)
+        """Tokens of each text from there on in the draft's caches."""
         self._last: _LastCall | None = None
 
     def level(
@@ -94,17 +97,18 @@ class DraftCalls:
         index: list[int] = []  # into the tokens of all nodes, then the unread ones
         parent_rows: list[int] = []
         for b in requests:
-            held = len(self._texts[b]) - 1 if self._shares else self._held[b]
-            trees[b], lags[b] = tree, len(self._texts[b]) - 1 - held
-            parent_rows += (len(index) + lags[b] + parent for parent in parents)
-            index += range(tokens.numel() + len(known), tokens.numel() + len(known) + lags[b] + 1)
+            lag = self._lag(b)
+            trees[b], lags[b] = tree, lag
+            parent_rows += (len(index) + lag + parent for parent in parents)
+            index += range(tokens.numel() + len(known), tokens.numel() + len(known) + lag + 1)
             index += (b * tokens.shape[1] + node for node in range(1, tree.num_nodes))
-            known += self._texts[b][held:]
+            known += self._texts[b][-1 - lag :]
         source = torch.cat([tokens.flatten(), uploaded(known, self._device)])
         ids = self._known_to_draft(source[uploaded(index, self._device)].to(self._session.device))
         rows = uploaded(parent_rows, self._session.device)
         packed = self._session.packed([part and _after(part, lag) for part, lag in zip(trees, lags, strict=True)])
         self._last = _LastCall(trees, lags, packed, list(map(len, self._texts)), [])
+        self._prepare({b: lags[b] + 1 for b in requests}, tree)
         with ExitStack() as stack:
             hidden_rows = stack.enter_context(self._draft.keeping_hidden()) if self._keep_hidden else None
             # Recorded calls compute the logits of all rows; the next call overwrites them.
@@ -139,16 +143,27 @@ class DraftCalls:
     def read_text(self, requests: Sequence[int]) -> None:
         """Reads long pieces of unread text, all but the last tokens of each."""
         while not self._shares:
-            missing = {b: len(self._texts[b]) - 1 - self._held[b] for b in requests}
+            missing = {b: self._lag(b) for b in sorted(requests)}
             pieces = {b: min(count, _MAX_PIECE) for b, count in missing.items() if count > _MAX_LAG}
             if not pieces:
                 return
             trees = [Tree.chain(pieces[b] - 1) if b in pieces else None for b in range(len(self._texts))]
-            ids = [token for b in sorted(pieces) for token in self._texts[b][self._held[b] : self._held[b] + pieces[b]]]
+            begins = {b: self._first[b] + self._held[b] for b in pieces}
+            ids = [token for b, count in pieces.items() for token in self._texts[b][begins[b] : begins[b] + count]]
+            self._prepare(pieces, Tree.chain(0))
             packed = pack_trees(trees, self._session.device)
             first = torch.zeros(1, dtype=torch.int64, device=self._session.device)  # any row: the logits are not used
             self._session.call(packed, self._known_to_draft(uploaded(ids, self._session.device)), first)
             self._commit(packed, [list(range(pieces.get(b, 0))) for b in range(len(self._texts))])
+
+    def _lag(self, request: int) -> int:
+        """Tokens above the text's last one that are not in the draft's caches."""
+        return 0 if self._shares else len(self._texts[request]) - self._first[request] - self._held[request] - 1
+
+    def _prepare(self, unread: Mapping[int, int], below: Tree) -> None:
+        """Prepares the draft for a call: of so many unread tokens of these requests, and of what hangs below the last of
+        them."""
+        return
 
     def _release(self, going_on: Sequence[int]) -> None:
         """Commits the text that finished requests have read, because later calls leave them out."""

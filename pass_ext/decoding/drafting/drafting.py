@@ -25,7 +25,8 @@ from pass_ext.decoding.drafting.from_slots import (
     LookaheadDrafter,
     lookahead_drafters,
 )
-from pass_ext.decoding.methods import Method, MultiCandidate, NGram, PaSS, Plain, Speculative
+from pass_ext.decoding.drafting.heads.head_drafter import head_drafters
+from pass_ext.decoding.methods import HeadMethod, Method, MultiCandidate, NGram, PaSS, Plain, Speculative
 from pass_ext.decoding.models.taps import Tap
 from pass_ext.decoding.requests.grammar import Guide
 from pass_ext.decoding.requests.guides import allowed_nodes, forced_chains
@@ -193,8 +194,8 @@ def _make(method: Any, context: DraftContext) -> Sequence[Drafter]:
     make = getattr(method, "drafters", None)
     if isinstance(method, type) or not callable(make):
         raise TypeError(
-            "generate: method must be Plain(), NGram(...), PaSS(...), Speculative(...), MultiCandidate(...), or an object with "
-            f"drafters(context) (pass_ext.DraftingMethod), got {type_of(method)}"
+            "generate: method must be Plain(), NGram(...), PaSS(...), Speculative(...), MultiCandidate(...), "
+            f"Eagle3(...), or an object with drafters(context) (pass_ext.DraftingMethod), got {type_of(method)}"
         )
     return make(context)
 
@@ -204,3 +205,4 @@ _make.register(NGram, ngram_drafters)
 _make.register(PaSS, lookahead_drafters)
 _make.register(Speculative, speculative_drafters)
 _make.register(MultiCandidate, multi_candidate_drafters)
+_make.register(HeadMethod, head_drafters)

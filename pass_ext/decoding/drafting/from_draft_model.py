@@ -28,7 +28,7 @@ from pass_ext.decoding.drafting.draft_calls import DraftCalls
 from pass_ext.decoding.drafting.drafter import DRAFT_MODEL, LOOK_AHEAD, N_GRAM, DraftContext, Drafter
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
 from pass_ext.decoding.drafting.from_slots import lookahead_drafter
-from pass_ext.decoding.methods import MultiCandidate, Speculative
+from pass_ext.decoding.methods import ByModel, MultiCandidate, Speculative
 from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.vocabulary import check_pair
@@ -208,26 +208,30 @@ def model_drafter(
     method: Speculative | MultiCandidate, context: DraftContext, decision: Decision | None = None
 ) -> ModelDrafter | None:
     """The drafter of the method's tree, or of a planned one; None if no plan is expected to gain anything."""
-    target, name = context.target, type(method).__name__
     try:
         draft = packed_model(method.draft_model)
     except TypeError as error:
-        raise TypeError(f"{name}: draft_model: {error}") from error
-    tree = method.tree
-    pace = None
+        raise TypeError(f"{type(method).__name__}: draft_model: {error}") from error
+    chosen = chosen_tree(method, context, draft)
+    return None if chosen is None else ModelDrafter(draft, chosen[0], context, decision, chosen[1])
+
+
+def chosen_tree(method: ByModel, context: DraftContext, draft: Adapted) -> tuple[Tree, Pace | None] | None:
+    """The method's tree; or a planned one, and the pace at which it drafts. None if no plan is expected to gain anything."""
+    tree, pace, name = method.tree, None, type(method).__name__
     if tree is None:
         options = dict(graphs=context.graphs, chain=context.chains_only)
-        plan = draft_plan(method, target, draft, len(context.texts), **options)
+        plan = draft_plan(method, context.target, draft, len(context.texts), **options)
         if plan.is_plain and context.target_adds:
             return None
         tree = Tree.chain(1) if plan.is_plain else plan.tree
-        pace = context.pace(call_times(target, draft, graphs=context.graphs)[0])
+        pace = context.pace(call_times(context.target, draft, graphs=context.graphs)[0])
     if context.chains_only and len(tree.leaves) != 1:
         raise ValueError(
             f"{name}: branching must be that of a chain, (1, 1, ...), because rule {context.rule!r} takes chains, got a tree "
             f"with {len(tree.leaves)} branches; or use Speculative(...)"
         )
-    return ModelDrafter(draft, tree, context, decision, pace)
+    return tree, pace
 
 
 def _on(decision: Decision | None, device: torch.device) -> Decision | None:

@@ -145,7 +145,7 @@ class EarlyExitModel(TransformersModel):
     """
 
     def __init__(self, draft: EarlyExitDraft) -> None:
-        self.shares_layers, self.shared_model = draft.layers, draft.model
+        self.shares_layers, self.shared_model, self.hit_rates = draft.layers, draft.model, draft.hit_rates
         self.vocabulary: Tensor | None = None
         head = exit_parts(draft.model).head
         cut = first_layers(draft.model, draft.layers)

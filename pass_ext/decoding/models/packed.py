@@ -24,6 +24,7 @@ from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
 from pass_ext.decoding.models.step_states import StepStates
 from pass_ext.decoding.models.taps import Tap, Taps
 from pass_ext.decoding.models.vocabulary import LogitShards
+from pass_ext.modules.files import HitRates
 from pass_ext.ops.lookahead import lookahead_embed
 
 NewRows = list[Tensor] | Tensor
@@ -227,6 +228,8 @@ class Adapted:
     """Under tensor parallelism, the ranks that hold the columns of the logits; None: this process has all."""
     known_positions: int | None = None
     """Rows of the model's table of positions, the most that it can embed; None: it has no such table."""
+    hit_rates: HitRates | None = None
+    """How often it is right as a draft, if that was counted when it was trained."""
 
     def __init__(self, model: PackedModel) -> None:
         self.model: Any = model

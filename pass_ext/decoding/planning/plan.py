@@ -21,7 +21,7 @@ from itertools import accumulate
 from typing import Any
 
 from pass_ext.decoding.arguments import whole_number
-from pass_ext.decoding.methods import MAX_DRAFT_LEVELS, MultiCandidate, PaSS, Speculative
+from pass_ext.decoding.methods import MAX_DRAFT_LEVELS, ByModel, MultiCandidate, PaSS, Speculative
 from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.parts import unwrapped
@@ -339,9 +339,7 @@ def _counted(number: int, word: str) -> str:
 # ---- the plan of a method ----
 
 
-def plan(
-    model: Any, method: PaSS | Speculative | MultiCandidate, requests: int = 1, *, temperature: float = 0.0
-) -> Plan:
+def plan(model: Any, method: PaSS | ByModel, requests: int = 1, *, temperature: float = 0.0) -> Plan:
     """Returns the plan that the method would follow. ``print`` shows it as a table.
 
     Measures the model's calls if no times are on disk: a few seconds, once per model and machine.
@@ -421,7 +419,7 @@ def _pass_plan(
 
 
 def draft_plan(
-    method: Speculative | MultiCandidate,
+    method: ByModel,
     target: Adapted,
     draft: Adapted,
     requests: int,
@@ -430,8 +428,7 @@ def draft_plan(
     chain: bool = False,
 ) -> Plan:
     """The tree that is expected to be fastest for these models on this machine. chain: only chains are allowed."""
-    known = method.hit_rates or getattr(method.draft_model, "hit_rates", None)
-    rates = known or assumed_hit_rates(_ASSUMED_LEVELS, _ASSUMED_DRAFTS)
+    rates = method.hit_rates or draft.hit_rates or assumed_hit_rates(_ASSUMED_LEVELS, _ASSUMED_DRAFTS)
     times, draft_times = call_times(target, draft, graphs=graphs)
     ranks = 1 if chain else method.max_branches
     most = max(1, min(MOST_PLANNED_ROWS, times.rows[-1] // requests))

@@ -1,0 +1,150 @@
+"""``HeadCheckpoint``: the config and, by name, the tensors of a head's checkpoint, each read when it is asked for.
+
+    a folder                          config.json, and *.safetensors or *.bin
+    one of these files                with config.json beside it
+    a name on the Hub                 the same files, downloaded
+
+Whatever is missing or does not fit is refused with a ValueError that begins with the path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+_CONFIG = "config.json"
+_ENDINGS = ".safetensors", ".bin"
+_WITHOUT_EFFECT = ("rotary_emb.inv_freq", "optimizer", "training_args")
+"""Parts of names of tensors that every loader leaves out."""
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class HeadCheckpoint:
+    """An open checkpoint. Attributes: ``path``, as it was given; ``config``, a dictionary; ``names`` of its tensors."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        folder, files = _files_of(self.path)
+        self.config = self._read_config(folder / _CONFIG)
+        self._readers: dict[str, Callable[[], Tensor]] = {}
+        for file in files:
+            self._readers |= self._open(file)
+        if not self._readers:
+            raise self.refusal(f"there are no tensors in {', '.join(file.name for file in files) or folder}")
+        self.names = frozenset(self._readers)
+        self._used: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def refusal(self, problem: str) -> ValueError:
+        """The error for a problem of this checkpoint."""
+        return ValueError(f"load_drafter: {self.path}: {problem}")
+
+    def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
+        """The tensor of this name, which must have this shape."""
+        if name not in self:
+            raise self.refusal(
+                f"it has no tensor {name!r}, which its config asks for: the download is incomplete, or the head is of "
+                "another form"
+            )
+        try:
+            found = self._readers[name]()
+        except Exception as error:  # as each format says it
+            raise self._damaged(name, error) from error
+        if list(found.shape) != list(shape):
+            raise self.refusal(
+                f"tensor {name!r} must be {list(shape)} by its config and the model, got {list(found.shape)}"
+            )
+        self._used.add(name)
+        return found
+
+    @property
+    def unused(self) -> list[str]:
+        """The names of the tensors that nothing has asked for."""
+        left = self.names - self._used
+        return sorted(name for name in left if not any(part in name for part in _WITHOUT_EFFECT))
+
+    def fill(self, module: Module, names: Callable[[str], str], dtype: torch.dtype, device: torch.device) -> Module:
+        """Gives every parameter and buffer of a module, made on the meta device, its tensor.
+
+        Args:
+            names: the name in the checkpoint of one in the module.
+            dtype: of those that are floating-point numbers.
+        """
+        tensors = {}
+        for name, place in module.state_dict().items():
+            found = self.tensor(names(name), place.shape)
+            if found.is_floating_point() != place.is_floating_point():
+                raise self.refusal(f"tensor {names(name)!r} must hold {place.dtype}, got {found.dtype}")
+            tensors[name] = found.to(device, dtype if found.is_floating_point() else place.dtype)
+        module.load_state_dict(tensors, assign=True)
+        return module.requires_grad_(False).eval()
+
+    def _read_config(self, file: Path) -> dict[str, Any]:
+        try:
+            config = json.loads(file.read_text())
+        except FileNotFoundError:
+            raise self.refusal(f"there is no {file}, which says what kind of head it is") from None
+        except (OSError, ValueError) as error:
+            raise self.refusal(f"{file} cannot be read: {error}") from error
+        if not isinstance(config, dict):
+            raise self.refusal(f"{file} must hold a JSON object, got {type(config).__name__}")
+        return config
+
+    def _open(self, file: Path) -> Mapping[str, Callable[[], Tensor]]:
+        """A reader for each tensor of a file."""
+        try:
+            if file.suffix == ".safetensors":
+                from safetensors import safe_open
+
+                opened = safe_open(file, framework="pt")
+                return {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118
+            held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            return {name: partial(Tensor.detach, x) for name, x in held.items() if isinstance(x, Tensor)}
+        except Exception as error:
+            raise self._damaged(file.name, error) from error
+
+    def _damaged(self, what: str, error: Exception) -> ValueError:
+        return self.refusal(f"{what} is damaged, or was cut off: fetch it again ({type(error).__name__}: {error})")
+
+
+def _files_of(path: str) -> tuple[Path, list[Path]]:
+    """The folder of a checkpoint and the files of its tensors."""
+    place = Path(path).expanduser()
+    if place.is_file():
+        if place.suffix not in _ENDINGS:
+            raise ValueError(f"load_drafter: a file must end in {' or '.join(_ENDINGS)}, got {path}")
+        return place.parent, [place]
+    if place.is_dir():
+        return place, _weights_in(place)
+    if place.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
+        raise FileNotFoundError(f"load_drafter: no such file or folder: {path}")
+    folder = _downloaded(path, "*.safetensors")
+    return folder, _weights_in(folder) or _weights_in(_downloaded(path, "*.bin"))
+
+
+def _weights_in(folder: Path) -> list[Path]:
+    """Its safetensors files; if there are none, those of ``torch.save``."""
+    return next((found for end in _ENDINGS if (found := sorted(folder.glob(f"*{end}")))), [])
+
+
+def _downloaded(name: str, files: str) -> Path:
+    """The local folder of a repository on the Hub."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", files]))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise FileNotFoundError(
+            f"load_drafter: {name} is no file, no folder, and nothing that the Hub gives: {error}"
+        ) from error

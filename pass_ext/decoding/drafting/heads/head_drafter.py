@@ -1,0 +1,54 @@
+"""``HeadDrafter``: candidates from a head, level by level, as ``ModelDrafter`` draws them from a draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pass_ext.decoding.arguments import type_of
+from pass_ext.decoding.drafting.candidates import Batch, Proposal
+from pass_ext.decoding.drafting.drafter import N_GRAM, DraftContext, Drafter
+from pass_ext.decoding.drafting.from_draft_model import ModelDrafter, chosen_tree
+from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
+from pass_ext.decoding.drafting.heads.head import Head, HeadModule
+from pass_ext.decoding.drafting.heads.head_calls import HeadCalls
+from pass_ext.decoding.methods import HeadMethod
+from pass_ext.decoding.planning.pace import Pace
+from pass_ext.decoding.session.session import Session
+from pass_ext.ops.common.rules import RULES
+from pass_ext.tree import Tree
+
+
+class HeadDrafter(ModelDrafter):
+    """Fills a tree, numbered level by level, with the tokens of a head.
+
+    Args:
+        pace: if the tree was planned from the times of calls.
+    """
+
+    rules = tuple(RULES)
+
+    def __init__(self, head: Head, tree: Tree, context: DraftContext, pace: Pace | None = None) -> None:
+        super().__init__(head, tree, context, pace=pace)
+        self.name, self.taps = head.module.kind, head.module.taps
+        self._head = head
+
+    def begin(self, session: Session) -> None:
+        """Allocates the head's caches."""
+        self._calls = self._head_calls = HeadCalls(self._head, session, self.tree.max_depth, self._texts)
+
+    def propose(self, batch: Batch) -> Proposal:
+        self._head_calls.take(batch.hidden)
+        return super().propose(batch)
+
+
+def head_drafters(method: HeadMethod, context: DraftContext) -> Sequence[Drafter]:
+    """The drafters of a method with a head: the head, if it is expected to gain anything, and n-grams."""
+    name, module = type(method).__name__, method.head
+    if not isinstance(module, HeadModule) or module.method != name:
+        what = type_of(module) if not isinstance(module, HeadModule) else f"one for {module.method}"
+        raise TypeError(f"{name}: head must be one that load_drafter(path, model) has read for {name}, got {what}")
+    context.check_origins(*([N_GRAM] if method.ngram else []), module.kind)
+    head = Head(module, context.target)
+    chosen = chosen_tree(method, context, head)
+    ngrams = ngram_drafters(method.ngram, context)
+    return ngrams if chosen is None else [HeadDrafter(head, chosen[0], context, chosen[1]), *ngrams]

@@ -1,0 +1,89 @@
+"""``load_drafter``: the method that drafts with the head of a checkpoint.
+
+``FAMILIES`` is the table of heads by the type that their configs name. A new family is a file here with its ``HeadModule`` and
+the function that reads it, a class in methods.py, and a line in this table.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from pass_ext.decoding.drafting.heads.checkpoint import HeadCheckpoint
+from pass_ext.decoding.drafting.heads.eagle3 import read_eagle3
+from pass_ext.decoding.drafting.heads.head import HeadModule, TargetFacts, target_facts
+from pass_ext.decoding.methods import MAX_DRAFT_LEVELS, Eagle3, HeadMethod
+from pass_ext.decoding.models.early_exit import packed_model
+
+_log = logging.getLogger("pass_ext")
+
+
+class Family(NamedTuple):
+    """Heads of one kind."""
+
+    read: Callable[[HeadCheckpoint, TargetFacts], HeadModule]
+    method: type[HeadMethod]
+
+
+_EAGLE3 = Family(read_eagle3, Eagle3)
+FAMILIES: dict[str, Family] = {
+    "eagle3": _EAGLE3,
+    "Eagle3Speculator": _EAGLE3,
+    "Eagle3DraftModel": _EAGLE3,
+    "Eagle3LlamaForCausalLM": _EAGLE3,
+    "LlamaForCausalLMEagle3": _EAGLE3,
+}
+"""By ``speculators_model_type``, or by one of ``architectures``."""
+
+
+def load_drafter(path: str | os.PathLike[str], model: Any) -> HeadMethod:
+    """The method that drafts with a head which was trained for this model, as ``generate`` takes it.
+
+    Args:
+        path: a folder with config.json and weights, one of its files of weights, or a name on the Hub.
+        model: as ``generate`` takes it. The head gets its dtype and device.
+
+    Returns:
+        ``Eagle3``. ``dataclasses.replace(method, length=6)`` changes its settings; the length is the one that the checkpoint
+        proposes, if it does.
+
+    Refuses with a ValueError a checkpoint of an unknown type, of another model, or cut off. The log names tensors that the head
+    has no use for.
+    """
+    checkpoint = HeadCheckpoint(path)
+    family = family_of(checkpoint)
+    head = family.read(checkpoint, target_facts(packed_model(model)))
+    if unused := checkpoint.unused:
+        _log.warning("load_drafter: %s: tensors that %s has no use for: %s", path, head.kind, ", ".join(unused))
+    return family.method(head, **_proposed(checkpoint.config))
+
+
+def family_of(checkpoint: HeadCheckpoint) -> Family:
+    """The family of a checkpoint's head."""
+    types = list(_types_of(checkpoint.config))
+    found = next((FAMILIES[name] for name in types if name in FAMILIES), None)
+    if found is None:
+        raise checkpoint.refusal(
+            f"its config names the type {' or '.join(types) or 'of nothing'}, and heads can be of type {', '.join(FAMILIES)}. "
+            "A whole model drafts as Speculative(model)"
+        )
+    return found
+
+
+def _types_of(config: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("speculators_model_type", "architectures", "model_type"):
+        value = config.get(name)
+        yield from map(str, value if isinstance(value, list) else [] if value is None else [value])
+
+
+def _proposed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a checkpoint proposes."""
+    speculators = config.get("speculators_config") or {}
+    chosen = speculators.get("default_proposal_method")
+    for proposal in speculators.get("proposal_methods") or ():
+        count = proposal.get("speculative_tokens")
+        if proposal.get("proposal_type") == chosen and isinstance(count, int) and 1 <= count <= MAX_DRAFT_LEVELS:
+            return {"length": count}
+    return {}
