@@ -47,7 +47,6 @@ class Drafter(Protocol):
     """With ``context.pace(...)`` drafting pauses while it does not pay."""
     prompt_slots: int = 0
     """Look-ahead slots after the last token of a prompt."""
-    taps: Sequence[int | str] = ()
     deepest_row: int = 0
     """The deepest row below a root, look-ahead slots included, if that is deeper than ``max_depth``."""
     taps: Sequence[Tap] = ()

@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("transformers")
 
 from support.generation import BUSHY
-import support.stubseam  # noqa
 from support.heads import VARIANTS, PlainEagle3, eagle3_checkpoint, plain_loop
 from support.small_models import ragged_prompts, small_model
 
