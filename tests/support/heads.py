@@ -1,5 +1,6 @@
 """Tiny EAGLE-3 heads with random weights as checkpoints of every form, and their formula in plain PyTorch, without caches."""
 
+import copy
 import json
 
 import torch
@@ -99,7 +100,8 @@ class PlainEagle3:
     """The head from the formulas, for one text: all rows anew for each token."""
 
     def __init__(self, config, tensors, target):
-        self.config, self.tensors, self.target = config, tensors, target
+        # A copy: transformers leaves hooks on a model that it has asked for hidden states.
+        self.config, self.tensors, self.target = config, tensors, copy.deepcopy(target)
         self.layer = config["transformer_layer_config"]
         self.embeddings = tensors.get("embed_tokens.weight", target.get_input_embeddings().weight)
 

@@ -26,33 +26,35 @@ def target():
 
 @pytest.fixture(scope="module")
 def head(target, tmp_path_factory):
-    """The method and the formula of a head that is often right: it was trained on this target's texts."""
+    """The method and the formula of a head that is often right: it has learnt this target's texts."""
     folder = tmp_path_factory.mktemp("eagle3") / "head"
-    config, tensors = eagle3_checkpoint(folder, target, sharpness=1.0, norm_before_residual=True)
-    ids, _ = ragged_prompts(8, longest=12, seed=5)
-    texts = generate(target, ids.clamp(min=3), max_new_tokens=28, eos_token_id=[]).sequences
-    tensors = trained(PlainEagle3(config, tensors, target), texts)
+    config, tensors = eagle3_checkpoint(folder, target, drafted=90, sharpness=1.0, norm_before_residual=True)
+    plain = PlainEagle3(config, tensors, target)
+    ids, mask = ragged_prompts(4, longest=12, seed=5)
+    texts = generate(target, ids, attention_mask=mask, **LIMITS).sequences
+    learn(plain, [text[own:].tolist() for text, own in zip(texts, 12 - mask.sum(1), strict=True)])
     method = load_drafter(folder, target)
-    method.head.load_state_dict(tensors)
-    return replace(method, length=4), PlainEagle3(config, tensors, target)
+    method.head.load_state_dict(plain.tensors)
+    return replace(method, length=4), plain
 
 
-def trained(plain, texts):
-    """The tensors after some steps on texts, as drafts of the first level."""
-    names = [name for name, tensor in plain.tensors.items() if tensor.is_floating_point()]
-    for name in names:
-        plain.tensors[name].requires_grad_(True)
-    optimizer = torch.optim.Adam([plain.tensors[name] for name in names], 0.01)
-    for _ in range(40):
+def learn(plain, texts):
+    """Some steps on the texts, of drafts of the first level among the tokens that the head knows."""
+    with torch.no_grad():
+        hidden = [plain.hidden(text) for text in texts]
+    weights = [tensor.requires_grad_() for tensor in plain.tensors.values() if tensor.is_floating_point()]
+    optimizer, numbers = torch.optim.Adam(weights, 0.02), torch.full((97,), -100)
+    numbers[plain.tokens] = torch.arange(len(plain.tokens))
+    for _ in range(25):
         loss = 0
-        for text in texts.tolist():
-            logits, _ = plain.rows(torch.tensor(text[1:]), plain.taken(plain.hidden(text)))
-            mapped = torch.full((len(text) - 1, 97), -30.0).index_copy(1, plain.tokens, logits)
-            loss = loss + torch.nn.functional.cross_entropy(mapped[:-1], torch.tensor(text[2:]))
+        for text, states in zip(texts, hidden, strict=True):
+            logits, _ = plain.rows(torch.tensor(text[1:]), plain.taken(states))
+            loss = loss + torch.nn.functional.cross_entropy(logits[:-1], numbers[text[2:]])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return {name: tensor.detach() for name, tensor in plain.tensors.items()}
+    for weight in weights:
+        weight.requires_grad_(False)
 
 
 @pytest.fixture
@@ -88,9 +90,9 @@ def test_drafts_are_those_of_the_formula(variant, form, target, tmp_path, drafte
 
 def test_a_head_that_is_often_right_takes_the_calls_of_a_plain_loop(target, head, drafted):
     method, plain = head
-    ids, mask = ragged_prompts(8, longest=12, seed=5)
+    ids, mask = ragged_prompts(4, longest=12, seed=5)
     got = generate(target, ids, method, attention_mask=mask, **LIMITS)
-    for b in range(8):
+    for b in range(4):
         drafted.clear()
         prompt = ids[b][mask[b].bool()]
         alone = generate(target, prompt[None], method, **LIMITS)
@@ -119,3 +121,96 @@ def test_trees_are_those_of_the_formula(tree, target, head, drafted):
                 assert [part.tokens[child - 1] for child in children] == best[: len(children)]
                 compared += len(children)
     assert compared > 40
+
+
+# ---- the text ----
+
+
+def methods(head):
+    return {
+        "chain": head,
+        "long chain": replace(head, length=7),
+        "tree": replace(head, branching=(3, 2, 1)),
+        "with n-grams": replace(head, length=3, ngram=NGram(longest=2, shortest=1, tokens=5)),
+    }
+
+
+@pytest.mark.parametrize("requests", [1, 3, 8])
+def test_texts_are_plains(requests, target, head):
+    """Greedy and by seed, in ragged batches, with requests that end at different places."""
+    ids, mask = ragged_prompts(requests, longest=12, seed=requests)
+    temperatures = [0.0, 0.3, 0.7, 1.0, 1.3, 0.9, 0.5, 0.1][:requests]
+    for sampling in ({}, dict(temperature=temperatures, top_k=20, top_p=0.95, seeds=list(range(requests)))):
+        options = dict(attention_mask=mask, max_new_tokens=20, eos_token_id=[5, 9, 33], **sampling)
+        want = generate(target, ids, Plain(), **options)
+        for name, method in methods(head[0]).items():
+            got = generate(target, ids, method, **options)
+            assert torch.equal(got.sequences, want.sequences) and got.lengths == want.lengths, name
+            assert got.stats.num_draft_tokens > 10, name
+
+
+@pytest.mark.parametrize("shape", ["chain", "with n-grams"])
+def test_drafts_depend_on_the_text_alone(shape, target, head, drafted):
+    """Those of a batch, whose requests accept different numbers of tokens and those of others, are the formula's."""
+    method, plain = methods(head[0])[shape], head[1]
+    ids, mask = ragged_prompts(4, longest=12, seed=5)
+    got = generate(target, ids, method, attention_mask=mask, **LIMITS)
+    assert len({int(count) for count in got.lengths}) == 1 and got.stats.num_accepted_tokens > 10
+    compared = 0
+    for texts, parts in drafted[1::3]:
+        for text, part in zip(texts, parts, strict=True):
+            if part is not None:
+                assert part.tokens == plain.chain(text, part.tree.max_depth)
+                compared += len(part.tokens)
+    assert compared > 20
+
+
+def test_prompts_longer_than_what_is_read_at_once(target, head, drafted):
+    method, plain = head
+    ids, mask = ragged_prompts(2, longest=700, seed=1)
+    options = dict(attention_mask=mask, max_new_tokens=8, eos_token_id=[])
+    want = generate(target, ids, Plain(), **options).sequences
+    assert torch.equal(generate(target, ids, method, **options).sequences, want)
+    texts, parts = drafted[0]
+    for text, part in zip(texts, parts, strict=True):
+        assert part.tokens == plain.chain(text, 4)
+
+
+def test_a_session_that_goes_on_drafts_from_the_states_of_the_new_tokens(target, head, drafted):
+    """What `past` held has no states: the head's text begins behind it."""
+    method, plain = head
+    ids = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(4))
+    session = Session(target, room=80)
+    first = generate(target, ids, method, session=session, max_new_tokens=10, eos_token_id=[]).sequences
+    held = first.shape[1] - 1
+    longer = torch.cat((first, torch.tensor([[7, 8, 9, 10]] * 2)), 1)
+    past = [tuple(cache[:, :held].clone() for cache in pair) for pair in session.caches], held
+    want = generate(target, longer, Plain(), **LIMITS).sequences
+    drafted.clear()
+    got = generate(target, longer, method, session=Session(target, past=past), **LIMITS)
+    assert torch.equal(got.sequences, want)
+    for texts, parts in drafted[:4]:
+        for text, part in zip(texts, parts, strict=True):
+            for place, token in enumerate(part.tokens):
+                assert token == int(plain.logits(text, part.tokens[:place], skipped=held).argmax())
+
+
+def test_pauses_keep_the_states(target, head, drafted, monkeypatch):
+    """While drafting pauses the head takes the states of each step, and drafts on from all of them."""
+    method, plain = head
+    true, steps = HeadDrafter.propose, []
+
+    def propose(self, batch):
+        steps.append(1)
+        paused = replace(batch, levels=[0] * len(batch.levels)) if 3 <= len(steps) < 16 else batch
+        return true(self, paused)
+
+    monkeypatch.setattr(HeadDrafter, "propose", propose)
+    ids, mask = ragged_prompts(3, longest=9, seed=2)
+    want = generate(target, ids, Plain(), attention_mask=mask, max_new_tokens=40, eos_token_id=[]).sequences
+    got = generate(target, ids, method, attention_mask=mask, max_new_tokens=40, eos_token_id=[])
+    assert torch.equal(got.sequences, want)
+    assert all(part is None for _, parts in drafted[3:15] for part in parts)
+    for text, part in zip(*drafted[16], strict=True):
+        if part is not None:
+            assert part.tokens == plain.chain(text, part.tree.max_depth)

@@ -26,7 +26,6 @@ from pass_ext.decoding.drafting.heads.checkpoint import HeadCheckpoint
 from pass_ext.decoding.drafting.heads.head import HeadModule, TargetFacts
 from pass_ext.decoding.drafting.heads.layers import Attention, DecoderLayer, Mlp, Rotary, layer_config
 from pass_ext.decoding.models.packed import Attend
-from pass_ext.decoding.models.vocabulary import MOST_PADDING
 
 _SETTINGS: dict[str, Any] = {
     "draft_vocab_size": None,
@@ -88,8 +87,9 @@ class Eagle3Head(HeadModule):
         layer = layer_config(config["transformer_layer_config"])
         width, eps = layer.hidden_size, layer.rms_norm_eps
         self.taps = tuple(settings["eagle_aux_hidden_state_layer_ids"] or _default_taps(target))
-        self.target_width, self.target_vocabulary = settings["target_hidden_size"] or width, target.vocabulary
-        self.state_width, self.num_layers = width, layer.num_hidden_layers
+        self.target_width, self.target_vocabulary = settings["target_hidden_size"] or width, layer.vocab_size
+        self.embedding_width = self.state_width = width
+        self.num_layers = layer.num_hidden_layers
         self._norms_output = settings["norm_output"]
         draft_vocabulary = settings["draft_vocab_size"] or layer.vocab_size
 
@@ -151,16 +151,16 @@ def read_eagle3(checkpoint: HeadCheckpoint, target: TargetFacts) -> Eagle3Head:
         )
     is_original = any(name.startswith(_ORIGINAL) for name in checkpoint.names)
     has = {name.replace(_ORIGINAL, _FIRST) for name in checkpoint.names}
-    with torch.device("meta"):
-        head = Eagle3Head(config, target, has)
     try:
+        with torch.device("meta"):
+            head = Eagle3Head(config, target, has)
         head.check_fits(target)
     except ValueError as error:
         raise checkpoint.refusal(str(error)) from None
     checkpoint.fill(
         head, lambda name: name.replace(_FIRST, _ORIGINAL) if is_original else name, target.dtype, target.device
     )
-    _check_vocabulary(head, checkpoint, target.vocabulary)
+    _check_vocabulary(head, checkpoint)
     return head
 
 
@@ -186,13 +186,13 @@ def _default_taps(target: TargetFacts) -> tuple[int, int, int]:
     return 2, target.layers // 2, target.layers - 3
 
 
-def _check_vocabulary(head: Eagle3Head, checkpoint: HeadCheckpoint, vocabulary: int) -> None:
+def _check_vocabulary(head: Eagle3Head, checkpoint: HeadCheckpoint) -> None:
     """Refuses a mapping that does not lead to different tokens of the target."""
-    tokens, drafted = head.tokens, head.lm_head.out_features
+    tokens, drafted, vocabulary = head.tokens, head.lm_head.out_features, head.target_vocabulary
     if tokens is None:
-        if abs(drafted - vocabulary) > MOST_PADDING:
+        if drafted != vocabulary:
             raise checkpoint.refusal(
-                f"it has logits of {drafted} tokens, the model has {vocabulary}, and no tensor 'd2t' tells which they are"
+                f"it has logits of {drafted} of {vocabulary} tokens, and no tensor 'd2t' tells which they are"
             )
         return
     lowest, highest, different = int(tokens.min()), int(tokens.max()), len(tokens.unique())

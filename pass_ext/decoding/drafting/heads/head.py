@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pass_ext.decoding.models.packed import Adapted, Attend, StepAttend
 from pass_ext.decoding.models.parts import unwrapped
 from pass_ext.decoding.models.slots import CallSlots
+from pass_ext.decoding.models.taps import Tap
 from pass_ext.decoding.models.vocabulary import MOST_PADDING
 from pass_ext.modules.files import HitRates, check_model
 
@@ -29,6 +30,7 @@ class TargetFacts(NamedTuple):
     """None: not known."""
     width: int
     """Numbers of a state."""
+    embedding_width: int
     vocabulary: int
     dtype: torch.dtype
     device: torch.device
@@ -40,7 +42,7 @@ def target_facts(target: Adapted) -> TargetFacts:
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
     name, table = type(unwrapped(target.model)).__name__, target.table
     layers, width = getattr(text, "num_hidden_layers", None), getattr(text, "hidden_size", table.shape[1])
-    return TargetFacts(name, layers, width, len(table), table.dtype, table.device)
+    return TargetFacts(name, layers, width, table.shape[1], len(table), table.dtype, table.device)
 
 
 class HeadModule(nn.Module):
@@ -50,10 +52,12 @@ class HeadModule(nn.Module):
     """The origin of its candidates, for messages."""
     method: ClassVar[str]
     """The name of the class in methods.py that drafts with it."""
-    taps: tuple[int | str, ...]
+    taps: tuple[Tap, ...]
     """The states that it takes, as ``Drafter.taps`` names them."""
     target_width: int
     """Numbers of each of these states."""
+    embedding_width: int
+    """Numbers of the embeddings that it reads."""
     state_width: int
     """Numbers of the state of a row of its own."""
     num_layers: int
@@ -81,7 +85,12 @@ class HeadModule(nn.Module):
         known = [tap for tap in self.taps if isinstance(tap, int)]
         if target.layers is not None and known and not 0 <= min(known) <= max(known) <= target.layers:
             others.append(f"layers: it reads the inputs of layers {known}, this model has {target.layers}")
-        check_model(f"{self.kind} head", {"hidden size": (self.target_width, target.width)}, others=others)
+        embedding_width = self.embedding_width if self.embedding is None else target.embedding_width
+        facts = {
+            "hidden size": (self.target_width, target.width),
+            "width of the embedding table": (embedding_width, target.embedding_width),
+        }
+        check_model(f"{self.kind} head", facts, others=others)
 
     @abstractmethod
     def take(self, states: Tensor) -> Tensor:

@@ -52,9 +52,10 @@ def load_drafter(path: str | os.PathLike[str], model: Any) -> HeadMethod:
     Refuses with a ValueError a checkpoint of an unknown type, of another model, or cut off. The log names tensors that the head
     has no use for.
     """
-    checkpoint = HeadCheckpoint(path)
+    checkpoint, target = HeadCheckpoint(path), target_facts(packed_model(model))
     family = family_of(checkpoint)
-    head = family.read(checkpoint, target_facts(packed_model(model)))
+    _check_verifier(checkpoint, target)
+    head = family.read(checkpoint, target)
     if unused := checkpoint.unused:
         _log.warning("load_drafter: %s: tensors that %s has no use for: %s", path, head.kind, ", ".join(unused))
     return family.method(head, **_proposed(checkpoint.config))
@@ -76,6 +77,17 @@ def _types_of(config: Mapping[str, Any]) -> Iterator[str]:
     for name in ("speculators_model_type", "architectures", "model_type"):
         value = config.get(name)
         yield from map(str, value if isinstance(value, list) else [] if value is None else [value])
+
+
+def _check_verifier(checkpoint: HeadCheckpoint, target: TargetFacts) -> None:
+    """Refuses a head that names a model of another class."""
+    verifier = (checkpoint.config.get("speculators_config") or {}).get("verifier") or {}
+    known = verifier.get("architectures") or []
+    if known and target.name not in known:
+        raise checkpoint.refusal(
+            f"it was trained for a {' or '.join(known)}, {verifier.get('name_or_path')}, and the model is a {target.name}: "
+            "load that model, or a head of this one"
+        )
 
 
 def _proposed(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,197 @@
+"""``load_drafter``: what it reads, and what it refuses with which sentence."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+from support.heads import eagle3_checkpoint
+from support.small_models import small_model
+
+import pass_ext
+from pass_ext import Eagle3, generate, load_drafter
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return small_model("llama", num_hidden_layers=4)
+
+
+@pytest.fixture
+def folder(tmp_path, target):
+    eagle3_checkpoint(tmp_path / "head", target)
+    return tmp_path / "head"
+
+
+def changed(folder, **settings):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | settings))
+
+
+def edited(folder, edit):
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_a_folder_and_its_file_are_the_same_head(folder, target):
+    of_folder, of_file = load_drafter(folder, target), load_drafter(folder / "model.safetensors", target)
+    for one, other in zip(of_folder.head.state_dict().items(), of_file.head.state_dict().items(), strict=True):
+        assert one[0] == other[0] and torch.equal(one[1], other[1])
+    assert of_folder.length == 3 and isinstance(of_folder, Eagle3)
+    assert set(of_folder.head.state_dict()) == set(load_file(folder / "model.safetensors"))
+
+
+def test_weights_may_lie_in_several_files(folder, target):
+    whole = load_drafter(folder, target).head.state_dict()
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    for i in range(2):
+        save_file({name: tensors[name] for name in names[i::2]}, folder / f"model-0000{i + 1}-of-00002.safetensors")
+    parted = load_drafter(folder, target).head.state_dict()
+    assert all(torch.equal(whole[name], parted[name]) for name in whole)
+
+
+def test_the_head_has_the_models_dtype(folder, target):
+    method = load_drafter(folder, small_model("llama", num_hidden_layers=4).bfloat16())
+    assert {weight.dtype for weight in method.head.parameters()} == {torch.bfloat16}
+
+
+def test_taps_without_a_word_are_near_both_ends_and_the_middle(folder):
+    changed(folder, eagle_aux_hidden_state_layer_ids=None)
+    assert load_drafter(folder, small_model("llama", num_hidden_layers=8)).head.taps == (2, 4, 5)
+
+
+def test_tensors_without_a_use_are_named(folder, target, caplog):
+    edited(folder, lambda tensors: tensors.update({"layers.7.odd.weight": torch.ones(1)}))
+    with caplog.at_level(logging.WARNING, "pass_ext"):
+        load_drafter(folder, target)
+    assert "layers.7.odd.weight" in caplog.text and "fc.weight" not in caplog.text
+
+
+REFUSED = {
+    "cut off": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:5000]),
+        "was cut off",
+    ),
+    "no config": (lambda f: (f / "config.json").unlink(), "there is no .*config.json"),
+    "damaged config": (lambda f: (f / "config.json").write_text("{"), "cannot be read"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "there are no tensors"),
+    "unknown type": (
+        lambda f: changed(f, speculators_model_type="medusa", architectures=["Odd"]),
+        r"names the type medusa or Odd.*Speculative\(model\)",
+    ),
+    "width": (lambda f: changed(f, target_hidden_size=128), "hidden size: it has 128, this model has 64"),
+    "vocabulary": (
+        lambda f: changed(f, transformer_layer_config=dict(layer(f), vocab_size=5000)),
+        "vocabulary: it has 5000, this model has 97",
+    ),
+    "layers": (
+        lambda f: changed(f, eagle_aux_hidden_state_layer_ids=[1, 2, 9]),
+        r"inputs of layers \[1, 2, 9\], this model has 4",
+    ),
+    "width of embeddings": (
+        lambda f: changed(
+            f, target_hidden_size=64, transformer_layer_config=dict(layer(f), hidden_size=32)
+        ),
+        "width of the embedding table: it has 32, this model has 64",
+    ),
+    "verifier": (lambda f: changed(f, speculators_config=verified_by("Qwen3ForCausalLM")), "for a Qwen3ForCausalLM"),
+    "form of its layers": (
+        lambda f: changed(f, transformer_layer_config=dict(layer(f), model_type="gpt2")),
+        "must be of the form of llama",
+    ),
+    "quantised": (lambda f: changed(f, quantization_config={"bits": 4}), "quantised"),
+    "missing tensor": (lambda f: edited(f, lambda t: t.pop("fc.weight")), "has no tensor 'fc.weight'"),
+    "missing norm": (lambda f: changed(f, norm_before_fc=True), "has no tensor 'input_norm.weight'"),
+    "shape": (
+        lambda f: edited(f, lambda t: t.update({"fc.weight": torch.ones(64, 64)})),
+        r"'fc.weight' must be \[64, 192\].*got \[64, 64\]",
+    ),
+    "no mapping": (lambda f: edited(f, lambda t: t.pop("d2t")), "no tensor 'd2t' tells which"),
+    "ids in place of offsets": (
+        lambda f: edited(f, lambda t: t.update({"d2t": t["d2t"] + torch.arange(len(t["d2t"]))})),
+        "as offsets",
+    ),
+    "another t2d": (lambda f: edited(f, lambda t: t.update({"t2d": t["t2d"].flip(0)})), "'d2t' and 't2d'"),
+}
+
+
+def layer(folder):
+    return json.loads((folder / "config.json").read_text())["transformer_layer_config"]
+
+
+def verified_by(architecture):
+    return dict(algorithm="eagle3", verifier=dict(name_or_path="a/b", architectures=[architecture]))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case, folder, target):
+    spoil, words = REFUSED[case]
+    spoil(folder)
+    with pytest.raises(ValueError, match=words) as error:
+        load_drafter(folder, target)
+    assert str(folder) in str(error.value)
+
+
+def test_a_truncated_bin_file(tmp_path, target):
+    eagle3_checkpoint(tmp_path, target, form="original")
+    file = tmp_path / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:4000])
+    with pytest.raises(ValueError, match="was cut off"):
+        load_drafter(tmp_path, target)
+
+
+def test_paths_that_are_nothing(tmp_path, target):
+    with pytest.raises(FileNotFoundError, match="no such file or folder"):
+        load_drafter(tmp_path / "missing", target)
+    (tmp_path / "head.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="must end in"):
+        load_drafter(tmp_path / "head.gguf", target)
+
+
+def test_a_head_is_used_with_its_model_alone(folder, target):
+    method = load_drafter(folder, target)
+    ids = torch.tensor([[3, 4, 5]])
+    with pytest.raises(
+        ValueError, match=r"EAGLE-3 head belongs to another model.*hidden size: it has 64, this model has 96"
+    ):
+        generate(small_model("llama", num_hidden_layers=4, hidden_size=96), ids, method, max_new_tokens=3)
+    with pytest.raises(ValueError, match="inputs of layers"):
+        generate(small_model("llama"), ids, method, max_new_tokens=3)
+    with pytest.raises(TypeError, match="head must be one that load_drafter"):
+        generate(target, ids, Eagle3(target), max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    "settings,words",
+    [
+        (dict(length=0), 'length, if not "auto", must be a whole number, 1 to 32, got 0'),
+        (dict(length="four"), "length"),
+        (dict(branching="wide"), "branching"),
+        (dict(branching=()), "1 to 32 levels"),
+        (dict(ngram=3), "ngram must be NGram"),
+        (dict(hit_rates=[0.5]), "hit_rates must be a row of rates"),
+    ],
+)
+def test_settings_are_checked(settings, words, folder, target):
+    head = load_drafter(folder, target).head
+    with pytest.raises((ValueError, TypeError), match=f"Eagle3: .*{words}"):
+        Eagle3(head, **settings)
+
+
+def test_rules_that_it_cannot_serve_are_refused(folder, target):
+    method = load_drafter(folder, target)
+    options = dict(max_new_tokens=3, temperature=1.0, seeds=1)
+    with pytest.raises(ValueError, match="longest_branch"):
+        generate(target, torch.tensor([[3, 4, 5]]), method, rule="longest_branch", **options)
+    tree = pass_ext.Eagle3(method.head, branching=(2, 1))
+    with pytest.raises(ValueError, match="takes chains"):
+        generate(target, torch.tensor([[3, 4, 5]]), tree, rule="block", **options)
