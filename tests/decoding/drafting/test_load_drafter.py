@@ -98,9 +98,7 @@ REFUSED = {
         r"inputs of layers \[1, 2, 9\], this model has 4",
     ),
     "width of embeddings": (
-        lambda f: changed(
-            f, target_hidden_size=64, transformer_layer_config=dict(layer(f), hidden_size=32)
-        ),
+        lambda f: changed(f, target_hidden_size=64, transformer_layer_config=dict(layer(f), hidden_size=32)),
         "width of the embedding table: it has 32, this model has 64",
     ),
     "verifier": (lambda f: changed(f, speculators_config=verified_by("Qwen3ForCausalLM")), "for a Qwen3ForCausalLM"),
