@@ -242,6 +242,32 @@ class Eagle3(HeadMethod):
     settings."""
 
 
+@dataclass(frozen=True)
+class DFlash:
+    """A head of the DFlash family, which was trained for the model, drafts a block of tokens in one call of its own, from
+    states that the model has computed for its text.
+
+    Args:
+        head: DFlash, DSpark or DFlash-2, as ``pass_ext.load_drafter`` reads it.
+        length: tokens that are drafted; None: as many as the head's blocks have.
+        rows: the most rows of one call per request: candidates are a tree, the best paths through the head's lattice of tokens.
+            For greedy texts and rules that need no draft logits. None: a chain.
+        ngram: n-gram candidates join the tree.
+    """
+
+    head: Any
+    length: int | None = None
+    rows: int | None = None
+    ngram: NGram | None = None
+
+    def __post_init__(self) -> None:
+        if self.length is not None:
+            whole_number("DFlash: length, if not None,", self.length, 1, MAX_PLANNED_ROWS)
+        if self.rows is not None:
+            whole_number("DFlash: rows, if not None,", self.rows, 2, MAX_PLANNED_ROWS)
+        instance("DFlash: ngram", self.ngram, (NGram, NoneType), "NGram(...) or None")
+
+
 def _check_length(name: str, length: Any) -> None:
     if not (isinstance(length, str) and length == "auto"):
         whole_number(f'{name}: length, if not "auto",', length, 1, MAX_DRAFT_LEVELS)

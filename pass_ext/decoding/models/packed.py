@@ -96,6 +96,7 @@ class StepAttend(Attend, Protocol):
         chunk: int = -1,
         lists: Tensor | None = None,
         bias: Tensor | None = None,
+        visible: Tensor | None = None,
     ) -> Tensor:
         """As ``Attend``.
 
@@ -103,6 +104,8 @@ class StepAttend(Attend, Protocol):
             lists: the keys of each row, as ``ChosenKeys`` has them; None: all that it sees.
             bias: ``[N, heads, distances]``, added to the logits of the keys that are 0, 1 … tokens back; without lists,
                 softcap, sinks, chunk and entries. None: nothing is.
+            visible: ``[N, W]``, which rows of its request each row sees in this layer, as in ``attention_tree``. None: those of
+                its tree.
         """
 
     @property

@@ -75,9 +75,10 @@ class StepAttention(StepAttend):
         chunk: int = -1,
         lists: Tensor | None = None,
         bias: Tensor | None = None,
+        visible: Tensor | None = None,
     ) -> Tensor:
         options: dict[str, Any] = dict(scale=scale, softcap=softcap, window=window, sinks=sinks, chunk=chunk)
-        return self._of_layer(layer, q, k, v, lists, options, bias)
+        return self._of_layer(layer, q, k, v, lists, options, bias, visible)
 
     def _of_layer(
         self,
@@ -88,6 +89,7 @@ class StepAttention(StepAttend):
         lists: Tensor | None,
         options: dict[str, Any],
         bias: Tensor | None = None,
+        visible: Tensor | None = None,
     ) -> Tensor:
         if options["scale"] is None:
             options["scale"] = q.shape[-1] ** -0.5
@@ -99,7 +101,7 @@ class StepAttention(StepAttend):
         v = k[..., : widths[1]] if is_shared else padded(v, widths[1])
         k, v = self._stored(layer, k, v, is_shared=is_shared)
         self._keep(layer, k, v, dims, options, is_shared=is_shared)
-        return self._of_kept(layer, q, lists, options, bias, entries)
+        return self._of_kept(layer, q, lists, options, bias, entries, visible)
 
     def of_earlier(
         self, layer: int, q: Tensor, lists: Tensor | None = None, bias: Tensor | None = None, **options: Any
@@ -117,6 +119,7 @@ class StepAttention(StepAttend):
         options: dict[str, Any],
         bias: Tensor | None,
         entries: tuple[Tensor, Tensor] | None,
+        visible: Tensor | None = None,
     ) -> Tensor:
         """Attention to the keys and values that a layer has kept."""
         (keys, values), (k, v, dims) = self._session.caches[layer], self._kept[layer]
@@ -128,7 +131,7 @@ class StepAttention(StepAttend):
             attention = partial(self._attention, **options)
             out = distances.attend(attention, q, bias, (keys, values), (k, v), options["scale"])
         elif entries is None:
-            out, _ = self._attended(*rows, key_lists=lists, **options)
+            out, _ = self._attended(*rows, key_lists=lists, visible=visible, **options)
         else:
             own = self._attended(*rows, key_lists=lists, **{**options, "sinks": None})
             out = self._joined_with_entries(own, q[..., : dims[1]], keys, *entries, **options)
@@ -309,14 +312,15 @@ class StepAttention(StepAttend):
         k: Tensor | None,
         v: Tensor | None,
         prefix_lens: Tensor | None = None,
+        visible: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
         """``attention_tree`` of the call."""
         trees, lens = self._trees, self._session.prefix_lens if prefix_lens is None else prefix_lens
         depths = trees.depths if max(options["window"], options["chunk"]) >= 0 else None
         return attention_tree(
-            q, keys, values, lens, trees.cu_nodes, trees.visible, trees.max_nodes, k_new=k, v_new=v, depths=depths,
-            batch_invariant=self.batch_invariant, **options,
+            q, keys, values, lens, trees.cu_nodes, trees.visible if visible is None else visible, trees.max_nodes, k_new=k,
+            v_new=v, depths=depths, batch_invariant=self.batch_invariant, **options,
         )  # fmt: skip
 
     def _distances(self, count: int, window: int, room: int) -> DistanceBias:

@@ -1,0 +1,40 @@
+"""``best_paths``: the most probable paths through a lattice, as a tree.
+
+    reach(node) = product of the chances on its path;   nodes are taken by reach
+
+A lattice has some tokens at each place, and for each pair of neighbours the chance that the second follows the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+Chances = Sequence[Sequence[Sequence[float]]]
+"""By place, number of the token in front and number of the token. In front of the first place is the root alone, number 0."""
+
+
+def best_paths(tokens: Sequence[Sequence[int]], chances: Chances, most: int) -> tuple[list[int], list[int]]:
+    """The tree of at most so many nodes below the root.
+
+    tokens: of each place.
+
+    Returns:
+        ``(parents, tokens)`` of the nodes; -1 for the root's.
+    """
+    parents, found = [-1], [-1]
+    open_nodes: list[tuple[float, int, int, int]] = []  # (-reach, parent, number, place)
+
+    def open_below(parent: int, number: int, place: int, reach: float) -> None:
+        if place < len(tokens):
+            for k, chance in enumerate(chances[place][number]):
+                if chance > 0:
+                    heappush(open_nodes, (-reach * chance, parent, k, place))
+
+    open_below(0, 0, 0, 1.0)
+    while open_nodes and len(found) <= most:
+        reach, parent, number, place = heappop(open_nodes)
+        parents.append(parent)
+        found.append(tokens[place][number])
+        open_below(len(found) - 1, number, place + 1, -reach)
+    return parents, found

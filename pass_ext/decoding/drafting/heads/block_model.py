@@ -1,0 +1,210 @@
+"""``BlockModel``: the network of the DFlash family, which drafts a whole block of tokens in one call.
+
+    feature[t] = norm(fc(the target's states of token t))        of the tokens in front of the block
+    block      = embeddings of [the last token, mask, mask, …]
+    a layer    queries of the block's rows; keys and values of the block's rows and, by the same weights, of the features
+               x += o(attention);  x += mlp(norm(x));            DFlash-2: local convolutions around both
+    logits     = head(norm(x)), times a factor, capped
+
+The block's rows see all features and each other; in a causal layer not the rows after them. A call has the rows of new features
+in front of each block: their keys and values are kept, those of the block are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pass_ext.decoding.drafting.heads.local_convolution import LocalConvolution
+from pass_ext.decoding.models.module_ops import are_few, most_few_rows
+from pass_ext.decoding.models.packed import Adapted, StepAttend
+from pass_ext.decoding.models.slots import CallSlots
+from pass_ext.ops.layer import LayerWeights, layer_after_attention, layer_before_attention
+from pass_ext.ops.linear import linear_rows
+from pass_ext.ops.step import step_gate, step_rms_norm, step_rotary
+
+
+class BlockLayer(NamedTuple):
+    """A layer of the network."""
+
+    weights: LayerWeights
+    window: int = -1
+    """How far its rows see, as in ``attention_tree``."""
+    is_causal: bool = False
+    sinks: Tensor | None = None
+    around_attention: LocalConvolution | None = None
+    around_mlp: LocalConvolution | None = None
+
+
+class BlockWeights(NamedTuple):
+    """The network."""
+
+    table: Tensor
+    """``[V, d]``, input embeddings."""
+    fc: Tensor
+    feature_norm: Tensor
+    layers: Sequence[BlockLayer]
+    norm: Tensor
+    head: Callable[[Tensor], Tensor]
+    """The output layer."""
+    frequencies: Tensor
+    """``[D / 2]``, of the rotary embedding."""
+    head_dim: int
+    eps: float
+    mask: Tensor
+    """``[d]``, the row of a masked token."""
+    rotary_scale: float = 1.0
+    table_scale: float = 1.0
+    logits_scale: float = 1.0
+    cap: float = 0.0
+
+
+class BlockModel(Adapted):
+    """The network as a session calls it. ``prepare`` comes before each call.
+
+    Args:
+        weights: of the network.
+        block: rows of a block.
+        first: the first row that drafts: 0, or 1 if the masks stand where the drafts do.
+    """
+
+    name = "the block drafter"
+
+    def __init__(self, weights: BlockWeights, block: int, first: int) -> None:
+        # Not as Adapted does it: it is its own model.
+        self.model, self.table, self.caches = self, weights.table, len(weights.layers)
+        self.hidden = weights.table.new_empty(0)
+        """``[blocks, drafts, d]``, the rows that the last call's logits are of."""
+        self._weights, self._block, self._first = weights, block, first
+        self._to_keys, self._key_bias, self._layers = _with_joined_keys(weights.layers)
+        self._features = weights.table.new_empty(0)
+
+    def features(self, states: Tensor) -> Tensor:
+        """``[n, d]`` from the target's states ``[n, taps, d']``."""
+        weights = self._weights
+        states = states.flatten(1).to(weights.fc)
+        return step_rms_norm(_product(states, weights.fc), weights.feature_norm, eps=weights.eps)[0]
+
+    def prepare(self, features: Tensor, counts: Sequence[int], *, has_blocks: bool) -> None:
+        """Prepares the next call, whose rows are so many features of each request and, behind them, a block each."""
+        self._features, device = features, features.device
+        block = self._block if has_blocks else 0
+        ends = list(accumulate(count + block for count in counts))
+        of_block = [row for end in ends for row in range(end - block, end)]
+        of_features = [
+            row for end, count in zip(ends, counts, strict=True) for row in range(end - block - count, end - block)
+        ]
+        self._of_block, self._of_features = (torch.tensor(rows, device=device) for rows in (of_block, of_features))
+        # All rows of a request are visible to each other.
+        words = -(-max(count + block for count in counts) // 64)
+        bits = [[_word(count + block - 64 * word) for word in range(words)] for count in counts]
+        sizes = torch.tensor([count + block for count in counts], device=device)
+        self._visible = torch.tensor(bits, device=device).repeat_interleave(sizes, 0)
+
+    def embed(self, ids: Tensor, slots: Tensor) -> Tensor:
+        """The rows of the call; an id of -1 is a mask."""
+        weights = self._weights
+        rows = weights.table.new_empty(len(ids), weights.table.shape[1])
+        rows[self._of_features] = self._features
+        own = ids[self._of_block]
+        embedded = F.embedding(own.clamp(min=0), weights.table) * weights.table_scale
+        rows[self._of_block] = torch.where(own[:, None] < 0, weights.mask, embedded)
+        return rows
+
+    def __call__(
+        self, rows: Tensor, positions: Tensor, attend: StepAttend, wanted: Tensor | None, slots: CallSlots | None = None
+    ) -> Tensor:
+        """The logits of the drafting rows ``[blocks * drafts, Vd]``."""
+        weights, of_block, of_features = self._weights, self._of_block, self._of_features
+        cos, sin = self._rotations(positions, rows.dtype)
+        turns = cos[of_block], sin[of_block]
+        x, size = rows[of_block], weights.head_dim
+        kept = _product(rows[of_features], self._to_keys, self._key_bias)
+        kept = kept.unflatten(1, (len(self._layers), 2, -1, size))
+        for number, layer in enumerate(self._layers):
+            normed = step_rms_norm(kept[:, number, 0], layer.weights.k_norm, eps=weights.eps)[0]  # type: ignore[arg-type]
+            keys = step_rotary(normed, normed, cos[of_features], sin[of_features])[1]
+            q, k, v, deltas = self._before(layer, x, turns)
+            all_k, all_v = (rows.new_empty(len(rows), *keys.shape[1:]) for _ in range(2))
+            all_k[of_features], all_v[of_features] = keys, kept[:, number, 1]
+            all_k[of_block], all_v[of_block] = k, v
+            # Nobody needs what the features attend to.
+            all_q = rows.new_zeros(len(rows), q.shape[1] if len(x) else keys.shape[1], size)
+            if len(x):
+                all_q[of_block] = q
+            seen = None if layer.is_causal else self._visible
+            out = attend(number, all_q, all_k, all_v, window=layer.window, sinks=layer.sinks, visible=seen)
+            if len(x):
+                x = self._after(layer, out[of_block].flatten(1), x, deltas)
+        x = x.unflatten(0, (-1, self._block))[:, self._first :]
+        self.hidden = step_rms_norm(x, weights.norm, eps=weights.eps)[0]
+        logits = weights.head(self.hidden.flatten(0, 1)) * weights.logits_scale
+        return torch.tanh(logits / weights.cap) * weights.cap if weights.cap else logits
+
+    def _before(
+        self, layer: BlockLayer, x: Tensor, turns: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys and values of the block's rows, and the deltas of the convolution behind attention."""
+        weights, convolution, eps, deltas = layer.weights, layer.around_attention, self._weights.eps, None
+        norm = weights.input_norm
+        if convolution is not None:
+            normed = step_rms_norm(x, norm, eps=eps)[0]  # type: ignore[arg-type]
+            x, deltas = convolution.before(self._in_blocks(normed))
+            x, norm = x.flatten(0, 1), None
+        q, k, v = layer_before_attention(
+            x, weights.q_weight, weights.k_weight, weights.v_weight, head_dim=self._weights.head_dim, q_bias=weights.q_bias,
+            k_bias=weights.k_bias, v_bias=weights.v_bias, input_norm=norm, q_norm=weights.q_norm, k_norm=weights.k_norm,
+            cos=turns[0], sin=turns[1], eps=eps,
+        )  # fmt: skip
+        return q, k, v, deltas
+
+    def _after(self, layer: BlockLayer, attended: Tensor, x: Tensor, deltas: Tensor | None) -> Tensor:
+        """The block's rows behind the layer."""
+        weights, eps = layer.weights, self._weights.eps
+        if deltas is None or layer.around_attention is None or layer.around_mlp is None:
+            return layer_after_attention(
+                attended, x, weights.o_weight, weights.gate_weight, weights.up_weight, weights.down_weight,
+                o_bias=weights.o_bias, mlp_norm=weights.mlp_norm, eps=eps,
+            )  # fmt: skip
+        out = self._in_blocks(linear_rows(attended, weights.o_weight, weights.o_bias))
+        x = x + layer.around_attention.after(out, deltas).flatten(0, 1)
+        normed = step_rms_norm(x, weights.mlp_norm, eps=eps)[0]  # type: ignore[arg-type]
+        inner, deltas = layer.around_mlp.before(self._in_blocks(normed))
+        gated = step_gate(linear_rows(inner, weights.gate_weight), linear_rows(inner, weights.up_weight))
+        return x + layer.around_mlp.after(linear_rows(gated, weights.down_weight), deltas).flatten(0, 1)
+
+    def _in_blocks(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (-1, self._block))
+
+    def _rotations(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        angles = positions[:, None] * self._weights.frequencies
+        angles = torch.cat((angles, angles), -1)
+        return tuple((turn(angles) * self._weights.rotary_scale).to(dtype) for turn in (torch.cos, torch.sin))  # type: ignore[return-value]
+
+
+def _with_joined_keys(layers: Sequence[BlockLayer]) -> tuple[Tensor, Tensor | None, list[BlockLayer]]:
+    """The weights of keys and values of all layers as one, for the features; and the layers, whose own are parts of it."""
+    weights = [weight for layer in layers for weight in (layer.weights.k_weight, layer.weights.v_weight)]
+    joined = torch.cat(weights)
+    parts = iter(joined.split([len(weight) for weight in weights]))
+    own = [
+        layer._replace(weights=layer.weights._replace(k_weight=next(parts), v_weight=next(parts))) for layer in layers
+    ]
+    biases = [bias for layer in layers for bias in (layer.weights.k_bias, layer.weights.v_bias) if bias is not None]
+    return joined, torch.cat(biases) if biases else None, own
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Of a few rows, or of the many of a prompt."""
+    is_few = are_few(len(x), most_few_rows(x.dtype, x.is_cpu))
+    return linear_rows(x, weight, bias) if is_few else F.linear(x, weight, bias)
+
+
+def _word(bits: int) -> int:
+    """An int64 whose first so many bits are set."""
+    return -1 if bits >= 64 else (1 << max(bits, 0)) - 1
