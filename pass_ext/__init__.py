@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pass_ext.decoding.drafting.drafter import Drafter, DraftingMethod
     from pass_ext.decoding.drafting.heads.load import load_drafter
     from pass_ext.decoding.generation import generate
-    from pass_ext.decoding.methods import Eagle3, MultiCandidate, NGram, PaSS, Plain, Speculative
+    from pass_ext.decoding.methods import DFlash, Eagle3, MultiCandidate, NGram, PaSS, Plain, Speculative
     from pass_ext.decoding.models.early_exit import EarlyExitDraft
     from pass_ext.decoding.models.packed import PackedModel
     from pass_ext.decoding.requests.grammar import Grammar
@@ -45,6 +45,7 @@ except PackageNotFoundError:  # imported from a source tree that was never insta
 __all__ = [
     "RULES",
     "AcceptResult",
+    "DFlash",
     "Drafter",
     "DraftingMethod",
     "Eagle3",
@@ -83,6 +84,7 @@ __all__ = [
 # Loaded at first use: users of the ops alone do not pay for importing the decoder, and custom_generate needs transformers.
 _MODULES = ("distributed", "drafting", "layers")
 _LATER = {
+    "DFlash": "decoding.methods",
     "Drafter": "decoding.drafting.drafter",
     "DraftingMethod": "decoding.drafting.drafter",
     "Eagle3": "decoding.methods",

@@ -1,28 +1,41 @@
-"""Small random drafters of the DFlash family, as their files have them, and what they draft by a plain loop from the formulas."""
+"""Small random heads of the DFlash family, as their files have them, and what they draft by a plain loop from the formulas."""
 
+import json
 import math
 
 import torch
-from torch.nn.functional import embedding, pad, silu, softmax
+from torch.nn.functional import pad, silu, softmax
 
 BLOCK, MASK = 5, 6
 
 
-def settings(kind, own=True, block=BLOCK, **changes):
+def written(folder, config, tensors):
+    """Writes a checkpoint -> its folder."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def settings(kind, own=True, width=64, vocabulary=11, drafted=None, block=BLOCK, **changes):
     """The config of two layers: of a kind, in its own form or in that of speculators. The second layer has a window."""
     layers = dict(
+        hidden_size=width, intermediate_size=96, vocab_size=vocabulary,
         model_type="qwen3", hidden_act="silu", num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         layer_types=["full_attention", "sliding_attention"], sliding_window=9,
     )  # fmt: skip
     more = {
         "dflash": {},
-        "dspark": dict(markov_rank=3, markov_head_type="vanilla"),
+        "dspark": dict(markov_rank=3, markov_head_type="vanilla", confidence_head_with_markov=True),
         "dflash2": dict(conv_kernel_size=2, conv_group_size=16, selector_rank=3, selector_top_k=4),
     }[kind]
     if not own:
         taps = dict(aux_hidden_state_layer_ids=[1, 2])
         mine = dict(speculators_model_type=kind, block_size=block, mask_token_id=MASK, **taps, **more)
+        mine["draft_vocab_size"] = vocabulary if drafted is None else len(drafted)
         return {**mine, "transformer_layer_config": layers, **changes}
     mine = dict(mask_token_id=MASK, target_layer_ids=[0, 1], **more)
     name = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel", "dflash2": "DFlash2DraftModel"}[kind]
@@ -109,7 +122,8 @@ def block_rows(found, kind, states, root, table, *, block=BLOCK, first=1, causal
         both = torch.cat((features, y))
 
         def heads(rows, name, own=own):
-            return (rows @ own[f"self_attn.{name}_proj.weight"].T).view(len(rows), -1, 16).transpose(0, 1)
+            out = rows @ own[f"self_attn.{name}_proj.weight"].T + own.get(f"self_attn.{name}_proj.bias", 0.0)
+            return out.view(len(rows), -1, 16).transpose(0, 1)
 
         q = _turned(_norm(heads(y, "q"), own["self_attn.q_norm.weight"]), positions[at:])
         k = _turned(_norm(heads(both, "k"), own["self_attn.k_norm.weight"]), positions).repeat_interleave(2, 0)
@@ -120,8 +134,11 @@ def block_rows(found, kind, states, root, table, *, block=BLOCK, first=1, causal
             hidden |= distance >= window
         if causal[i]:
             hidden |= distance < 0
-        weights = softmax((q @ k.transpose(1, 2) / 4).masked_fill(hidden, -math.inf), -1)
+        seen = (q @ k.transpose(1, 2) / 4).masked_fill(hidden, -math.inf)
+        sinks = own.get("self_attn.attention_sink_bias", torch.full((4,), -math.inf))
+        weights = softmax(torch.cat((seen, sinks[:, None, None].expand(-1, block, 1)), -1), -1)[..., :-1]
         y = (weights @ v).transpose(0, 1).flatten(1) @ own["self_attn.o_proj.weight"].T
+        y = y + own.get("self_attn.o_proj.bias", 0.0)
         if kind == "dflash2":
             y = _convolved(y, own["attention_conv.base_kernel"][1], deltas[:, 1])
         x = x + y
@@ -136,9 +153,8 @@ def block_rows(found, kind, states, root, table, *, block=BLOCK, first=1, causal
     return _norm(x, found["norm.weight"])[first:]
 
 
-def place_scores(found, kind, row, before, head, vocabulary):
-    """The scores ``[V]`` of one place, whose row is ``[d]``, below a token."""
-    logits = found.get("lm_head.weight", head) @ row
+def place_scores(found, kind, row, before, logits, vocabulary):
+    """The scores ``[V]`` of one place, whose row ``[d]`` has these logits ``[Vd]``, below a token."""
     if kind == "dspark":
         logits = logits + found["markov_head.markov_w2.weight"] @ found["markov_head.markov_w1.weight"][before]
     if kind == "dflash2":
@@ -153,8 +169,8 @@ def place_scores(found, kind, row, before, head, vocabulary):
     return torch.full((vocabulary,), -math.inf).scatter(0, targets, logits)
 
 
-def drafted(found, kind, states, root, table, head, levels, **options):
-    """The greedy chain of at most so many levels."""
+def drafted(found, kind, states, root, table, head, levels, *, factor=1.0, cap=math.inf, **options):
+    """The greedy chain of at most so many levels. factor, cap: of the logits."""
     chain, reach, before = [], 1.0, root
     for row in block_rows(found, kind, states, root, table, **options)[:levels]:
         if kind == "dspark":
@@ -163,7 +179,9 @@ def drafted(found, kind, states, root, table, head, levels, **options):
             reach *= float(torch.sigmoid(weight @ known + bias))
             if chain and reach < 0.1:
                 break
-        before = int(place_scores(found, kind, row, before, head, len(table)).argmax())
+        logits = factor * (found.get("lm_head.weight", head) @ row)
+        logits = logits if cap == math.inf else cap * torch.tanh(logits / cap)
+        before = int(place_scores(found, kind, row, before, logits, len(table)).argmax())
         chain.append(before)
     return chain
 

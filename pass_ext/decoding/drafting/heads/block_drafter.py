@@ -21,7 +21,6 @@ from pass_ext.decoding.drafting.heads.best_paths import best_paths
 from pass_ext.decoding.drafting.heads.block_model import BlockModel
 from pass_ext.decoding.drafting.heads.dflash import DFlashHead
 from pass_ext.decoding.methods import DFlash
-from pass_ext.decoding.models.parts import unwrapped
 from pass_ext.decoding.models.vocabulary import in_vocabulary
 from pass_ext.decoding.session.session import Session, uploaded
 from pass_ext.tree import PackedTrees, Tree
@@ -48,7 +47,7 @@ class BlockDrafter(Drafter):
         self.max_depth, self.taps = length, head.taps
         self._head, self._context, self._rows = head, context, rows
         self._block = length + head.first
-        self._model = BlockModel(head.weights, self._block, head.first)
+        self._model = BlockModel(head.weights, context.target, self._block, head.first)
         self._mode = drawing_mode(context.sampling, context.rule)
         self._chain = Tree.chain(length)
         self._slices = [self._chain.slice(levels) for levels in range(length + 1)]
@@ -157,7 +156,7 @@ class BlockDrafter(Drafter):
         """``[n, V]`` of one place, below these tokens ``[n]``."""
         head, target = self._head, self._context.target.table
         if head.transition is not None:
-            logits = head.transition.scores(logits, self._model.hidden[:, level], before.clamp(min=0))
+            logits = head.transition.scores(logits, self._model.hidden[:, level], before)
         if head.targets is not None:
             logits = logits.new_full((len(logits), len(target)), -torch.inf).index_copy_(1, head.targets, logits)
         return in_vocabulary(logits, len(target), target.device)
@@ -170,8 +169,8 @@ class BlockDrafter(Drafter):
             return list(depths)
         reach, reached = torch.ones(len(tokens), device=tokens.device), []
         for level in range(tokens.shape[1] - 1):
-            hidden, before = self._model.hidden[:, level], head.transition.left[tokens[:, level].clamp(min=0)]
-            reach = reach * head.confidence.of(hidden, before)
+            hidden = self._model.hidden[:, level]
+            reach = reach * head.confidence.of(hidden, head.transition.latent(tokens[:, level], hidden))
             reached.append(reach)
         worth = (torch.stack(reached, 1) >= _LEAST_REACH).sum(1).clamp(min=1).tolist()
         return list(map(min, depths, worth))
@@ -218,10 +217,6 @@ def dflash_drafters(method: DFlash, context: DraftContext) -> list[Drafter]:
     head = method.head
     if not isinstance(head, DFlashHead):
         raise TypeError(f"DFlash: head must be as pass_ext.load_drafter reads it, got {type_of(head)}")
-    if head.model is not unwrapped(context.target.model):
-        raise ValueError(
-            "DFlash: the head was loaded for another model: pass_ext.load_drafter(path, model) with this one"
-        )
     length = head.length if method.length is None else method.length
     if length > head.length:
         raise ValueError(

@@ -13,17 +13,20 @@ in front of each block: their keys and values are kept, those of the block are n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pass_ext.decoding.drafting.heads.local_convolution import LocalConvolution
-from pass_ext.decoding.models.module_ops import are_few, most_few_rows
+from pass_ext.decoding.models.module_ops import are_few, is_light_linear, most_few_rows
 from pass_ext.decoding.models.packed import Adapted, StepAttend
+from pass_ext.decoding.models.parts import unwrapped
 from pass_ext.decoding.models.slots import CallSlots
+from pass_ext.decoding.session.session import uploaded
 from pass_ext.ops.layer import LayerWeights, layer_after_attention, layer_before_attention
 from pass_ext.ops.linear import linear_rows
 from pass_ext.ops.step import step_gate, step_rms_norm, step_rotary
@@ -44,21 +47,22 @@ class BlockLayer(NamedTuple):
 class BlockWeights(NamedTuple):
     """The network."""
 
-    table: Tensor
-    """``[V, d]``, input embeddings."""
     fc: Tensor
     feature_norm: Tensor
     layers: Sequence[BlockLayer]
     norm: Tensor
-    head: Callable[[Tensor], Tensor]
-    """The output layer."""
-    frequencies: Tensor
-    """``[D / 2]``, of the rotary embedding."""
+    rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    """Cosines and sines of positions ``[N]``, like rows ``[N, d]``."""
     head_dim: int
     eps: float
-    mask: Tensor
-    """``[d]``, the row of a masked token."""
-    rotary_scale: float = 1.0
+    mask: int
+    """The token that stands for a mask."""
+    mask_row: Tensor | None = None
+    """``[d]``, its row, if that is not of the table."""
+    table: Tensor | None = None
+    """``[V, d]``, its own input embeddings; None: the target's."""
+    output: Tensor | None = None
+    """``[Vd, d]``, its own output layer; None: the target's."""
     table_scale: float = 1.0
     logits_scale: float = 1.0
     cap: float = 0.0
@@ -69,20 +73,24 @@ class BlockModel(Adapted):
 
     Args:
         weights: of the network.
+        target: the model that it drafts for.
         block: rows of a block.
         first: the first row that drafts: 0, or 1 if the masks stand where the drafts do.
     """
 
     name = "the block drafter"
 
-    def __init__(self, weights: BlockWeights, block: int, first: int) -> None:
+    def __init__(self, weights: BlockWeights, target: Adapted, block: int, first: int) -> None:
         # Not as Adapted does it: it is its own model.
-        self.model, self.table, self.caches = self, weights.table, len(weights.layers)
-        self.hidden = weights.table.new_empty(0)
+        self.model, self.caches = self, len(weights.layers)
+        self.table = _table_of(target) if weights.table is None else weights.table
+        self._mask = self.table[weights.mask] * weights.table_scale if weights.mask_row is None else weights.mask_row
+        self._output = _output_of(target) if weights.output is None else partial(linear_rows, weight=weights.output)
+        self.hidden = self.table.new_empty(0)
         """``[blocks, drafts, d]``, the rows that the last call's logits are of."""
         self._weights, self._block, self._first = weights, block, first
         self._to_keys, self._key_bias, self._layers = _with_joined_keys(weights.layers)
-        self._features = weights.table.new_empty(0)
+        self._features = self.table.new_empty(0)
 
     def features(self, states: Tensor) -> Tensor:
         """``[n, d]`` from the target's states ``[n, taps, d']``."""
@@ -99,21 +107,20 @@ class BlockModel(Adapted):
         of_features = [
             row for end, count in zip(ends, counts, strict=True) for row in range(end - block - count, end - block)
         ]
-        self._of_block, self._of_features = (torch.tensor(rows, device=device) for rows in (of_block, of_features))
+        self._of_block, self._of_features = (uploaded(rows, device) for rows in (of_block, of_features))
         # All rows of a request are visible to each other.
         words = -(-max(count + block for count in counts) // 64)
         bits = [[_word(count + block - 64 * word) for word in range(words)] for count in counts]
-        sizes = torch.tensor([count + block for count in counts], device=device)
-        self._visible = torch.tensor(bits, device=device).repeat_interleave(sizes, 0)
+        sizes = uploaded([count + block for count in counts], device)
+        self._visible = uploaded(bits, device).repeat_interleave(sizes, 0)
 
     def embed(self, ids: Tensor, slots: Tensor) -> Tensor:
         """The rows of the call; an id of -1 is a mask."""
-        weights = self._weights
-        rows = weights.table.new_empty(len(ids), weights.table.shape[1])
+        rows = self.table.new_empty(len(ids), self.table.shape[1])
         rows[self._of_features] = self._features
         own = ids[self._of_block]
-        embedded = F.embedding(own.clamp(min=0), weights.table) * weights.table_scale
-        rows[self._of_block] = torch.where(own[:, None] < 0, weights.mask, embedded)
+        embedded = F.embedding(own.clamp(min=0), self.table) * self._weights.table_scale
+        rows[self._of_block] = torch.where(own[:, None] < 0, self._mask, embedded)
         return rows
 
     def __call__(
@@ -121,7 +128,7 @@ class BlockModel(Adapted):
     ) -> Tensor:
         """The logits of the drafting rows ``[blocks * drafts, Vd]``."""
         weights, of_block, of_features = self._weights, self._of_block, self._of_features
-        cos, sin = self._rotations(positions, rows.dtype)
+        cos, sin = weights.rotary(rows, positions)
         turns = cos[of_block], sin[of_block]
         x, size = rows[of_block], weights.head_dim
         kept = _product(rows[of_features], self._to_keys, self._key_bias)
@@ -143,7 +150,7 @@ class BlockModel(Adapted):
                 x = self._after(layer, out[of_block].flatten(1), x, deltas)
         x = x.unflatten(0, (-1, self._block))[:, self._first :]
         self.hidden = step_rms_norm(x, weights.norm, eps=weights.eps)[0]
-        logits = weights.head(self.hidden.flatten(0, 1)) * weights.logits_scale
+        logits = self._output(self.hidden.flatten(0, 1)) * weights.logits_scale
         return torch.tanh(logits / weights.cap) * weights.cap if weights.cap else logits
 
     def _before(
@@ -181,10 +188,25 @@ class BlockModel(Adapted):
     def _in_blocks(self, rows: Tensor) -> Tensor:
         return rows.unflatten(0, (-1, self._block))
 
-    def _rotations(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        angles = positions[:, None] * self._weights.frequencies
-        angles = torch.cat((angles, angles), -1)
-        return tuple((turn(angles) * self._weights.rotary_scale).to(dtype) for turn in (torch.cos, torch.sin))  # type: ignore[return-value]
+
+def _table_of(target: Adapted) -> Tensor:
+    if not target.has_table:
+        raise ValueError(
+            "DFlash reads rows of the model's input embeddings, which must be a plain tensor in memory here: they are "
+            "quantised, offloaded or divided among ranks"
+        )
+    return target.table.detach()
+
+
+def _output_of(target: Adapted) -> Callable[[Tensor], Tensor]:
+    get_head = getattr(unwrapped(target.model), "get_output_embeddings", None)
+    head = None if get_head is None else get_head()
+    if not isinstance(head, nn.Module):
+        raise ValueError(
+            "DFlash: the head has no output layer of its own, and "
+            f"{type(target.model).__name__} no get_output_embeddings() that gives the model's"
+        )
+    return partial(linear_rows, weight=head.weight.detach(), bias=head.bias) if is_light_linear(head) else head
 
 
 def _with_joined_keys(layers: Sequence[BlockLayer]) -> tuple[Tensor, Tensor | None, list[BlockLayer]]:

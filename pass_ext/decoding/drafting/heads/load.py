@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from pass_ext.decoding.drafting.heads.checkpoint import HeadCheckpoint
+from pass_ext.decoding.drafting.heads.dflash import DFlashHead, read_dflash
 from pass_ext.decoding.drafting.heads.eagle3 import read_eagle3
 from pass_ext.decoding.drafting.heads.head import HeadModule, TargetFacts, target_facts
-from pass_ext.decoding.methods import MAX_DRAFT_LEVELS, Eagle3, HeadMethod
+from pass_ext.decoding.methods import MAX_DRAFT_LEVELS, DFlash, Eagle3, HeadMethod
 from pass_ext.decoding.models.early_exit import packed_model
 
 _log = logging.getLogger("pass_ext")
@@ -23,22 +24,31 @@ _log = logging.getLogger("pass_ext")
 class Family(NamedTuple):
     """Heads of one kind."""
 
-    read: Callable[[HeadCheckpoint, TargetFacts], HeadModule]
-    method: type[HeadMethod]
+    read: Callable[[HeadCheckpoint, TargetFacts], HeadModule | DFlashHead]
+    method: type[HeadMethod | DFlash]
 
 
-_EAGLE3 = Family(read_eagle3, Eagle3)
+_EAGLE3, _DFLASH = Family(read_eagle3, Eagle3), Family(read_dflash, DFlash)
 FAMILIES: dict[str, Family] = {
     "eagle3": _EAGLE3,
     "Eagle3Speculator": _EAGLE3,
     "Eagle3DraftModel": _EAGLE3,
     "Eagle3LlamaForCausalLM": _EAGLE3,
     "LlamaForCausalLMEagle3": _EAGLE3,
+    "dflash": _DFLASH,
+    "dflash2": _DFLASH,
+    "dspark": _DFLASH,
+    "DFlashDraftModel": _DFLASH,
+    "DFlash2DraftModel": _DFLASH,
+    "DSparkDraftModel": _DFLASH,
+    "Qwen3DSparkModel": _DFLASH,
+    "MuseGlimmerAssistantModel": _DFLASH,
+    "muse_glimmer_assistant": _DFLASH,
 }
 """By ``speculators_model_type``, or by one of ``architectures``."""
 
 
-def load_drafter(path: str | os.PathLike[str], model: Any) -> HeadMethod:
+def load_drafter(path: str | os.PathLike[str], model: Any) -> HeadMethod | DFlash:
     """The method that drafts with a head which was trained for this model, as ``generate`` takes it.
 
     Args:
@@ -46,8 +56,8 @@ def load_drafter(path: str | os.PathLike[str], model: Any) -> HeadMethod:
         model: as ``generate`` takes it. The head gets its dtype and device.
 
     Returns:
-        ``Eagle3``. ``dataclasses.replace(method, length=6)`` changes its settings; the length is the one that the checkpoint
-        proposes, if it does.
+        ``Eagle3`` or ``DFlash``. ``dataclasses.replace(method, length=6)`` changes its settings; the length is the one that the
+        checkpoint proposes, if it does.
 
     Refuses with a ValueError a checkpoint of an unknown type, of another model, or cut off. The log names tensors that the head
     has no use for.

@@ -45,7 +45,7 @@ class Transition(NamedTuple):
 
     def latent(self, before: Tensor, hidden: Tensor) -> Tensor:
         """``[..., r]``, the factor of ``right``. before: ``[...]``. hidden: ``[..., d]``."""
-        rows = F.embedding(before, self.left)
+        rows = F.embedding(before.clamp(0, len(self.left) - 1), self.left)  # -1: no token
         return rows if self.gate is None else rows * linear_rows(hidden, self.gate)
 
     def among(self, tokens: Tensor, latent: Tensor) -> Tensor:
