@@ -1,17 +1,33 @@
 """Drafters of the DFlash family: drafts are those of a plain loop from the formulas and of transformers' own network, texts are
 Plain's, and rules that divide by the drafts' distribution are exact."""
 
+import dataclasses
+import itertools
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from support.dflash_files import BLOCK, MASK, counted, drafted, settings, tensors, written
+from support.dflash_files import (
+    BLOCK,
+    MASK,
+    block_rows,
+    counted,
+    drafted,
+    place_scores,
+    settings,
+    states_of,
+    tensors,
+    written,
+)
 from support.generation import unpadded
+from support.grammars import Automaton
 from support.small_models import prompts, ragged_prompts, small_model, whole_prompts
 
 from benchmarks.architectures.models import tiny_model
-from pass_ext import Plain, Session, generate, load_drafter
+from pass_ext import DFlash, NGram, Plain, Session, Tree, generate, load_drafter
+from pass_ext.decoding.drafting.heads.best_paths import best_paths
 from pass_ext.decoding.drafting.heads.block_drafter import dflash_drafters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -19,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 VOCABULARY = 11
 LIMITS = dict(max_new_tokens=24, eos_token_id=[])
 KINDS = ("dflash", "dspark", "dflash2")
+CYCLE = {0: {3: 1, 4: 1, 5: 0}, 1: {6: 0, 7: 1, 1: 0}}  # a grammar
 DRAFTED = [1, 2, 4, 5, 7, 8, 9]  # the mapped vocabulary
 
 
@@ -47,10 +64,10 @@ def loop(kind, found, model, own=True, taps=(1, 2), **options):
 
 
 class Spy:
-    """A method that drafts as ``DFlash`` does, and keeps the chains of each request."""
+    """A method that drafts as ``DFlash`` does, and keeps the chains of each request, or what else of candidates."""
 
-    def __init__(self, method):
-        self.method, self.chains = method, None
+    def __init__(self, method, keeps=lambda candidates: list(candidates.tokens)):
+        self.method, self.keeps, self.chains = method, keeps, None
 
     def drafters(self, context):
         drafters = dflash_drafters(self.method, context)
@@ -60,7 +77,7 @@ class Spy:
             proposal = propose(batch)
             for chains, candidates in zip(self.chains, proposal.candidates, strict=True):
                 if candidates is not None:
-                    chains.append(list(candidates.tokens))
+                    chains.append(self.keeps(candidates))
             return proposal
 
         drafters[0].propose = kept
@@ -255,3 +272,158 @@ def test_drafts_are_those_of_transformers(seed, load):
     ours = generate(model, ids, method, **LIMITS)
     assert ours.sequences.tolist() == theirs.tolist()
     assert ours.stats.model_calls == len(calls) < 24
+
+
+# ---- texts ----
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_by_seed_are_plain_s(kind, load):
+    """Chains and trees are judged by the target's own noise; one text of the batch is greedy."""
+    model, (ids, mask) = target(), ragged_prompts(3, vocabulary=VOCABULARY)
+    method = load(*files(kind, own=kind == "dflash2", mapped=kind != "dflash2", seed=1), model)
+    sampled = dict(attention_mask=mask, temperature=[0.9, 0.0, 1.3], top_p=0.95, seeds=[3, 1, 4], **LIMITS)
+    plain = generate(model, ids, Plain(), **sampled)
+    for rows in (None, 12):
+        found = generate(model, ids, dataclasses.replace(method, rows=rows), **sampled)
+        assert torch.equal(found.sequences, plain.sequences)
+        assert found.stats.mean_acceptance_length > 1.02
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "coupled_inverse", "typical"])
+def test_other_rules_write_whole_texts(rule, load):
+    model, (ids, mask) = target(), ragged_prompts(3, vocabulary=VOCABULARY)
+    method = load(*files("dspark", own=False, mapped=True), model)
+    found = generate(model, ids, method, attention_mask=mask, temperature=1.0, seeds=5, rule=rule, **LIMITS)
+    assert found.lengths == (24,) * 3
+
+
+def test_an_8_bit_cache_a_grammar_and_ngrams(load):
+    """The target's cache, not the head's; under a grammar drafts are drawn from what it allows."""
+    model, ids = target(), whole_prompts(2, 20, vocabulary=VOCABULARY)
+    method = dataclasses.replace(load(*files("dspark", seed=1), model), ngram=NGram(shortest=1))
+    for more in (
+        lambda: dict(session=Session(model, cache_dtype=torch.int8)),
+        lambda: dict(grammar=Automaton(CYCLE), temperature=0.9, seeds=4),
+    ):
+        plain, found = (generate(model, ids, each, **LIMITS, **more()) for each in (Plain(), method))
+        assert torch.equal(found.sequences, plain.sequences)
+        assert found.stats.model_calls < plain.stats.model_calls
+
+
+# ---- trees ----
+
+
+def test_the_best_paths_of_a_lattice():
+    """Against all paths, in the order of their products."""
+    generator = torch.Generator().manual_seed(0)
+    chances = torch.rand(3, 4, 4, generator=generator).softmax(-1).tolist()
+    tokens = [[5, 3, 8, 1], [2, 9, 4, 7], [6, 0, 3, 5]]
+    parents, found = best_paths(tokens, chances, 20)
+    paths = []
+    for length in (1, 2, 3):
+        for numbers in itertools.product(range(4), repeat=length):
+            reach = 1.0
+            for place, (before, number) in enumerate(itertools.pairwise((0, *numbers))):
+                reach *= chances[place][before][number]
+            paths.append((reach, tuple(tokens[place][number] for place, number in enumerate(numbers))))
+    expected = {path for _, path in sorted(paths, reverse=True)[:20]}
+    tree, seen = Tree(parents), set()
+    for node in range(1, len(parents)):
+        seen.add(tuple(found[v] for v in tree.path(node)[1:]))
+    assert seen == expected and len(parents) == 21
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_hold_the_best_paths(kind, load):
+    """By the formula of the kind; greedy texts are Plain's, and trees accept more than chains."""
+    model, (ids, mask) = target(), ragged_prompts(8, vocabulary=VOCABULARY)
+    config, found = files(kind, seed=1)
+    method = load(config, found, model)
+    plain = generate(model, ids, Plain(), attention_mask=mask, **LIMITS)
+    spy = Spy(
+        dataclasses.replace(method, rows=8), keeps=lambda candidates: (candidates.tree.parents, candidates.tokens)
+    )
+    tree = generate(model, ids, spy, attention_mask=mask, **LIMITS)
+    chain = generate(model, ids, method, attention_mask=mask, **LIMITS)
+    assert torch.equal(tree.sequences, plain.sequences)
+    assert tree.stats.mean_acceptance_length > chain.stats.mean_acceptance_length
+    # The first tree of a text, by all paths of three tokens.
+    text = unpadded(tree.sequences, mask)[0]
+    prompt = int(mask[0].sum())
+    table, head = model.get_input_embeddings().weight, model.lm_head.weight
+    rows = block_rows(
+        found, kind, states_of(model, text[:prompt]), text[prompt], table, first=0 if kind == "dspark" else 1
+    )
+    chances = {(): 1.0}
+    for path in [path for n in range(1, 4) for path in itertools.product(range(VOCABULARY), repeat=n)]:
+        before, row = ([text[prompt], *path][-2], rows[len(path) - 1])
+        chances[path] = chances[path[:-1]] * float(
+            place_scores(found, kind, row, before, head @ row, VOCABULARY).softmax(-1)[path[-1]]
+        )
+    parents, tokens = spy.chains[0][0]
+    nodes = Tree(parents)
+    paths = {tuple(tokens[v - 1] for v in nodes.path(node)[1:]) for node in range(1, len(parents))}
+    shallow = {path for path in paths if len(path) <= 3}
+    least = min(chances[path] for path in shallow)
+    assert len(parents) == 8 and shallow >= {
+        path for path, chance in chances.items() if path and chance > least * 1.0001
+    }
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        (dict(num_target_layers=7), "trained for a model with 7 layers, and this one has 3"),
+        (dict(vocab_size=9000), "trained for a model with 9000 tokens, and this one has 11"),
+        (dict(block_size=None), "its config has no block_size"),
+        (dict(block_size=1), "block_size must be from 2 to 64, got 1"),
+        (dict(hidden_act="gelu"), "hidden_act must be silu, got 'gelu'"),
+        (dict(dflash_config=dict(target_layer_ids=[0, 1], mask_token_id=99)), "mask_token_id is 99"),
+        (
+            dict(dflash_config=dict(target_layer_ids=[0, 9], mask_token_id=6)),
+            "in front of layer 10, and the model has 3",
+        ),
+        (dict(dflash_config=dict(target_layer_ids=[0], mask_token_id=6)), r"'fc.weight' must be \[64, 64\]"),
+    ],
+    ids=str,
+)
+def test_other_targets_and_configs_are_refused(changes, message, load):
+    with pytest.raises(ValueError, match=message):
+        load(*files("dflash", **changes), target())
+
+
+def test_heads_and_settings_that_do_not_fit_are_refused(load):
+    model, ids = target(), whole_prompts(1, 5, vocabulary=VOCABULARY)
+    config, found = files("dflash")
+    with pytest.raises(ValueError, match="trained for a model with 64 numbers in a state, and this one has 32"):
+        load(config, found, small_model("llama", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3))
+    config, markov = files("dspark", markov_head_type="rnn")
+    config["dflash_config"]["markov_head_type"] = "rnn"
+    with pytest.raises(ValueError, match="markov_head_type must be vanilla, got 'rnn'"):
+        load(config, markov, model)
+    short = dict(found)
+    del short["layers.1.mlp.down_proj.weight"]
+    with pytest.raises(ValueError, match=r"no tensor 'layers.1.mlp.down_proj.weight'"):
+        load(files("dflash")[0], short, model)
+    method = load(files("dflash")[0], found, model)
+    with pytest.raises(ValueError, match="length must be at most 4, what a block of this head drafts, got 5"):
+        generate(model, ids, dataclasses.replace(method, length=5), **LIMITS)
+    with pytest.raises(ValueError, match="rows must be None, a chain, for rule 'rejection'"):
+        generate(model, ids, dataclasses.replace(method, rows=9), rule="rejection", temperature=1.0, **LIMITS)
+    with pytest.raises(TypeError, match="head must be one that load_drafter"):
+        generate(model, ids, DFlash(model), **LIMITS)
+    with pytest.raises(ValueError, match="DFlash: length, if not None, must be"):
+        DFlash(method.head, length=0)
+    with pytest.raises(ValueError, match="DFlash: rows, if not None, must be"):
+        DFlash(method.head, rows=1)
+
+
+def test_a_shorter_length_drafts_less_of_a_shorter_block(load):
+    model, ids = target(), whole_prompts(1, 20, vocabulary=VOCABULARY)
+    config, found = files("dflash", seed=1)
+    method = dataclasses.replace(load(config, found, model), length=2)
+    check(model, method, loop("dflash", found, model, block=3), ids)

@@ -216,7 +216,9 @@ def dflash_drafters(method: DFlash, context: DraftContext) -> list[Drafter]:
     """The drafters of ``DFlash``: the head's, and n-grams."""
     head = method.head
     if not isinstance(head, DFlashHead):
-        raise TypeError(f"DFlash: head must be as pass_ext.load_drafter reads it, got {type_of(head)}")
+        raise TypeError(
+            f"DFlash: head must be one that load_drafter(path, model) has read for DFlash, got {type_of(head)}"
+        )
     length = head.length if method.length is None else method.length
     if length > head.length:
         raise ValueError(

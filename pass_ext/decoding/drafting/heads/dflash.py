@@ -194,8 +194,8 @@ class _Reader:
         lowest, highest, different = int(targets.min()), int(targets.max()), len(targets.unique())
         if lowest < 0 or highest >= self.target.vocabulary or different < count:
             raise self.checkpoint.refusal(
-                f"tensor 'd2t' must lead to {count} different tokens of the model's {self.target.vocabulary}, as offsets: token "
-                f"i of the head is i + d2t[i]. It leads to {different}, from {lowest} to {highest}"
+                f"tensor 'd2t' must lead to {count} different tokens of the model's {self.target.vocabulary}, as offsets: "
+                f"token i of the head is i + d2t[i]. It leads to {different}, from {lowest} to {highest}"
             )
         if known is not None and (highest >= len(known) or not known[targets].all()):
             raise self.checkpoint.refusal("tensors 'd2t' and 't2d' must be of the same tokens, and they are not")
