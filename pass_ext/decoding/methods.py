@@ -1,5 +1,5 @@
-"""The methods of ``generate``: ``Plain``, ``NGram``, ``PaSS``, ``Speculative``, ``MultiCandidate``, ``Eagle3``. They hold
-settings only; drafting/drafting.py makes the drafters of each.
+"""The methods of ``generate``: ``Plain``, ``NGram``, ``PaSS``, ``Speculative``, ``MultiCandidate``, ``Eagle3``, ``DFlash``.
+They hold settings only; drafting/drafting.py makes the drafters of each.
 
 Every method gives the same text (rules "coupled" and "coupled_inverse" and greedy: token for token; other exact rules: in
 distribution). They differ in the tokens per call of the model. docs/guide/pass.md, speculative.md and drafters.md explain
@@ -249,20 +249,21 @@ class DFlash:
 
     Args:
         head: DFlash, DSpark or DFlash-2, as ``pass_ext.load_drafter`` reads it.
-        length: tokens that are drafted; None: as many as the head's blocks have.
+        length: tokens that are drafted; None: as many as the head's blocks have. "auto": so many, and drafting pauses while it
+            does not pay, by the measured times of the model's calls and of the steps.
         rows: the most rows of one call per request: candidates are a tree, the best paths through the head's lattice of tokens.
             For greedy texts and rules that need no draft logits. None: a chain.
         ngram: n-gram candidates join the tree.
     """
 
     head: Any
-    length: int | None = None
+    length: int | Literal["auto"] | None = None
     rows: int | None = None
     ngram: NGram | None = None
 
     def __post_init__(self) -> None:
         if self.length is not None:
-            whole_number("DFlash: length, if not None,", self.length, 1, MAX_PLANNED_ROWS)
+            _check_length("DFlash", self.length)
         if self.rows is not None:
             whole_number("DFlash: rows, if not None,", self.rows, 2, MAX_PLANNED_ROWS)
         instance("DFlash: ngram", self.ngram, (NGram, NoneType), "NGram(...) or None")

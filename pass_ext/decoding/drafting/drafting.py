@@ -196,7 +196,7 @@ def _make(method: Any, context: DraftContext) -> Sequence[Drafter]:
     if isinstance(method, type) or not callable(make):
         raise TypeError(
             "generate: method must be Plain(), NGram(...), PaSS(...), Speculative(...), MultiCandidate(...), "
-            f"Eagle3(...), or an object with drafters(context) (pass_ext.DraftingMethod), got {type_of(method)}"
+            f"Eagle3(...), DFlash(...), or an object with drafters(context) (pass_ext.DraftingMethod), got {type_of(method)}"
         )
     return make(context)
 

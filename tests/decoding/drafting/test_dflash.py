@@ -26,7 +26,7 @@ from support.grammars import Automaton
 from support.small_models import prompts, ragged_prompts, small_model, whole_prompts
 
 from benchmarks.architectures.models import tiny_model
-from pass_ext import DFlash, NGram, Plain, Session, Tree, generate, load_drafter
+from pass_ext import DFlash, NGram, Plain, Session, Tree, custom_generate, generate, load_drafter
 from pass_ext.decoding.drafting.heads.best_paths import best_paths
 from pass_ext.decoding.drafting.heads.block_drafter import dflash_drafters
 
@@ -227,6 +227,21 @@ def test_factors_and_a_cap(kind, load):
     check(model, method, loop(kind, found, model, factor=0.4, cap=1.5, scale=3.0), ids)
 
 
+def test_a_row_of_its_own_for_masks(load, tmp_path):
+    model, ids = target(), whole_prompts(1, 20, vocabulary=VOCABULARY)
+    config, found = files("dflash")
+    draft, row = loop("dflash", found, model), 3 * torch.randn(64)
+    (tmp_path / "head").mkdir()
+    torch.save({"embedding": row, "mask_token_id": MASK}, tmp_path / "head/mask_embedding.pt")
+    method = load(config, found, model)
+    with pytest.raises(AssertionError):
+        check(model, method, draft, ids)
+    table = model.get_input_embeddings().weight.index_put((torch.tensor([MASK]),), row)
+    check(
+        model, method, lambda *given: drafted(found, "dflash", *given[:2], table, model.lm_head.weight, given[2]), ids
+    )
+
+
 def test_biases_and_sinks(load):
     """Of the products of attention, and logits of each head that take weight."""
     model, ids = target(), whole_prompts(1, 20, vocabulary=VOCABULARY)
@@ -309,6 +324,28 @@ def test_an_8_bit_cache_a_grammar_and_ngrams(load):
         plain, found = (generate(model, ids, each, **LIMITS, **more()) for each in (Plain(), method))
         assert torch.equal(found.sequences, plain.sequences)
         assert found.stats.model_calls < plain.stats.model_calls
+
+
+def test_inside_transformers(load):
+    model, ids = target(), whole_prompts(1, 20, vocabulary=VOCABULARY)
+    method = load(*files("dflash", seed=1), model)
+    options = dict(do_sample=False, max_new_tokens=24, eos_token_id=None)
+    assert torch.equal(
+        model.generate(ids, custom_generate=custom_generate(method), **options), model.generate(ids, **options)
+    )
+
+
+def test_drafting_pauses_while_it_does_not_pay(load, monkeypatch, tmp_path):
+    """Random drafts do not."""
+    monkeypatch.setenv("PASS_EXT_CACHE", str(tmp_path))
+    model, ids = target(), whole_prompts(2, 20, vocabulary=VOCABULARY)
+    method = load(*files("dspark", seed=3), model)
+    always, auto = (
+        generate(model, ids, dataclasses.replace(method, length=length), max_new_tokens=96, eos_token_id=[])
+        for length in (None, "auto")
+    )
+    assert torch.equal(always.sequences, auto.sequences)
+    assert auto.stats.num_draft_tokens < 0.7 * always.stats.num_draft_tokens
 
 
 # ---- trees ----
@@ -416,7 +453,7 @@ def test_heads_and_settings_that_do_not_fit_are_refused(load):
         generate(model, ids, dataclasses.replace(method, rows=9), rule="rejection", temperature=1.0, **LIMITS)
     with pytest.raises(TypeError, match="head must be one that load_drafter"):
         generate(model, ids, DFlash(model), **LIMITS)
-    with pytest.raises(ValueError, match="DFlash: length, if not None, must be"):
+    with pytest.raises(ValueError, match='DFlash: length, if not "auto", must be'):
         DFlash(method.head, length=0)
     with pytest.raises(ValueError, match="DFlash: rows, if not None, must be"):
         DFlash(method.head, rows=1)

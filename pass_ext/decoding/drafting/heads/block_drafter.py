@@ -219,7 +219,7 @@ def dflash_drafters(method: DFlash, context: DraftContext) -> list[Drafter]:
         raise TypeError(
             f"DFlash: head must be one that load_drafter(path, model) has read for DFlash, got {type_of(head)}"
         )
-    length = head.length if method.length is None else method.length
+    length = method.length if isinstance(method.length, int) else head.length
     if length > head.length:
         raise ValueError(
             f"DFlash: length must be at most {head.length}, what a block of this head drafts, got {length}"
@@ -230,4 +230,6 @@ def dflash_drafters(method: DFlash, context: DraftContext) -> list[Drafter]:
             f"DFlash: rows must be None, a chain, for rule {context.rule!r}, which divides by the distribution that candidates "
             f"were drawn from, or takes chains alone, got {method.rows}"
         )
-    return [BlockDrafter(head, context, length, method.rows), *ngram_drafters(method.ngram, context)]
+    drafter = BlockDrafter(head, context, length, method.rows)
+    drafter.pace = context.pace() if method.length == "auto" else None
+    return [drafter, *ngram_drafters(method.ngram, context)]

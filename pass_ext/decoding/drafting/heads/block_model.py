@@ -120,7 +120,8 @@ class BlockModel(Adapted):
         rows[self._of_features] = self._features
         own = ids[self._of_block]
         embedded = F.embedding(own.clamp(min=0), self.table) * self._weights.table_scale
-        rows[self._of_block] = torch.where(own[:, None] < 0, self._mask, embedded)
+        is_mask = (own < 0) | (own == self._weights.mask)
+        rows[self._of_block] = torch.where(is_mask[:, None], self._mask, embedded)
         return rows
 
     def __call__(

@@ -28,17 +28,18 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class HeadCheckpoint:
-    """An open checkpoint. Attributes: ``path``, as it was given; ``config``, a dictionary; ``names`` of its tensors."""
+    """An open checkpoint. Attributes: ``path``, as it was given; ``folder``, of its files; ``config``, a dictionary; ``names``
+    of its tensors."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        folder, files = _files_of(self.path)
-        self.config = self._read_config(folder / _CONFIG)
+        self.folder, files = _files_of(self.path)
+        self.config = self._read_config(self.folder / _CONFIG)
         self._readers: dict[str, Callable[[], Tensor]] = {}
         for file in files:
             self._readers |= self._open(file)
         if not self._readers:
-            raise self.refusal(f"there are no tensors in {', '.join(file.name for file in files) or folder}")
+            raise self.refusal(f"there are no tensors in {', '.join(file.name for file in files) or self.folder}")
         self.names = frozenset(self._readers)
         self._used: set[str] = set()
 
@@ -66,6 +67,16 @@ class HeadCheckpoint:
             )
         self._used.add(name)
         return found
+
+    def beside(self, file: str) -> Any:
+        """What ``torch.save`` has written into a file of the folder; None if there is no such file."""
+        place = self.folder / file
+        if not place.is_file():
+            return None
+        try:
+            return torch.load(place, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise self._damaged(file, error) from error
 
     @property
     def unused(self) -> list[str]:
@@ -143,7 +154,7 @@ def _downloaded(name: str, files: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", files]))
+        return Path(snapshot_download(name, allow_patterns=["*.json", "mask_embedding.pt", files]))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
             f"load_drafter: {name} is no file, no folder, and nothing that the Hub gives: {error}"

@@ -133,7 +133,7 @@ class _Reader:
             self._tensor("fc.weight", width, len(taps) * self.target.width), self._tensor("hidden_norm.weight", width),
             [self._layer(number) for number in range(self.layers.num_hidden_layers)], self._tensor("norm.weight", width),
             Rotary(self.layers), self.layers.head_dim, self.layers.rms_norm_eps, self._required("mask_token_id"),
-            self._own("mask_embedding", width), table, output, float(settings.get("input_embedding_scale") or 1.0),
+            self._mask_row(), table, output, float(settings.get("input_embedding_scale") or 1.0),
             float(settings.get("output_multiplier") or 1.0), float(settings.get("final_logit_softcapping") or 0.0),
         )  # fmt: skip
         rows = self.target.vocabulary if table is None else len(table)
@@ -170,6 +170,17 @@ class _Reader:
     def _own(self, name: str, *shape: int) -> Tensor | None:
         """A tensor that a head may have or not."""
         return self._tensor(name, *shape) if name in self.checkpoint else None
+
+    def _mask_row(self) -> Tensor | None:
+        """The row of a masked token, where a head was trained with one beside the table."""
+        held = self.checkpoint.beside("mask_embedding.pt")
+        row = held.get("embedding") if isinstance(held, dict) else held
+        if row is None:
+            return None
+        width = self.layers.hidden_size
+        if not isinstance(row, Tensor) or row.numel() != width:
+            raise self.checkpoint.refusal(f"mask_embedding.pt must hold a row of {width} numbers")
+        return row.flatten().to(self.target.device, self.target.dtype)
 
     def _taps(self) -> tuple[Tap, ...]:
         """The states that it takes."""
