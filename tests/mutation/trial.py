@@ -5,6 +5,8 @@ that has imported torch already. The tree that the copy was made of is never tou
 from __future__ import annotations
 
 import importlib
+import json
+import math
 import os
 import re
 import resource
@@ -12,16 +14,62 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from .faults import Fault
 from .table import TARGETS
 
 ROOT = Path(__file__).parents[2]
-_IMPORTS = ("numpy", "hypothesis", "torch", "torch.testing", "pytest", "transformers.models.llama.modeling_llama")
+_IMPORTS = ("numpy", "hypothesis", "torch", "torch.testing", "transformers.models.llama.modeling_llama")
 _PARTS = ("csrc", "pass_ext", "tests", "examples", "pyproject.toml")
 _ONE_ISA = ("each_isa.h", "isa.h", "isa.cpp", "core.cpp")  # in which x86's instruction sets are switched off
 _PYTEST = ["-x", "-q", "--device", "cpu", "-m", "not slow", "-p", "no:cacheprovider", "--no-header"]
+
+
+class QuickestFirst:
+    """A plugin of pytest: tests run in the order of what they took when nothing was planted, in steps of a factor of two. So
+    most faults are noticed at once, and tests of a file that take as long stay together, with what their file sets up once.
+
+    Args:
+        file: of the seconds of each test. learn: write them.
+    """
+
+    def __init__(self, file: Path, learn: bool) -> None:
+        self._file, self._learn = file, learn
+        self._seconds: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Those that are new come first."""
+        items.sort(key=lambda item: math.frexp(self._seconds.get(item.nodeid, 1e-9))[1])
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: Any) -> Generator[None, Any, Any]:
+        """Processor time: others share the machine."""
+        begun = time.process_time()
+        result = yield
+        self._seconds[item.nodeid] = time.process_time() - begun
+        return result
+
+    def pytest_sessionfinish(self) -> None:
+        """See the class."""
+        if self._learn:
+            self._file.write_text(json.dumps(self._seconds))
+
+
+def _sleeps(process: int) -> bool:
+    """Whether all of its threads wait for something other than a processor."""
+    with suppress(OSError):  # a thread may end meanwhile
+        return all(
+            path.read_text().rpartition(")")[2].split()[0] == "S"
+            for path in Path(f"/proc/{process}/task").glob("*/stat")
+        )
+    return False
 
 
 class Trial:
@@ -32,7 +80,7 @@ class Trial:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.tree, self._objects = folder / "tree", folder / "objects"
+        self.tree, self._objects, self._times = folder / "tree", folder / "objects", folder / "times.json"
         self._objects.mkdir(parents=True, exist_ok=True)
         self._copy()
         for module in _IMPORTS:
@@ -88,7 +136,7 @@ class Trial:
                 if all(out.read_bytes() == self._built[stem].read_bytes() for stem, out in built.items()):
                     return "same code", "", 0.0
                 self._link(self._built | built)
-            return self._tested(tests, seconds)
+            return self._tested(tests, seconds, learn=fault is None)
         except subprocess.CalledProcessError:
             return "does not compile", "", 0.0
         finally:
@@ -97,14 +145,15 @@ class Trial:
             if fault is not None and sources:
                 self._link(self._built)
 
-    def _tested(self, tests: list[str], seconds: float) -> tuple[str, str, float]:
-        log = self._objects / "log.txt"
+    def _tested(self, tests: list[str], seconds: float, learn: bool) -> tuple[str, str, float]:
+        log, order = self._objects / "log.txt", QuickestFirst(self._times, learn)
         child = os.fork()
         if child == 0:
-            self._test(tests, seconds, log)
-        begun = time.monotonic()
+            self._test(tests, seconds, log, order)
+        asleep = 0.0
         while (done := os.wait4(child, os.WNOHANG))[0] == 0:
-            if time.monotonic() - begun > 20 * seconds:  # asleep: a deadlock uses no processor
+            asleep += 0.1 * _sleeps(child)
+            if asleep > 20 * seconds:  # a deadlock uses no processor; who waits for one is no deadlock
                 os.kill(child, signal.SIGKILL)
             time.sleep(0.1)
         code, used = os.waitstatus_to_exitcode(done[1]), round(done[2].ru_utime + done[2].ru_stime, 1)
@@ -113,7 +162,7 @@ class Trial:
         why = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", log.read_text(errors="replace"), re.MULTILINE)
         return ("killed", why[1] if why else f"exit {code}", used) if code else ("survived", "", used)
 
-    def _test(self, tests: list[str], seconds: float, log: Path) -> None:
+    def _test(self, tests: list[str], seconds: float, log: Path, order: QuickestFirst) -> None:
         """In the child: never returns."""
         try:
             resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 5))
@@ -125,7 +174,7 @@ class Trial:
             sys.path[:] = [str(self.tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
             for module in [name for name in sys.modules if name.split(".")[0] in ("pass_ext", "mutation")]:
                 del sys.modules[module]
-            code = int(sys.modules["pytest"].main([*tests, *_PYTEST]))
+            code = int(pytest.main([*tests, *_PYTEST], plugins=[order]))
             sys.stdout.flush()
         except BaseException:
             code = 9
