@@ -39,11 +39,19 @@ test-all: lint $(VENV)/.demo sanitize test-engines
 	@$(BIN)/python -m pytest $(PYTEST)
 
 ENGINES := vllm sglang
-test-engines: build $(VENV)/.dev $(ENGINES:%=.venv-%/.ready) .venv-vllm/source/.ready
+ENGINE_SOURCES := $(CSRC) $(shell find pass_ext tests/integrations/engines tests/support benchmarks/decoding examples -name '*.py')
+test-engines: build $(VENV)/.dev .venv-vllm/source/.ready $(ENGINES:%=build/engines/%.begun)
 	@mkdir -p build/metadata
 	@$(BIN)/python setup.py -q dist_info --output-dir build/metadata
-	@for engine in $(ENGINES); do echo "== Tests inside $$engine"; PYTHONPATH="$(CURDIR):$(CURDIR)/build/metadata" \
-		.venv-$$engine/bin/python -m pytest -p no:cacheprovider tests/integrations/engines/$$engine $(PYTEST) || exit 1; done
+	@for engine in $(ENGINES); do echo "== Tests inside $$engine; stopped, they go on where they were"; \
+		PYTHONPATH="$(CURDIR):$(CURDIR)/build/metadata" .venv-$$engine/bin/python -m pytest -p no:cacheprovider \
+		--sittings build/engines/$$engine.passed tests/integrations/engines/$$engine $(PYTEST) || exit 1; done
+
+# What has passed counts until a source changes.
+build/engines/%.begun: .venv-%/.ready $(ENGINE_SOURCES)
+	@mkdir -p $(@D)
+	@rm -f build/engines/$*.passed
+	@touch $@
 
 # An engine sees this checkout, and its entry points in build/metadata, by PYTHONPATH: nothing is built twice.
 .venv-%/.ready: tests/integrations/engines/%/requirements.txt

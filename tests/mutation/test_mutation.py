@@ -100,7 +100,7 @@ from tests.mutation.faults import Fault
 from tests.mutation.trial import Trial
 trial = Trial(Path("build/mutation").resolve())
 for name, *fault in json.load(sys.stdin):
-    print(json.dumps(trial.run(name, Fault(*fault), 300)), flush=True)
+    print(json.dumps(trial.run(name, Fault(*fault))), flush=True)
 """
 
 

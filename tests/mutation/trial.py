@@ -8,8 +8,8 @@ import importlib
 import json
 import math
 import os
-import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,21 +26,23 @@ from .table import TARGETS
 
 ROOT = Path(__file__).parents[2]
 _IMPORTS = ("numpy", "hypothesis", "torch", "torch.testing", "transformers.models.llama.modeling_llama")
-_PARTS = ("csrc", "pass_ext", "tests", "examples", "pyproject.toml")
+_PARTS = ("csrc", "pass_ext", "tests", "benchmarks", "examples", "pyproject.toml")
 _ONE_ISA = ("each_isa.h", "isa.h", "isa.cpp", "core.cpp")  # in which x86's instruction sets are switched off
+_SECONDS_OF_NEW = 100  # of the processor, for a test that has never passed here
+_SECONDS_ASLEEP = 300  # a deadlock uses no processor
 _PYTEST = ["-x", "-q", "--device", "cpu", "-m", "not slow", "-p", "no:cacheprovider", "--no-header"]
 
 
 class QuickestFirst:
-    """A plugin of pytest: tests run in the order of what they took when nothing was planted, in steps of a factor of two. So
-    most faults are noticed at once, and tests of a file that take as long stay together, with what their file sets up once.
+    """A plugin of pytest: tests run in the order of what they took when they last passed, in steps of a factor of two. So most
+    faults are noticed at once, and tests of a file that take as long stay together, with what their file sets up once.
 
     Args:
-        file: of the seconds of each test. learn: write them.
+        file: of the seconds of each test, which it writes. running: takes the name of each test as it starts.
     """
 
-    def __init__(self, file: Path, learn: bool) -> None:
-        self._file, self._learn = file, learn
+    def __init__(self, file: Path, running: Path) -> None:
+        self._file, self._running = file, running
         self._seconds: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
 
     @pytest.hookimpl(trylast=True)
@@ -50,16 +52,19 @@ class QuickestFirst:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Generator[None, Any, Any]:
-        """Processor time: others share the machine."""
-        begun = time.process_time()
+        """Processor time: others share the machine. A test that takes far more than before ends the process."""
+        self._running.write_text(item.nodeid)
+        begun, known = time.process_time(), self._seconds.get(item.nodeid)
+        most = int(begun + (_SECONDS_OF_NEW if known is None else 3 * known + 10))
+        resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
         result = yield
-        self._seconds[item.nodeid] = time.process_time() - begun
+        if not item.session.testsfailed:
+            self._seconds[item.nodeid] = time.process_time() - begun
         return result
 
     def pytest_sessionfinish(self) -> None:
         """See the class."""
-        if self._learn:
-            self._file.write_text(json.dumps(self._seconds))
+        self._file.write_text(json.dumps(self._seconds))
 
 
 def _sleeps(process: int) -> bool:
@@ -82,6 +87,7 @@ class Trial:
     def __init__(self, folder: Path) -> None:
         self.tree, self._objects, self._times = folder / "tree", folder / "objects", folder / "times.json"
         self._objects.mkdir(parents=True, exist_ok=True)
+        self._sound: dict[str, bool] = {}  # of tests that have failed: whether they pass where nothing is planted
         self._copy()
         for module in _IMPORTS:
             importlib.import_module(module)
@@ -123,49 +129,57 @@ class Trial:
         options = ["-shared", f"-L{self._torch}/lib", "-Wl,--exclude-libs,ALL", "-ltorch_cpu", "-o", str(library)]
         subprocess.run(["g++", *map(str, objects.values()), *options], check=True)
 
-    def run(self, name: str, fault: Fault | None, seconds: float) -> tuple[str, str, float]:
-        """What became of a fault in this file, or of the file as it is: killed, survived, timed out, does not compile or same
-        code; the first test that failed; and the processor time of the tests, which get so many seconds of it."""
+    def run(self, name: str, fault: Fault) -> tuple[str, str, float]:
+        """What became of a fault in this file: killed, survived, timed out, does not compile, same code, or not tried where the
+        test that failed fails without the fault too; that test; and the processor time of the tests."""
         path, (sources, tests) = self.tree / name, TARGETS[name]
         source, status = path.read_text(), path.stat()
         try:
-            if fault is not None:
-                path.write_text(fault.planted(source))
-            if fault is not None and sources:
+            path.write_text(fault.planted(source))
+            if sources:
                 built = {stem: self._compile(f"cpu/{stem}.cpp", "-faulty") for stem in sources}
                 if all(out.read_bytes() == self._built[stem].read_bytes() for stem, out in built.items()):
                     return "same code", "", 0.0
                 self._link(self._built | built)
-            return self._tested(tests, seconds, learn=fault is None)
+            outcome, test, used = self._tested(tests)
         except subprocess.CalledProcessError:
             return "does not compile", "", 0.0
         finally:
             path.write_text(source)
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # nothing is to be built again
-            if fault is not None and sources:
+            if sources:
                 self._link(self._built)
+                shutil.rmtree(self.tree / "build", ignore_errors=True)  # modules of tests that have the fault
+        is_sound = outcome == "survived" or self._is_sound([test] if "::" in test else [*tests, "--collect-only"])
+        return outcome if is_sound else "not tried", test, used
 
-    def _tested(self, tests: list[str], seconds: float, learn: bool) -> tuple[str, str, float]:
-        log, order = self._objects / "log.txt", QuickestFirst(self._times, learn)
-        child = os.fork()
+    def _is_sound(self, tests: list[str]) -> bool:
+        key = " ".join(tests)
+        if key not in self._sound:
+            self._sound[key] = self._tested(tests)[0] == "survived"
+        return self._sound[key]
+
+    def _tested(self, tests: list[str]) -> tuple[str, str, float]:
+        log, running = self._objects / "log.txt", self._objects / "running.txt"
+        running.unlink(missing_ok=True)
+        order, child = QuickestFirst(self._times, running), os.fork()
         if child == 0:
-            self._test(tests, seconds, log, order)
+            self._test(tests, log, order)
         asleep = 0.0
         while (done := os.wait4(child, os.WNOHANG))[0] == 0:
-            asleep += 0.1 * _sleeps(child)
-            if asleep > 20 * seconds:  # a deadlock uses no processor; who waits for one is no deadlock
+            asleep = asleep + 0.1 if _sleeps(child) else 0.0
+            if asleep > _SECONDS_ASLEEP:
                 os.kill(child, signal.SIGKILL)
             time.sleep(0.1)
         code, used = os.waitstatus_to_exitcode(done[1]), round(done[2].ru_utime + done[2].ru_stime, 1)
+        test = running.read_text() if running.exists() else f"exit {code}"  # before any test
         if code in (-signal.SIGKILL, -signal.SIGXCPU):
-            return "timed out", "", used
-        why = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", log.read_text(errors="replace"), re.MULTILINE)
-        return ("killed", why[1] if why else f"exit {code}", used) if code else ("survived", "", used)
+            return "timed out", test, used
+        return ("killed", test, used) if code else ("survived", "", used)
 
-    def _test(self, tests: list[str], seconds: float, log: Path, order: QuickestFirst) -> None:
+    def _test(self, tests: list[str], log: Path, order: QuickestFirst) -> None:
         """In the child: never returns."""
         try:
-            resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 5))
             out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(out, 1)
             os.dup2(out, 2)
