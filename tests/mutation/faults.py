@@ -25,6 +25,7 @@ _NESTED = r"(?:[^()\n]|\((?:[^()\n]|\([^()\n]*\))*\))+"
 _SIGN = r"<=?|>=?|[!=]=|<<|>>|&&|\|\||[-+*&]|//?|[-+]=|and|or|is(?: not)?|not in"
 _CALLED = r"(?<!min\()(?<!max\()(?<!mum\()(?<=\w\()"  # but for min and max, whose arguments have no order
 _CHANGED = r"([\w.>\-\[\]]+(?:\([^\n]*\)| [-+*/|&]?= [^\n]*[^\n,(\[{;])"  # the bracket closes after it
+_ALWAYS_PYTHON = ("sign", "number", "word")  # parsing a file for each would take a minute
 # kind, whether for Python (None: both), pattern, what becomes of its first group
 _FAULTS: list[tuple[str, bool | None, str, Callable[[str], str]]] = [
     ("sign", None, rf"(?<=[\w)\]] )({_SIGN})(?= )", _SWAP.__getitem__),
@@ -59,7 +60,8 @@ class Fault(NamedTuple):
 
 def faults_of(source: str, is_python: bool) -> list[Fault]:
     """All of them, in the order of the text; Python's only where the text still is Python."""
-    return sorted({fault for fault in _found(source, is_python) if not is_python or _is_python(fault.planted(source))})
+    found = set(_found(source, is_python))
+    return sorted(one for one in found if not is_python or one.kind in _ALWAYS_PYTHON or _is_python(one.planted(source)))
 
 
 def _found(source: str, is_python: bool) -> Iterator[Fault]:

@@ -1,7 +1,7 @@
 """Tests of engines run in the environments of these engines (`make test-engines`) and are not collected elsewhere.
 
-With ``--sittings FILE`` they go on where they stopped: a test that passes gets a line in the file, its seconds and its name, and
-is not run again. make deletes the file where a source has changed.
+With ``--sittings FILE`` they go on where they stopped: a test that passes gets a line in the file, its seconds and its name,
+and is not run again. make deletes the file where a source has changed.
 """
 
 import time
