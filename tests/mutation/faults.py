@@ -61,7 +61,9 @@ class Fault(NamedTuple):
 def faults_of(source: str, is_python: bool) -> list[Fault]:
     """All of them, in the order of the text; Python's only where the text still is Python."""
     found = set(_found(source, is_python))
-    return sorted(one for one in found if not is_python or one.kind in _ALWAYS_PYTHON or _is_python(one.planted(source)))
+    return sorted(
+        one for one in found if not is_python or one.kind in _ALWAYS_PYTHON or _is_python(one.planted(source))
+    )
 
 
 def _found(source: str, is_python: bool) -> Iterator[Fault]:

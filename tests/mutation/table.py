@@ -144,12 +144,16 @@ _PYTHON: dict[str, list[str]] = {
     "models/shadow": ["tests/decoding/models/test_model_meanwhile.py", "tests/decoding/models/test_layer_adapters.py"],
     "models/limits": ["tests/decoding/models/test_decoded_models.py", "tests/decoding/models/test_adapted_models.py"],
     "planning/calibration": ["tests/decoding/planning/test_calibration.py"],
-    "models/vocabulary": ["tests/decoding/test_tensor_parallel.py", *_SPECULATIVE],
+    "models/vocabulary": [
+        "tests/decoding/test_tensor_parallel.py",
+        *_SPECULATIVE[:-1],
+        f"{_SPECULATIVE[-1]} or tensor_parallel",
+    ],
     "drafting/drafting": [
         "tests/decoding/planning/test_pace.py",
         "tests/decoding/drafting/test_drafting_method.py",
         *_BOTH[:-1],
-        f"{_BOTH[-1]} or drafting_method",
+        f"{_BOTH[-1]} or test_pace or drafting_method",
     ],
     "models/early_exit": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
     **{f"models/{name}": _OWN_FORWARD for name in ("own_forward", "parts", "way")},
@@ -161,7 +165,11 @@ _PYTHON: dict[str, list[str]] = {
     "models/rebound": ["tests/decoding/models/test_known_parts.py"],
     "models/distances": ["tests/decoding/models/test_distance_bias.py"],
     "session/distance_bias": ["tests/decoding/models/test_distance_bias.py"],
-    "session/step_attention": ["tests/decoding/test_session.py", "tests/decoding/models/test_own_forward.py"],
+    "session/step_attention": [
+        "tests/decoding/test_session.py",
+        "tests/decoding/test_cache_dtype.py",
+        *(f"tests/decoding/models/test_{name}.py" for name in ("own_forward", "latents", "compressed", "indexed")),
+    ],
     "models/module_ops": [
         "tests/decoding/models/test_known_parts.py",
         "tests/ops/test_linear.py",
@@ -225,11 +233,11 @@ _PYTHON: dict[str, list[str]] = {
         "tests/decoding/models/test_repeated_layers.py",
         "tests/decoding/models/test_falcon.py",
     ],
-    "sampling": ["tests/decoding/loop/test_several_texts.py", *_GENERATE],
+    "sampling": ["tests/decoding/loop/test_several_texts.py", *_GENERATE[:-1], f"{_GENERATE[-1]} or several_texts"],
     "session/reading": [
         "tests/decoding/loop/test_several_texts.py",
         *_GENERATE[:-1],
-        f"{_GENERATE[-1]} or beginning or read",
+        f"{_GENERATE[-1]} or several_texts or beginning or read",
     ],
     "session/session": [
         "tests/decoding/test_session.py",

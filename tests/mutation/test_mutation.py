@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from mutation.faults import Fault, choose, faults_of
 from mutation.table import LEFT_OUT, TARGETS
-from mutation.trial import ROOT
+from mutation.trial import ROOT, QuickestFirst
 
 PYTHON = '''\
 """1 < 2"""
@@ -73,6 +74,13 @@ def test_the_choice_depends_on_the_seed_alone():
     faults = faults_of((ROOT / "csrc/core/accept_walk.h").read_text(), False)
     assert len(faults) > 300 and choose(faults, 20, "1") == choose(faults, 20, "1") != choose(faults, 20, "2")
     assert len({fault.kind for fault in choose(faults, 20, "1")}) == 6
+
+
+def test_the_quickest_tests_run_first_and_new_ones_before_them(tmp_path):
+    (tmp_path / "seconds").write_text(json.dumps({"a": 3.0, "b": 0.1, "c": 2.1}))
+    items = [SimpleNamespace(nodeid=name) for name in "abcd"]
+    QuickestFirst(tmp_path / "seconds", tmp_path / "running").pytest_collection_modifyitems(items)
+    assert "".join(item.nodeid for item in items) == "dbac", "c is not half of a"
 
 
 def test_every_file_is_looked_at_or_left_out_by_name():

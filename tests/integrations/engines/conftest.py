@@ -25,7 +25,7 @@ def pytest_addoption(parser):
 
 def passed(config):
     """Test -> seconds."""
-    file = config.getoption("--sittings")
+    file = config.getoption("--sittings", None)  # unknown where all tests run
     lines = file.read_text().splitlines() if file is not None and file.exists() else []
     return {name: float(seconds) for seconds, name in (line.split(" ", 1) for line in lines)}
 
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_protocol(item):
     failed, begun = item.session.testsfailed, time.monotonic()
     result = yield
-    file, is_new = item.config.getoption("--sittings"), item.get_closest_marker("skip") is None
+    file, is_new = item.config.getoption("--sittings", None), item.get_closest_marker("skip") is None
     if file is not None and is_new and item.session.testsfailed == failed:
         with file.open("a") as lines:
             lines.write(f"{time.monotonic() - begun:.1f} {item.nodeid}\n")
