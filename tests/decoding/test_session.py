@@ -171,3 +171,25 @@ def test_a_session_made_for_longer_texts_serves_several_generations(llama, whole
         generate(llama, IDS, session=first, max_new_tokens=12, eos_token_id=[])
     with pytest.raises(ValueError, match="1 requests and room for 11 tokens; it is of 2 requests and 40 tokens"):
         generate(llama, IDS[:1], session=roomy, max_new_tokens=6, eos_token_id=[])
+
+
+class OneLayer:
+    """Queries, keys and values are the embeddings; values in memory of their own where ``copies``."""
+
+    def __init__(self, copies):
+        self.copies, self.embedding = copies, torch.randn(50, 16, generator=torch.Generator().manual_seed(0))
+
+    def __call__(self, rows, positions, attend, wanted):
+        heads = rows.view(-1, 1, 16)
+        mixed = attend(0, heads, heads, heads.clone() if self.copies else heads).flatten(1)
+        return (mixed if wanted is None else mixed[wanted]) @ self.embedding.T
+
+
+def test_one_cache_holds_keys_that_are_their_values():
+    texts, shared = [], []
+    for copies in (True, False):
+        session = Session(model := OneLayer(copies))
+        texts.append(generate(model, IDS, NGram(tokens=4), max_new_tokens=12, session=session).sequences)
+        keys, values = session.caches[0]
+        shared.append(keys.data_ptr() == values.data_ptr())
+    assert torch.equal(*texts) and shared == [False, True]
