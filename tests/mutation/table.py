@@ -139,9 +139,19 @@ _CPP = _files_of_families() | {
 
 _OWN_FORWARD = ["tests/decoding/models/test_own_forward.py", "tests/decoding/models/test_layers_one_by_one.py"]
 
-# Path below pass_ext/decoding/ -> the tests.
+_HEADS = [
+    f"tests/decoding/drafting/test_{name}.py"
+    for name in ("dflash", "dflash_laws", "eagle3", "eagle3_laws", "load_drafter")
+]
+
+# Path below pass_ext/decoding/ -> the tests. A new file of heads/ needs no line.
 _PYTHON: dict[str, list[str]] = {
     "models/shadow": ["tests/decoding/models/test_model_meanwhile.py", "tests/decoding/models/test_layer_adapters.py"],
+    **{
+        f"drafting/heads/{file.stem}": _HEADS for file in sorted(ROOT.glob("pass_ext/decoding/drafting/heads/[!_]*.py"))
+    },
+    "models/taps": ["tests/decoding/drafting/test_taps.py", _HEADS[0], _HEADS[2]],
+    "session/text_states": ["tests/decoding/drafting/test_taps.py", _HEADS[0], _HEADS[2]],
     "models/limits": ["tests/decoding/models/test_decoded_models.py", "tests/decoding/models/test_adapted_models.py"],
     "planning/calibration": ["tests/decoding/planning/test_calibration.py"],
     "models/vocabulary": [
