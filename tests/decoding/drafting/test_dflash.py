@@ -138,7 +138,10 @@ def test_hybrid_and_latent_targets(family, load):
     model = tiny_model(family)
     table = model.get_input_embeddings().weight
     config, found = files("dflash", width=table.shape[1], vocabulary=len(table))
-    check(model, load(config, found, model), loop("dflash", found, model), *prompts(2, 9), max_new_tokens=12)
+    method, ids = load(config, found, model), prompts(2, 9)[0]
+    check(model, method, loop("dflash", found, model), ids, max_new_tokens=12)
+    plain, tree = (generate(model, ids, each, **LIMITS) for each in (Plain(), dataclasses.replace(method, rows=9)))
+    assert torch.equal(tree.sequences, plain.sequences)
 
 
 def test_long_prompts_are_read_in_pieces(load):

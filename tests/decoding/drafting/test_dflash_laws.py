@@ -8,13 +8,15 @@ import torch
 
 pytest.importorskip("transformers")
 
+from support.chi_square import chi_square_tail, counted
 from support.dflash_files import settings, tensors, written
 from support.drafted import PROMPT, Judged, emitted, replayed, variation
 from support.enumeration import EXACT, FAULTY, World, outcomes
+from support.generation import distribution_of_texts
 from support.small_models import small_model
 
 import pass_ext.decoding.drafting.heads.block_drafter as block_drafter
-from pass_ext import load_drafter
+from pass_ext import DFlash, generate, load_drafter
 from pass_ext.decoding.drafting.candidates import Batch
 from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.models.early_exit import packed_model
@@ -90,6 +92,22 @@ def test_exact(rule, kind, mapped, model, tmp_path):
 def test_exact_near_the_end_of_a_text(rule, model, tmp_path):
     distance, mean, depths = measured(head_of("dspark", model, tmp_path, False), model, rule, WORLDS[0], levels=1)
     assert distance < EXACT and 0.1 < mean <= 1 and depths == {1}
+
+
+@pytest.mark.parametrize(
+    "kind,rule", [("dspark", "rejection"), ("dflash2", "traversal"), ("dflash", "kseq"), ("dflash", "coupled")]
+)
+def test_batches_by_chi_square(kind, rule, model, tmp_path):
+    """Texts of two prompts in one batch: each is judged by the scores that its own drafts were drawn from."""
+    head = head_of(kind, model, tmp_path, kind != "dflash2")
+    prompts, samples = [[2, 0, 1], [3, 3, 4]], 1200
+    found = generate(
+        model, torch.tensor(prompts), DFlash(head), max_new_tokens=3, num_return_sequences=samples, temperature=1.5, seeds=7,
+        rule=rule, eos_token_id=[], attention_mask=torch.ones(2, 3, dtype=torch.int64),
+    )  # fmt: skip
+    for prompt, texts in zip(prompts, found.sequences[:, 3:].split(samples), strict=True):
+        expected = distribution_of_texts(model, prompt, VOCABULARY, 3, 1.5)
+        assert chi_square_tail(counted(texts, VOCABULARY), expected) > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash2"])
