@@ -221,15 +221,16 @@ def draw_children(
     mode: str,
     sampling: BatchSampling,
     places: Tensor,
-    depth: int,
+    depth: int | Tensor,
     parents: Tensor,
     allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draws ``width`` children, at this depth, below the P parents of n requests.
+    """Draws ``width`` children below the P parents of n requests.
 
     Args:
         logits: ``[n * P, V]``, request by request.
         places: ``[n]``, the text positions of the roots.
+        depth: the children's, or ``[P]`` of those of each parent.
         parents: ``[P]``, the parents' node numbers.
         allowed: ``[n * P, ceil(V / 32)]`` int32 words, the tokens that a grammar allows; None: all.
 
@@ -239,7 +240,8 @@ def draw_children(
     count = len(parents)
     parameters = sampling.repeated(count).keywords()
     if mode == "coupled":
-        parameters["positions"] = (places + depth).repeat_interleave(count)
+        depths = depth if isinstance(depth, Tensor) else torch.full_like(parents, depth)
+        parameters["positions"] = (places[:, None] + depths).flatten()
     else:
         parameters |= dict(positions=(places + 1).repeat_interleave(count), nodes=parents.repeat(len(places)))
     return draft_sample(logits, width, mode=mode, allowed=allowed, **parameters)

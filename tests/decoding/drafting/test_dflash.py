@@ -27,8 +27,10 @@ from support.small_models import prompts, ragged_prompts, small_model, whole_pro
 
 from benchmarks.architectures.models import tiny_model
 from pass_ext import DFlash, NGram, Plain, Session, Tree, custom_generate, generate, load_drafter
+from pass_ext.decoding.drafting.candidates import draw_children
 from pass_ext.decoding.drafting.heads.best_paths import best_paths
 from pass_ext.decoding.drafting.heads.block_drafter import dflash_drafters
+from pass_ext.decoding.sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -290,6 +292,19 @@ def test_drafts_are_those_of_transformers(seed, load):
     ours = generate(model, ids, method, **LIMITS)
     assert ours.sequences.tolist() == theirs.tolist()
     assert ours.stats.model_calls == len(calls) < 24
+
+
+@pytest.mark.parametrize("mode", ["coupled", "without", "with"])
+def test_places_are_drawn_at_once_as_one_by_one(mode):
+    """Each with the noise of its own place in the text."""
+    logits, levels = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(1)), torch.arange(5)
+    sampling = SamplingParams(temperature=2.0, seeds=[3, 8]).for_batch(2, logits.device)
+    places = torch.tensor([4, 9])
+    at_once = draw_children(logits.flatten(0, 1), 1, mode, sampling, places, levels + 1, levels)[0].view(2, 5)
+    for i in range(5):
+        alone = draw_children(logits[:, i].contiguous(), 1, mode, sampling, places, i + 1, levels[i : i + 1])[0]
+        assert torch.equal(at_once[:, i], alone[:, 0])
+    assert len(set(at_once.flatten().tolist())) > 5
 
 
 # ---- texts ----

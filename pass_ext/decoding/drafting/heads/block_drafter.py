@@ -74,18 +74,17 @@ class BlockDrafter(Drafter):
         tokens, scores, masks = self._drawn(logits, going, max(depths), batch)
         chains = tokens.tolist()
         ends = self._ends(tokens, [depths[b] for b in going])
-        needed = self._context.needs_draft_logits
         found: list[Candidates | None] = [None] * len(depths)
-        if self._rows is None:
-            for i, (b, chain, depth) in enumerate(zip(going, chains, ends, strict=True)):
-                rows = [level * len(going) + i for level in range(depth)] + [-1]
-                found[b] = Candidates(self._slices[depth], chain[1 : depth + 1], rows if needed else None)
-        else:
+        if self._rows is not None:
             warm = self._context.sampling.temperature
             warm = None if warm is None else warm[uploaded(going, warm.device), None, None, None]
             for b, candidates in zip(going, self._trees(logits, tokens, ends, warm), strict=True):
                 found[b] = candidates
-        return Proposal(found, torch.cat(scores) if needed else None, torch.cat(masks) if needed and masks else None)
+            return Proposal(found)
+        for i, (b, chain, end) in enumerate(zip(going, chains, ends, strict=True)):
+            rows = [*range(i * max(depths), i * max(depths) + end), -1]
+            found[b] = Candidates(self._slices[end], chain[1 : end + 1], None if scores is None else rows)
+        return Proposal(found, scores, masks)
 
     # ---- the call ----
 
@@ -132,13 +131,19 @@ class BlockDrafter(Drafter):
 
     def _drawn(
         self, logits: Tensor, going: Sequence[int], depth: int, batch: Batch
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Tokens ``[n, 1 + depth]``, the roots' first; for each level the scores ``[n, V]`` that its tokens were drawn from,
-        and the masks."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Tokens ``[n, 1 + depth]``, the roots' first. For rules that need them: the scores ``[n * depth, V]`` that they were
+        drawn from, and the masks."""
         context, device = self._context, self._context.device
         places = uploaded([len(batch.texts[b]) - 1 for b in going], device)
         sampling = context.sampling.of_requests(uploaded(going, device))
         tokens = uploaded([[batch.texts[b][-1]] for b in going], device)
+        levels = torch.arange(depth, device=device)
+        if self._head.transition is None and context.guides is None:  # nothing depends on the draft in front
+            all_scores = self._whole(logits[:, :depth].flatten(0, 1))
+            drawn, _ = draw_children(all_scores, 1, self._mode, sampling, places, levels + 1, levels)
+            tokens = torch.cat((tokens, drawn.view(len(going), depth)), 1)
+            return tokens, all_scores if context.needs_draft_logits else None, None
         scores: list[Tensor] = []
         masks: list[Tensor] = []
         for level in range(depth):
@@ -147,18 +152,25 @@ class BlockDrafter(Drafter):
             if context.guides is not None:  # the masks depend on the tokens so far, so the host waits for these
                 allowed = context.guides.below(self._slices[level + 1], going, tokens.tolist(), [level])
                 masks.append(allowed)
-            parents = uploaded([level], device)
+            parents = levels[level : level + 1]
             drawn, _ = draw_children(scores[-1], 1, self._mode, sampling, places, level + 1, parents, allowed=allowed)
             tokens = torch.cat((tokens, drawn), 1)
-        return tokens, scores, masks
+        if not context.needs_draft_logits:
+            return tokens, None, None
+        return tokens, *(torch.stack(each, 1).flatten(0, 1) if each else None for each in (scores, masks))  # type: ignore[return-value]
 
     def _scores(self, logits: Tensor, level: int, before: Tensor) -> Tensor:
         """``[n, V]`` of one place, below these tokens ``[n]``."""
-        head, target = self._head, self._context.target.table
-        if head.transition is not None:
-            logits = head.transition.scores(logits, self._model.hidden[:, level], before)
-        if head.targets is not None:
-            logits = logits.new_full((len(logits), len(target)), -torch.inf).index_copy_(1, head.targets, logits)
+        transition = self._head.transition
+        return self._whole(
+            logits if transition is None else transition.scores(logits, self._model.hidden[:, level], before)
+        )
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """``[R, Vd]`` of the draft's tokens as ``[R, V]`` of the target's."""
+        targets, target = self._head.targets, self._context.target.table
+        if targets is not None:
+            logits = logits.new_full((len(logits), len(target)), -torch.inf).index_copy_(1, targets, logits)
         return in_vocabulary(logits, len(target), target.device)
 
     def _ends(self, tokens: Tensor, depths: Sequence[int]) -> list[int]:
