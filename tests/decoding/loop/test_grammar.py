@@ -110,6 +110,23 @@ def test_a_seed_gives_the_text_of_plain_sampling_under_masks(llama):
     assert len(set(map(tuple, want))) == 6
 
 
+def test_samples_follow_the_grammar_of_their_prompt(llama):
+    ids, mask = ragged_prompts(2, seed=4)
+    each, seeds = [random_automaton(VOCABULARY, seed=seed) for seed in range(2)], (40, 60)
+    of_samples = [b for b in range(2) for _ in range(2)]
+    laws = [
+        dict(temperature=torch.tensor([1.0]), seeds=torch.tensor([seeds[b] + i % 2])) for i, b in enumerate(of_samples)
+    ]
+    repeated = ids[of_samples], mask[of_samples]
+    want = wanted_texts(llama, *repeated, [each[b] for b in of_samples], ends=(), new=8, laws=laws)
+    for method in (Plain(), NGram(shortest=1)):
+        got = generate(
+            llama, ids, method, max_new_tokens=8, attention_mask=mask, eos_token_id=[], grammar=each, temperature=1.0,
+            seeds=seeds, num_return_sequences=2,
+        )  # fmt: skip
+        assert new_tokens(got, ids) == want
+
+
 def test_an_open_grammar_changes_nothing(llama):
     ids, mask = ragged_prompts(4)
     options = dict(max_new_tokens=16, attention_mask=mask, temperature=1.0, seeds=range(4), eos_token_id=[])

@@ -231,6 +231,26 @@ def test_ids_are_those_of_the_model_alone(llama, exact, name, rule, parameters, 
         assert_support(got.support[b], got.logprobs[b], law, new, bound, parameters)
 
 
+@pytest.mark.parametrize("top_k", [[0, 3], [3, 20], [20, 3]])
+@pytest.mark.parametrize("has_processor", [False, True])
+def test_supports_are_those_of_each_requests_own_filters(llama, top_k, has_processor):
+    """Room for the ids is the widest request's; with a processor no accept step has them."""
+    ids, mask = ragged_prompts(2)
+    options = dict(max_new_tokens=6, eos_token_id=[], support=True, logprobs=2)
+    if has_processor:
+        options["logits_processor"] = lambda ids, scores: scores.roll(1, 1)
+    temperature, seeds = [0.5, 2.0], [4, 9]
+    got = generate(llama, ids, attention_mask=mask, temperature=temperature, top_k=top_k, seeds=seeds, **options)
+    for b in range(2):
+        own = dict(temperature=temperature[b], top_k=top_k[b], seeds=seeds[b])
+        alone = generate(llama, ids[b : b + 1], attention_mask=mask[b : b + 1], **own, **options)
+        assert torch.equal(got.sequences[b], alone.sequences[0])
+        assert got.support[b].counts.tolist() == [top_k[b] or VOCABULARY] * 6
+        assert all(torch.equal(*parts) for parts in zip(got.support[b], alone.support[0], strict=True))
+        for one, other in zip(got.logprobs[b], alone.logprobs[0], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
 def test_the_support_is_a_switch(llama):
     ids, mask = ragged_prompts(2)
     with pytest.raises(TypeError, match="generate: support must be True or False, got int"):

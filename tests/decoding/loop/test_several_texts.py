@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 from support.generation import methods_for
-from support.small_models import ragged_prompts, small_model
+from support.small_models import ragged_prompts, small_model, whole_prompts
 
 from pass_ext import NGram, Plain, Session, Speculative, generate
 from pass_ext.decoding.session import reading
@@ -33,6 +33,16 @@ def rows_read(monkeypatch):
 
     monkeypatch.setattr(Session, "call", counted)
     return rows
+
+
+def random_past(model, requests, tokens):
+    """Keys and values of no tokens at all."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (model.config.num_key_value_heads, model.config.hidden_size // model.config.num_attention_heads)
+    return [
+        tuple(torch.randn(requests, tokens, *shape, generator=generator) for _ in range(2))
+        for _ in range(model.config.num_hidden_layers)
+    ]
 
 
 # ---- samples ----
@@ -133,6 +143,25 @@ def test_past_and_used_sessions_begin_behind_what_they_know(llama, rows_read):
     assert rows_read[:2] == [59, 3] and torch.equal(again.sequences, fresh.sequences)
 
 
+def test_the_past_of_each_prompt_is_that_of_its_samples(llama):
+    """Keys, values and lengths of two prompts differ."""
+    ids, past = whole_prompts(2, 12), random_past(llama, 2, 7)
+    options = OPTIONS | dict(num_return_sequences=2)
+    session = Session(llama)
+    generate(llama, ids, session=session, seeds=0, **options)
+    for held in ([7, 5], 7):
+        alone = []
+        for b, seed in enumerate((3, 90)):
+            own = [tuple(x[b : b + 1] for x in pair) for pair in past]
+            begun = Session(llama, past=(own, held if held == 7 else held[b]))
+            alone.append(generate(llama, ids[b : b + 1], session=begun, seeds=seed, **options).sequences)
+        assert len(torch.cat(alone).unique(dim=0)) == 4
+        for begun in (Session(llama), session):
+            begun.past = past, held
+            got = generate(llama, ids, session=begun, seeds=[3, 90], **options).sequences
+            assert torch.equal(got, torch.cat(alone)), held
+
+
 def test_long_beginnings_are_read_in_pieces(llama, rows_read):
     ids = torch.randint(5, 90, (1, 1030), generator=torch.Generator().manual_seed(0))
     got = generate(llama, ids, seeds=3, num_return_sequences=2, **OPTIONS | dict(max_new_tokens=2))
@@ -196,9 +225,7 @@ def test_samples_of_prompts_with_one_system_prompt(llama, rows_read):
 def test_requests_whose_past_differs_share_nothing(llama, rows_read):
     """Keys and values of equal tokens differ where they were made from other inputs."""
     ids = torch.randint(5, 90, (1, 70), generator=torch.Generator().manual_seed(0))
-    shape = (llama.config.num_key_value_heads, llama.config.hidden_size // llama.config.num_attention_heads)
-    past = [tuple(torch.randn(2, 10, *shape) for _ in range(2)) for _ in range(llama.config.num_hidden_layers)]
-    options = dict(max_new_tokens=8, eos_token_id=[])
+    past, options = random_past(llama, 2, 10), dict(max_new_tokens=8, eos_token_id=[])
     got = generate(llama, ids.repeat(2, 1), session=Session(llama, past=(past, 10)), **options)
     assert rows_read[0] == 2 * 60
     for b in range(2):

@@ -136,6 +136,24 @@ def test_frequencies_that_change_with_the_length(kind):
             generate(model, IDS, method, max_new_tokens=most + 1)
 
 
+@pytest.mark.parametrize("turn", [1, -1])
+def test_the_shortest_limit_of_a_models_layers_decides(turn):
+    """Each kind of layers has rotary frequencies of its own; neither kind's limit is that of the other."""
+    kinds = ["full_attention", "sliding_attention"]
+    ropes = [
+        dict(rope_type="dynamic", factor=2.0, rope_theta=1e4),
+        dict(
+            rope_type="longrope", factor=2.0, rope_theta=1e4, original_max_position_embeddings=20,
+            short_factor=[1.0] * 8, long_factor=[4.0] * 8,
+        ),
+    ][::turn]  # fmt: skip
+    shape = {**_SHAPE, "max_position_embeddings": 40, "head_dim": 16, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    model = model_of("gemma3_text", **shape, layer_types=kinds, rope_parameters=dict(zip(kinds, ropes, strict=True)))
+    assert generate(model, IDS, max_new_tokens=17, eos_token_id=[]).lengths == (17,)
+    with pytest.raises(ValueError, match=r"gemma3_text changes its rotary frequencies after 20 tokens.*got 21"):
+        generate(model, IDS, max_new_tokens=18)
+
+
 def test_the_longest_text_of_a_batch_decides():
     model = model_of("llama", **{**_SHAPE, "max_position_embeddings": 20, "rope_scaling": ROPES["dynamic"][1]})
     ids = torch.tensor([[0, 0, 0, 5], [5, 6, 7, 8]])
@@ -227,7 +245,8 @@ def test_rotary_models_go_past_their_positions():
 @pytest.mark.parametrize("architecture", ["gemma3", "gemma4"])
 @pytest.mark.parametrize("token", [90, 91, 92, 7])
 def test_tokens_that_stand_for_pictures_and_sound(architecture, token):
-    """gemma4 embeds its padding in their place, gemma3 the tokens themselves; as a prompt's last token, and among others."""
+    """gemma4 embeds its padding in their place, in every layer too, gemma3 the tokens themselves; as a prompt's last token, and
+    among others."""
     model = tiny_model(architecture)
     ids = torch.tensor([[5, 90, 6, 92, 7, 91, token]])
     options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, eos_token_id=None)
@@ -235,6 +254,10 @@ def test_tokens_that_stand_for_pictures_and_sound(architecture, token):
     draft = pass_ext.MultiCandidate(model, (2, 1))
     for method in (None, pass_ext.NGram(shortest=1), draft):
         assert torch.equal(generate(model, ids, method, max_new_tokens=16, eos_token_id=[]).sequences, want), method
+    # What they get from a table of each layer seldom changes the text.
+    scores = generate(model, ids, max_new_tokens=16, eos_token_id=[], logprobs=0).logprobs[0].raw
+    rows = model(want[:, :-1]).logits[0, -16:].log_softmax(1)
+    torch.testing.assert_close(scores, rows.gather(1, want[0, -16:, None])[:, 0], rtol=0, atol=1e-4)
 
 
 def test_placeholders_that_are_embedded_by_no_token_of_the_table(monkeypatch):

@@ -244,6 +244,21 @@ def test_equal_prompts_after_different_states():
     assert not torch.equal(got[0], got[1])
 
 
+def test_the_states_before_each_prompt_are_those_of_its_samples():
+    """In a new session, and in the states of a used one."""
+    model, ids, fronts = tiny_model("mamba"), prompts(2, 9)[0], prompts(2, 6, seed=1)[0]
+    before, options = states_of(model, fronts, 1), dict(temperature=0.8, new=6, num_return_sequences=2)
+    alone = []
+    for b, seed in enumerate((5, 9)):
+        session = Session(model, past=([], 6, [state[b : b + 1] for state in before]))
+        alone.append(ours(model, ids[b : b + 1], session=session, seeds=seed, **options).sequences)
+    session = Session(model)
+    for _ in range(2):
+        session.past = [], 6, before
+        got = ours(model, ids, session=session, seeds=[5, 9], **options).sequences
+        assert torch.equal(got, torch.cat(alone))
+
+
 def test_a_past_with_the_wrong_states(qwen):
     ids = prompts(2, 9)[0]
     half = Session(qwen)
