@@ -267,6 +267,43 @@ def test_packed_chains_are_trees_without_branches(backend, rule):
     assert_same_decisions(pass_ext.AcceptResult(*(part.cpu() for part in chains)), expected)
 
 
+@pytest.mark.quick_on("best")
+def test_every_argument_of_packed_chains_decides(backend):
+    """Each changes the result of a step that is like another but for it, and changes it as in trees."""
+    random, pairs = torch.Generator().manual_seed(3), 12
+    step = random_step("rejection", [4, 6] * pairs, 60, random, chain=True, filters=False)
+    step["temperature"] = torch.ones(2 * pairs)
+    masks = torch.randint(-(2**31), 2**31, (2, len(step["tokens"]), 2), generator=random).int()
+    of_two = {
+        "temperature": (0.0, 2.0), "top_k": (0, 3), "top_p": (1.0, 0.3), "min_p": (0.0, 0.4),
+        "draft_temperature": (0.3, 3.0), "draft_top_k": (0, 3), "draft_top_p": (1.0, 0.3), "draft_min_p": (0.0, 0.4),
+        "seeds": (5, 9), "positions": (3, 2**40),
+    }  # fmt: skip
+    typical, adaptive = {"rule": "typical"}, {"rule": "adaptive_rejection"}
+    cases = [({}, {name: list(values) * pairs}) for name, values in of_two.items()]
+    cases += [({}, {"allowed": masks[0]}), ({}, {"draft_allowed": masks[1]}), ({}, typical), ({}, {"support": 60})]
+    cases += [({}, {"draft_rows": step["draft_rows"].flip(0)}), ({}, {"draft_logits": None, "draft_rows": None})]
+    cases += [(typical, {"threshold": 0.9}), (adaptive, {"alpha": 0.9}), ({}, {"return_logprobs": True})]
+    cases += [({"return_logprobs": True}, {"top_logprobs": 2}), ({"seeds": None, "generator": 4}, {"generator": 5})]
+
+    def result_of(function, generator=None, **given):
+        if generator is not None:
+            given["generator"] = torch.Generator(backend.device).manual_seed(generator)
+        result = function(**given)
+        return [*result, *(result.logprobs or ()), *(result.support or ())]
+
+    def are_equal(left, right):
+        return len(left) == len(right) and all(map(torch.equal, left, right))
+
+    for base, change in cases:
+        former, given = to(step | base, backend.device), to(step | base | change, backend.device)
+        tree = result_of(pass_ext.accept_tree, **given)
+        assert not are_equal(result_of(pass_ext.accept_tree, **former), tree), change
+        given["draft_tokens"] = given.pop("tokens")
+        del given["parents"]
+        assert are_equal(result_of(pass_ext.accept_chain, **given), tree), change
+
+
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "kseq"])
 def test_a_mask_for_the_target_and_one_for_the_drafts(backend, rule):
     random = torch.Generator().manual_seed(6)

@@ -39,7 +39,7 @@ def any_layout(vocabulary, ranks, chance):
 def apart(columns):
     """A rank's columns in memory of their own. What lies after a row is not its neighbour's first column, as in a slice of all
     columns, but a number that would decide everything."""
-    return torch.nn.functional.pad(columns, (0, 1), value=torch.inf)[:, :-1]
+    return torch.nn.functional.pad(columns, (0, 1), value=torch.inf)[..., :-1]
 
 
 def mask_columns(words, begin, end):

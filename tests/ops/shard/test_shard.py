@@ -11,8 +11,10 @@ from shard_cases import (
     RULES,
     Step,
     any_layout,
+    apart,
     drafts_on_ranks,
     equal_layout,
+    mask_columns,
     random_drafts,
     random_step,
     same,
@@ -20,6 +22,7 @@ from shard_cases import (
 from support.samples import shard_case
 
 import pass_ext
+from pass_ext.distributed.accept import chain_steps
 from pass_ext.distributed.exchange import Move, run_together
 from pass_ext.distributed.layout import Layout, checked_layout
 from pass_ext.distributed.steps import Shard, residual_rounds, residual_rounds_of_chain
@@ -84,8 +87,52 @@ def test_greedy_steps_and_gathered_ones():
 def test_rules_that_need_all_columns_gather_them(rule):
     step = random_step(5, rule="rejection_with_replacement", vocabulary=300)
     step.keywords["rule"] = rule
-    results, exchanges = step.on_ranks(equal_layout(300, 2))
-    assert same(results, step.whole()) and len(exchanges) == 1
+    for more in ({}, {"threshold": 0.9, "alpha": 0.9, "support": 300}):
+        expected = step.whole(**more)
+        results, exchanges = step.on_ranks(equal_layout(300, 2), **more)
+        assert same(results, expected) and len(exchanges) == 1
+        assert not more or all(same([result.support], expected.support) for result in results)
+
+
+def check_chains(rows, rule, **given):
+    """rows: logits of target and drafts, masks of both."""
+    requests = len(given["draft_tokens"]) if "cu_nodes" not in given else len(given["cu_nodes"]) - 1
+    names, layout = ("target_logits", "draft_logits", "allowed", "draft_allowed"), equal_layout(300, 3)
+    whole = dict(zip(names, rows, strict=True))
+    named = dict(rule=rule, seeds=torch.arange(requests), positions=torch.arange(requests) * 7, **given)
+    temperature = torch.linspace(0.6, 1.4, requests)
+    expected = pass_ext.accept_chain(**whole, temperature=temperature, **named)
+    ranks = []
+    for rank, (begin, end) in enumerate(zip(layout.starts, layout.ends, strict=True)):
+        own = {
+            name: mask_columns(x.flatten(0, -2), begin, end).view(*x.shape[:-1], -1)
+            if "allowed" in name
+            else apart(x[..., begin:end])
+            for name, x in whole.items()
+        }
+        ranks.append(chain_steps(rank, layout, **own, target=(temperature, None, None, None), **named))
+    results, _ = run_together(ranks)
+    assert same(results, expected), (expected, results[0])
+    assert 0 < expected.num_accepted.sum() < len(given["draft_tokens"].flatten())
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_chains_are_those_of_all_columns(rule):
+    """Of one length, and packed ones of several, whose drafts' rows lie elsewhere. Masks and parameters differ by request."""
+    generator = torch.Generator().manual_seed(1)
+    draft = torch.randn(40, 300, generator=generator)
+    target = draft + torch.randn(40, 300, generator=generator)
+    masks = torch.randint(-(2**31), 2**31, (2, 40, 10), generator=generator).int()
+    tokens, _ = pass_ext.draft_sample(draft, 1, mode="with", allowed=masks[1], seeds=3, positions=0)
+    each = [x.view(10, 4, -1) for x in (target, draft, *masks)]
+    drafts = [x[:, :3].contiguous() for x in (each[1], each[3])]
+    check_chains([each[0], drafts[0], each[2], drafts[1]], rule, draft_tokens=tokens.view(10, 4)[:, :3])
+    places = torch.arange(40).view(20, 2).T.flatten()  # of the drafts' rows
+    drawn = torch.cat([tokens[:1], tokens[places[:-1]]])[:, 0]  # after the row before
+    bounds = torch.tensor([0, 5, 6, 6, 14, 24, 40])
+    check_chains(
+        [target, draft, *masks], rule, draft_tokens=drawn, cu_nodes=bounds, max_depth=15, draft_rows=places.int()
+    )
 
 
 # ---- faults ----
@@ -93,15 +140,14 @@ def test_rules_that_need_all_columns_gather_them(rule):
 
 @pytest.mark.quick_on("best")
 def test_supports_are_those_of_all_columns():
-    """Of every rule and filter, masked and with room for some: some ranks hold no column, some no id."""
+    """Of every rule and filter, masked and with room for some: some ranks hold no column, some no id, some gather them."""
     listed = left_out = 0
     for seed in range(60):
         step = random_step(seed)
         room = min(step.chance.choice((1, 4, 40, 40_000)), step.target.shape[1])
         whole = step.whole(support=room)
-        results, _ = step.on_ranks(
-            any_layout(step.target.shape[1], step.chance.choice((1, 2, 3)), step.chance), support=room
-        )
+        layout = any_layout(step.target.shape[1], step.chance.choice((1, 2, 3)), step.chance)
+        results, _ = step.on_ranks(layout, support=room, gather_below=1000 * (seed % 3 == 2))
         for result in results:
             assert torch.equal(result.emitted, whole.emitted)
             assert all(
@@ -111,6 +157,26 @@ def test_supports_are_those_of_all_columns():
         listed += int(((whole.support.counts > 1) & (whole.support.counts <= room)).sum())
         left_out += int((whole.support.counts > room).sum())
     assert listed > 20 and left_out > 20
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_support_behind_a_row_that_ends_a_request(rule):
+    """NaN at the first root, and at the second request's accepted draft; the third request goes on."""
+    sampling = {name: torch.ones(3) if name == "temperature" else None for name in FILTERS}
+    keywords = dict(rule=rule, seeds=torch.arange(3), positions=torch.arange(3), draft_rows=None)
+    target = torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
+    target[[0, 2, 4], 7] = 60.0
+    target[0, 200] = target[3, 200] = torch.nan
+    draft = torch.zeros(6, 300).index_fill(1, torch.tensor([7]), 60.0)
+    bounds, parents = torch.tensor([0, 2, 4, 6]), torch.tensor([-1, 0] * 3)
+    step = Step(target, draft, (torch.full((6,), 7), parents, bounds, 1), keywords, sampling, {}, None)
+    expected = step.whole(support=300)
+    assert expected.emitted[:2].tolist() == [[-1, -1], [7, -1]] and expected.status.tolist() == [1, 1, 0]
+    assert expected.support.counts.tolist() == [[0, 0], [300, 0], [300, 300]]
+    results, _ = step.on_ranks(equal_layout(300, 2), support=300)
+    for result in results:
+        assert same([result], expected)
+        assert same([result.support], expected.support)
 
 
 def test_a_shard_off_by_one_column_shows():
