@@ -17,7 +17,7 @@ from pass_ext import LookaheadEmbedding
 from pass_ext.__main__ import main
 from pass_ext.training.common import server as server_module
 from pass_ext.training.common.documents import is_held_out, read_documents
-from pass_ext.training.common.options import PACKAGES
+from pass_ext.training.common.options import PACKAGES, read_texts
 
 pytest.importorskip("transformers")
 for package in PACKAGES:
@@ -72,6 +72,22 @@ def test_rows_of_a_file_are_texts_once_each(tmp_path):
     (same,) = read_documents([other], column="body")
     assert same == next(document for document in found if document.text == "text 3"), "named by what it says"
     assert len(read_documents([path], most=2)) == 2
+
+
+def test_chats_are_held_out_with_the_prompts_that_they_begin_with(tmp_path):
+    """Whatever stands around the prompt, and whatever the system was told: a file of prompts has neither."""
+    asked = [f"question {number}" for number in range(40)]
+    rows = [[{"role": "system", "content": f"rule {number}"}, *chat(number)] for number in range(40)]
+    spaced = [[{**one, "content": f" {one['content']} \n"} for one in row[1:]] for row in rows]
+    data = jsonl(tmp_path / "chats.jsonl", [{"messages": row} for row in rows + spaced])
+    (tmp_path / "prompts").write_text("".join(f"{line}  \n" for line in asked))
+    options = types.SimpleNamespace(data=[data], data_column=None, data_rows=100)
+    for source in (str(tmp_path / "prompts"), "data"):
+        options.self_distill = source
+        documents, instructions = read_texts(options)
+        assert sorted(instructions) == sorted(asked)
+        assert sorted(document.name for document in documents) == sorted(2 * asked)
+    assert {document.messages[0][0] for document in documents} == {"system", "user"}
 
 
 def test_data_sets_are_streamed_and_parquet_is_read(tmp_path, monkeypatch):
@@ -255,6 +271,8 @@ def test_a_server_that_drops_and_stalls_loses_nothing(tmp_path, model, server):
         assert text_of(written) == (letter * 5 + " and so on")[:12]
         assert sample["temperature"] == 0 or sample in trained
     assert {wish["model"] for wish in handler.asked} == {"its model"}
+    sampled = {(*wish["prompt"], wish["seed"]) for wish in handler.asked if wish["temperature"]}
+    assert len(sampled) == len({seed for *_, seed in sampled}) == len(trained), "a seed of its own, again too"
     assert {wish["temperature"] for wish in handler.asked} >= {0.0, 0.8, 0.5}
     assert json.loads((tmp_path / "out/samples.jsonl").read_text().splitlines()[0])["texts from"] == "its model"
 

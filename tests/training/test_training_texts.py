@@ -4,6 +4,8 @@ import dataclasses
 import random
 import re
 import sysconfig
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from support.training_models import Letters, counting, tiny_llama, windows_of
 from pass_ext.training.common import documents, own_texts
 from pass_ext.training.common.frozen_model import sample
 from pass_ext.training.common.own_texts import Sample
+from pass_ext.training.common.ranks import Ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,6 +46,9 @@ def test_documents_are_read_with_their_prose_apart(tmp_path):
     assert found[1].text.endswith("place among the prose.\n\nindented") and "x = 1" not in found[1].text
     assert documents.read_documents([tmp_path / "tests/b.py"])[0].name == "b.py"
     assert documents.fingerprint(found) == documents.fingerprint(list(found)) != documents.fingerprint(found[:2])
+    for part in ("name", "kind", "text"):
+        others = [dataclasses.replace(found[0], **{part: "other"}), *found[1:]]
+        assert documents.fingerprint(others) != documents.fingerprint(found), part
     with pytest.raises(FileNotFoundError, match="which does not exist"):
         documents.read_documents([tmp_path / "absent"])
 
@@ -161,9 +167,44 @@ BATCHES = [
 ]
 
 
-def collected(path, batches=BATCHES, *, model=tiny_llama, tokenizer=Letters, name="tiny", new_tokens=6, seed=0):
-    settings = dict(name=name, new_tokens=new_tokens, seed=seed)
+def collected(path, batches=BATCHES, *, model=tiny_llama, tokenizer=Letters, name="tiny", new_tokens=6, seed=0, ranks=None):
+    settings = dict(name=name, new_tokens=new_tokens, seed=seed, ranks=ranks)
     return list(own_texts.collect(model(), tokenizer(), batches, path, **settings))
+
+
+class Thread(Ranks):
+    """One of several ranks, each a thread of this process."""
+
+    def __init__(self, rank, values, barrier):
+        super().__init__(rank, barrier.parties)
+        self._values, self._barrier = values, barrier
+
+    def gather(self, value):
+        self._values[self.rank] = value
+        self._barrier.wait()
+        found = list(self._values)
+        self._barrier.wait()
+        return found
+
+    def first(self, call):
+        return self.gather(call() if self.is_first else None)[0]
+
+
+def test_samples_are_the_same_with_any_number_of_ranks(tmp_path):
+    """Each batch is drawn from, those after the first by another rank."""
+    batches = [dataclasses.replace(batch, temperature=1.0) for batch in (*BATCHES, *BATCHES[1:])]
+    model = tiny_llama()
+    alone = collected(tmp_path / "alone", batches, model=lambda: model)
+    assert alone[1] != alone[3] and alone[2] != alone[4]
+    for count in (2, 3):
+        path, values, barrier = tmp_path / f"by {count}", [None] * count, threading.Barrier(count, timeout=60)
+
+        def of_rank(rank, path=path, values=values, barrier=barrier):
+            return collected(path, batches, model=lambda: model, ranks=Thread(rank, values, barrier))
+
+        with ThreadPoolExecutor(count) as pool:
+            assert list(pool.map(of_rank, range(count))) == [alone] * count
+        assert path.read_text() == (tmp_path / "alone").read_text()
 
 
 class Murmuring(Letters):

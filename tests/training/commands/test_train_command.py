@@ -173,6 +173,7 @@ def test_samples_come_in_batches_of_the_size_and_temperatures_that_are_asked_for
     assert [len(batch.names) for batch in held_out] == [3]
     texts = run.texts()
     assert {(sample.kind, sample.temperature) for sample in texts.samples} == {("python", 0.0), ("python", 0.7)}
+    assert texts.documents == [document for document in documents if not is_held_out(document.name)] != documents
     for bad in ("-1", "nan"):
         line = ["--model", "m", "--out", str(tmp_path), "--own-chats", "2", "--sample-temperatures", "0", bad]
         with pytest.raises(SystemExit, match="--sample-temperatures must be at least 0"):
