@@ -182,6 +182,15 @@ def test_other_layers(name):
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["deepseek_v3", "llama"])
+def test_prompts_with_a_common_beginning(name):
+    """Together, their last rows are read by themselves, few of them: the same sums as of the many rows of a whole prompt."""
+    common, (own, _) = prompts(1, 280)[0], prompts(2, 20, seed=1)
+    ids = torch.cat([common.repeat(2, 1), own], 1)
+    assert differing(tiny_model(name), ids, torch.ones_like(ids), new=2, batch_invariant=True) == 0
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_a_model_of_ones_own():
     torch.manual_seed(0)
     model = Decoder().eval().requires_grad_(False)

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 from support.generation import slots_for
 from support.small_models import prompts, small_model
 
+from benchmarks.architectures.models import tiny_model
 from pass_ext import NGram, PaSS, Session, Tree, generate
 from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.models.slots import PlacedSlots
@@ -254,3 +255,15 @@ def test_parts_in_eval_mode_stay_so():
     modes = [part.training for part in model.modules()]
     generate(model, IDS, max_new_tokens=1)
     assert [part.training for part in model.modules()] == modes and len(set(modes)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("gpt2", dict(attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)), ("llama", dict(attention_dropout=0.5))],
+)
+def test_nothing_is_dropped_from_a_model_in_training_mode(name, changes):
+    model = tiny_model(name, **changes)
+    want = generate(model, IDS, **OPTIONS).sequences
+    model.train()
+    for method in (None, NGram(shortest=1)):
+        assert torch.equal(generate(model, IDS, method, **OPTIONS).sequences, want)
