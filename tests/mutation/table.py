@@ -235,7 +235,12 @@ _PYTHON: dict[str, list[str]] = {
         f"models/{name}": ["tests/decoding/models/test_compressed.py"]
         for name in ("compressed", "compressors", "hash_routers")
     },
-    "models/per_layer_inputs": ["tests/decoding/models/test_per_layer_inputs.py"],
+    "models/per_layer_inputs": [
+        "tests/decoding/models/test_per_layer_inputs.py",
+        "tests/decoding/models/test_decoded_models.py",
+        "-k",
+        "test_per_layer_inputs or stand_for_pictures",
+    ],
     "models/one_order": ["tests/decoding/models/test_one_order.py"],
     "models/row_attention": [
         "tests/decoding/models/test_row_attention.py",
@@ -251,9 +256,10 @@ _PYTHON: dict[str, list[str]] = {
     ],
     "session/session": [
         "tests/decoding/test_session.py",
+        "tests/decoding/loop/test_several_texts.py",
         "tests/decoding/models/test_decoded_models.py",
         *_GENERATE[:-1],
-        f"{_GENERATE[-1]} or test_session or longest_text",
+        f"{_GENERATE[-1]} or test_session or longest_text or past",
     ],
     "stats": ["tests/decoding/test_stats.py"],
     "models/transformers": ["tests/decoding/models/test_decoded_models.py"],
