@@ -167,7 +167,9 @@ BATCHES = [
 ]
 
 
-def collected(path, batches=BATCHES, *, model=tiny_llama, tokenizer=Letters, name="tiny", new_tokens=6, seed=0, ranks=None):
+def collected(
+    path, batches=BATCHES, *, model=tiny_llama, tokenizer=Letters, name="tiny", new_tokens=6, seed=0, ranks=None
+):
     settings = dict(name=name, new_tokens=new_tokens, seed=seed, ranks=ranks)
     return list(own_texts.collect(model(), tokenizer(), batches, path, **settings))
 
