@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.drafting.heads.checkpoint import HeadCheckpoint
 from pass_ext.decoding.drafting.heads.head import HeadModule, TargetFacts
-from pass_ext.decoding.drafting.heads.layers import Attention, DecoderLayer, Mlp, Rotary, layer_config
+from pass_ext.decoding.drafting.heads.layers import Attention, DecoderLayer, Mlp, RmsNorm, Rotary, layer_config
 from pass_ext.decoding.models.packed import Attend
 
 _SETTINGS: dict[str, Any] = {
@@ -53,10 +53,10 @@ class FirstLayer(nn.Module):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self._norms_residual = norms_residual
-        self.input_layernorm = nn.RMSNorm(width, eps)
-        self.hidden_norm = nn.RMSNorm(width, eps)
+        self.input_layernorm = RmsNorm(width, eps)
+        self.hidden_norm = RmsNorm(width, eps)
         self.self_attn = Attention(config, 0, 2 * width, has)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        self.post_attention_layernorm = RmsNorm(width, eps)
         self.mlp = Mlp(config, 0, has)
 
     def forward(self, embedded: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
@@ -94,13 +94,13 @@ class Eagle3Head(HeadModule):
         draft_vocabulary = settings["draft_vocab_size"] or layer.vocab_size
 
         count, tapped = len(self.taps), self.target_width
-        self.input_norm = nn.RMSNorm(count * tapped, eps) if settings["norm_before_fc"] else None
-        self.fc_norm = nn.ModuleList(nn.RMSNorm(tapped, eps) for _ in range(count)) if settings["fc_norm"] else None
+        self.input_norm = RmsNorm(count * tapped, eps) if settings["norm_before_fc"] else None
+        self.fc_norm = nn.ModuleList(RmsNorm(tapped, eps) for _ in range(count)) if settings["fc_norm"] else None
         self.fc = nn.Linear(count * tapped, width, bias="fc.bias" in has)
         first = FirstLayer(layer, has, norms_residual=settings["norm_before_residual"])
         self.layers = nn.ModuleList([first, *(DecoderLayer(layer, i, has) for i in range(1, self.num_layers))])
         self.rotary = Rotary(layer)
-        self.norm = nn.RMSNorm(width, eps)
+        self.norm = RmsNorm(width, eps)
         self.lm_head = nn.Linear(width, draft_vocabulary, bias=False)
         self.embed_tokens = nn.Embedding(layer.vocab_size, width) if "embed_tokens.weight" in has else None
         self.d2t: Tensor | None

@@ -13,8 +13,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.models.module_ops import computes_by_ops
 from pass_ext.decoding.models.packed import Adapted, Attend, StepAttend
 from pass_ext.decoding.models.parts import unwrapped
+from pass_ext.decoding.models.shadow import OurCall, our_call, shadow_of, takes_rows_of_our_call
 from pass_ext.decoding.models.slots import CallSlots
 from pass_ext.decoding.models.taps import Tap
 from pass_ext.decoding.models.vocabulary import MOST_PADDING
@@ -127,6 +129,8 @@ class Head(Adapted):
         module.check_fits(target_facts(target))
         # Not as Adapted does it: the table is the target's, and may have no values here.
         self.model, self.module, self._target = module, module, target
+        self._shadow: Any = shadow_of(module)
+        computes_by_ops(self._shadow, takes_rows_of_our_call)
         self.table, self.has_table = target.table, target.has_table
         if module.embedding is not None:
             self.table, self.has_table = module.embedding.weight, True
@@ -143,14 +147,21 @@ class Head(Adapted):
             states = embedded.new_zeros(len(ids), self.module.state_width)
         return torch.cat((embedded, states), 1)
 
+    def take(self, states: Tensor) -> Tensor:
+        """As ``HeadModule.take``."""
+        with our_call(OurCall(None, self.name)):
+            taken: Tensor = self._shadow.take(states)
+        return taken
+
     def __call__(
         self, rows: Tensor, positions: Tensor, attend: StepAttend, wanted: Tensor | None, slots: CallSlots | None = None
     ) -> Tensor:
         """Calls the head; its logits are as wide as the target's."""
         module = self.module
         embedded, states = rows.split((rows.shape[1] - module.state_width, module.state_width), 1)
-        out, self.states = module(embedded, states, positions, attend)
-        logits = module.logits(out if wanted is None else out[wanted])
+        with our_call(OurCall(attend, self.name)):
+            out, self.states = self._shadow(embedded, states, positions, attend)
+            logits: Tensor = self._shadow.logits(out if wanted is None else out[wanted])
         if self._tokens is None:
             return logits
         everything = logits.new_full((len(logits), module.target_vocabulary), -torch.inf)

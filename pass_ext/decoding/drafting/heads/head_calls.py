@@ -38,7 +38,7 @@ class HeadCalls(DraftCalls):
         counts = list(map(len, hidden))
         if not any(counts):
             return
-        states = self._head.module.take(torch.cat(list(hidden)))
+        states = self._head.take(torch.cat(list(hidden)))
         for b, new in enumerate(states.split(counts)):
             if self._held[b] == len(self._true[b]) == 0:  # its first ones, which may begin after what `past` held
                 self._first[b] = len(self._texts[b]) - len(new)

@@ -34,20 +34,31 @@ def layer_config(settings: dict[str, Any]) -> Any:
     return config
 
 
+class RmsNorm(nn.Module):
+    """``weight * x / rms(x)`` of the last dimension, as Llama rounds it."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
 class Rotary(nn.Module):
     """Cosines and sines of positions ``[N]`` -> two ``[N, D']``, by transformers' formula for the config."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self._config = config
-        self._embedding: Any = None
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        with torch.device("cpu"):  # whatever device the weights are made on: these frequencies are in no checkpoint
+            self._embedding = LlamaRotaryEmbedding(config)
 
     def forward(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        if self._embedding is None:  # here, where the device is known: its frequencies are in no checkpoint
-            from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-            self._embedding = LlamaRotaryEmbedding(self._config).to(rows.device)
-        cos, sin = self._embedding(rows[None], positions[None])
+        cos, sin = self._embedding.to(rows.device)(rows[None], positions[None])
         return cos[0], sin[0]
 
 
@@ -70,8 +81,8 @@ class Attention(nn.Module):
         self.v_proj = _linear(width, key_heads * dim, f"{prefix}.v_proj", has)
         self.o_proj = _linear(heads * dim, config.hidden_size, f"{prefix}.o_proj", has)
         has_norms = f"{prefix}.q_norm.weight" in has
-        self.q_norm = nn.RMSNorm(dim, config.rms_norm_eps) if has_norms else nn.Identity()
-        self.k_norm = nn.RMSNorm(dim, config.rms_norm_eps) if has_norms else nn.Identity()
+        self.q_norm = RmsNorm(dim, config.rms_norm_eps) if has_norms else nn.Identity()
+        self.k_norm = RmsNorm(dim, config.rms_norm_eps) if has_norms else nn.Identity()
 
     def forward(self, rows: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """rotation: as ``Rotary`` gives it."""
@@ -105,9 +116,9 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: Any, layer: int, has: Collection[str]) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(width, eps)
+        self.input_layernorm = RmsNorm(width, eps)
         self.self_attn = Attention(config, layer, width, has)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        self.post_attention_layernorm = RmsNorm(width, eps)
         self.mlp = Mlp(config, layer, has)
 
     def forward(self, rows: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
