@@ -16,6 +16,8 @@ VARIANTS = {
     "two layers, norms of heads": dict(norm_before_fc=True, fc_norm=True, layers=2, model_type="qwen3"),
     "biases, own embeddings": dict(biases=True, embeds=True),
 }
+MASKED = dict(speculators_model_type="peagle", architectures=["PEagleSpeculator"], mask_token_id=5)
+"""Settings of a head that drafts all tokens in one call."""
 
 
 def eagle3_checkpoint(
@@ -56,6 +58,8 @@ def eagle3_checkpoint(
         tensors["input_norm.weight"] = norm(len(taps) * d)
     if settings.get("fc_norm"):
         tensors |= {f"fc_norm.{i}.weight": norm(d) for i in range(len(taps))}
+    if settings.get("mask_token_id") is not None:
+        tensors["mask_hidden"] = torch.randn(1, 1, len(taps) * d, generator=generator)
     if embeds:
         tensors["embed_tokens.weight"] = random(vocabulary, d)
     if drafted is not None:
@@ -71,9 +75,7 @@ def eagle3_checkpoint(
     verifier = dict(name_or_path="somebody/some-model", architectures=[type(target).__name__])
     proposals = [dict(proposal_type="greedy", speculative_tokens=3)]
     config = dict(
-        named,
-        architectures=["Eagle3Speculator"],
-        speculators_model_type="eagle3",
+        dict(architectures=["Eagle3Speculator"], speculators_model_type="eagle3") | named,
         transformer_layer_config=layer,
         speculators_config=dict(
             algorithm="eagle3", default_proposal_method="greedy", proposal_methods=proposals, verifier=verifier
@@ -173,6 +175,11 @@ class PlainEagle3:
     def logits(self, text, drafts=(), skipped=0):
         """Those after the text and these drafts, of the target's vocabulary. skipped: tokens of the text without states."""
         states, tokens = self.taken(self.hidden(text)[skipped:]), [*text[skipped + 1 :]]
+        if "mask_hidden" in self.tensors:  # masks in place of the drafts
+            mask = self.taken(self.tensors["mask_hidden"].view(1, len(TAPS), -1))
+            states = torch.cat((states, mask.expand(len(drafts), -1)))
+            tokens += [self.config["mask_token_id"]] * len(drafts)
+            drafts = ()
         for token in (*drafts, None):
             logits, given = self.rows(torch.tensor(tokens), states)
             states = torch.cat((states, given[-1:]))

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 from support.generation import BUSHY
-from support.heads import VARIANTS, PlainEagle3, eagle3_checkpoint, plain_loop
+from support.heads import MASKED, VARIANTS, PlainEagle3, eagle3_checkpoint, plain_loop
 from support.small_models import ragged_prompts, small_model
 
 from pass_ext import Eagle3, NGram, Plain, Session, Tree, generate, load_drafter
@@ -101,6 +101,27 @@ def test_a_head_that_is_often_right_takes_the_calls_of_a_plain_loop(target, head
         assert alone.stats.model_calls == calls
         assert [part[0].tokens if part[0] else [] for _, part in drafted] == drafts
     assert got.stats.mean_acceptance_length > 1.8
+
+
+def test_one_call_drafts_all_levels_of_a_head_with_masks(target, tmp_path, drafted):
+    """P-EAGLE: drafts are those of the formula, in ragged batches of chains and trees, and a step has one call of the head."""
+    config, tensors = eagle3_checkpoint(tmp_path, target, layers=2, norm_before_residual=True, **MASKED)
+    plain, method, calls = PlainEagle3(config, tensors, target), load_drafter(tmp_path, target), []
+    method.head.forward = lambda *rows, true=method.head.forward: calls.append(1) or true(*rows)
+    ids, mask = ragged_prompts(3, longest=30, seed=2)
+    want = generate(target, ids, Plain(), attention_mask=mask, **LIMITS).sequences
+    got = generate(target, ids, replace(method, length=4), attention_mask=mask, **LIMITS)
+    assert torch.equal(got.sequences, want)
+    assert len(calls) <= got.stats.model_calls, "one for each step, and one for the prompts"
+    for texts, parts in drafted[::6]:
+        for text, part in zip(texts, parts, strict=True):
+            assert part is None or part.tokens == plain.chain(text, part.tree.max_depth)
+    drafted.clear()
+    got = generate(target, ids, replace(method, branching=(2, 2)), attention_mask=mask, **LIMITS)
+    assert torch.equal(got.sequences, want)
+    for text, part in zip(*drafted[2], strict=True):
+        first, second = plain.logits(text).topk(2).indices.tolist(), plain.logits(text, [0]).topk(2).indices.tolist()
+        assert part.tokens == [*first, *second, *second]
 
 
 @pytest.mark.parametrize("tree", [BUSHY, Tree.from_branching((3, 2, 1))], ids=["bushy", "branching"])

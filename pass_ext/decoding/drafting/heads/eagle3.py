@@ -141,7 +141,7 @@ class Eagle3Head(HeadModule):
         return logits
 
 
-def read_eagle3(checkpoint: HeadCheckpoint, target: TargetFacts) -> Eagle3Head:
+def read_eagle3(checkpoint: HeadCheckpoint, target: TargetFacts, kind: type[Eagle3Head] = Eagle3Head) -> Eagle3Head:
     """The head of a checkpoint in either form."""
     config = _speculators_form(checkpoint)
     if not config.get("eagle_aux_hidden_state_layer_ids") and target.layers is None:
@@ -153,7 +153,7 @@ def read_eagle3(checkpoint: HeadCheckpoint, target: TargetFacts) -> Eagle3Head:
     has = {name.replace(_ORIGINAL, _FIRST) for name in checkpoint.names}
     try:
         with torch.device("meta"):
-            head = Eagle3Head(config, target, has)
+            head = kind(config, target, has)
         head.check_fits(target)
     except ValueError as error:
         raise checkpoint.refusal(str(error)) from None

@@ -47,6 +47,14 @@ def target_facts(target: Adapted) -> TargetFacts:
     return TargetFacts(name, layers, width, table.shape[1], len(table), table.dtype, table.device)
 
 
+class Masks(NamedTuple):
+    """What stands below the text in a call that drafts all levels."""
+
+    token: int
+    state: Tensor
+    """``[1, state_width]``."""
+
+
 class HeadModule(nn.Module):
     """The weights of a head, and its forward. A family's class computes it."""
 
@@ -77,6 +85,11 @@ class HeadModule(nn.Module):
     @property
     def tokens(self) -> Tensor | None:
         """``[Vd]`` int64, the target's ids of the tokens that it has logits for; None: all tokens in their order."""
+        return None
+
+    @property
+    def masks(self) -> Masks | None:
+        """None: it has a call for each level, whose rows have the drafts of those above."""
         return None
 
     def check_fits(self, target: TargetFacts) -> None:

@@ -11,6 +11,7 @@ from pass_ext.decoding.drafting.from_draft_model import ModelDrafter, chosen_tre
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
 from pass_ext.decoding.drafting.heads.head import Head, HeadModule
 from pass_ext.decoding.drafting.heads.head_calls import HeadCalls
+from pass_ext.decoding.drafting.heads.mask_calls import MaskCalls
 from pass_ext.decoding.methods import HeadMethod
 from pass_ext.decoding.planning.pace import Pace
 from pass_ext.decoding.session.session import Session
@@ -34,7 +35,12 @@ class HeadDrafter(ModelDrafter):
 
     def begin(self, session: Session) -> None:
         """Allocates the head's caches."""
-        self._calls = self._head_calls = HeadCalls(self._head, session, self.tree.max_depth, self._texts)
+        head, masks, depth = self._head, self._head.module.masks, self.tree.max_depth
+        if masks is None:
+            self._head_calls = HeadCalls(head, session, depth, self._texts)
+        else:
+            self._head_calls = MaskCalls(head, masks, session, depth, self._texts)
+        self._calls = self._head_calls
 
     def propose(self, batch: Batch) -> Proposal:
         self._head_calls.take(batch.hidden)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from pass_ext.decoding.drafting.heads.checkpoint import HeadCheckpoint
 from pass_ext.decoding.drafting.heads.dflash import DFlashHead, read_dflash
 from pass_ext.decoding.drafting.heads.eagle3 import read_eagle3
 from pass_ext.decoding.drafting.heads.head import HeadModule, TargetFacts, target_facts
+from pass_ext.decoding.drafting.heads.peagle import PEagleHead
 from pass_ext.decoding.methods import MAX_DRAFT_LEVELS, DFlash, Eagle3, HeadMethod
 from pass_ext.decoding.models.early_exit import packed_model
 
@@ -29,12 +31,16 @@ class Family(NamedTuple):
 
 
 _EAGLE3, _DFLASH = Family(read_eagle3, Eagle3), Family(read_dflash, DFlash)
+_PEAGLE = Family(partial(read_eagle3, kind=PEagleHead), Eagle3)
 FAMILIES: dict[str, Family] = {
     "eagle3": _EAGLE3,
     "Eagle3Speculator": _EAGLE3,
     "Eagle3DraftModel": _EAGLE3,
     "Eagle3LlamaForCausalLM": _EAGLE3,
     "LlamaForCausalLMEagle3": _EAGLE3,
+    "peagle": _PEAGLE,
+    "PEagleSpeculator": _PEAGLE,
+    "PEagleDraftModel": _PEAGLE,
     "dflash": _DFLASH,
     "dflash2": _DFLASH,
     "dspark": _DFLASH,
