@@ -1,0 +1,51 @@
+"""docs/guide/drafters.md: its blocks run on a small model and head and give the model's own text; it names every type and setting."""
+
+import inspect
+import re
+
+import pytest
+import torch
+from support.code_blocks import blocks_of, run_blocks
+
+import pass_ext
+
+pytest.importorskip("transformers")
+
+from support.heads import eagle3_checkpoint
+from support.paths import ROOT
+from support.small_models import prompts, small_model
+
+from pass_ext.decoding.drafting.heads.load import FAMILIES
+
+PAGE = ROOT / "docs/guide/drafters.md"
+
+pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="an sdist has no docs")
+
+
+def test_the_blocks_of_the_page_run(monkeypatch, tmp_path, one_thread):
+    monkeypatch.setenv("PASS_EXT_CACHE", str(tmp_path / "times"))
+    model, ids = small_model("llama", num_hidden_layers=4), prompts(1, 9)[0]
+    eagle3_checkpoint(tmp_path / "head", model)
+    made, original = [], pass_ext.generate
+    monkeypatch.setattr(
+        pass_ext, "generate", lambda *given, **named: made.append(original(*given, **named)) or made[-1]
+    )
+    run_blocks(PAGE, list(blocks_of(PAGE)), dict(model=model, input_ids=ids, path=tmp_path / "head"))
+    want = model.generate(ids, max_new_tokens=200, do_sample=False)
+    assert len(made) == 5 and all(torch.equal(each.sequences, want) for each in made)
+
+
+def test_the_page_names_every_setting():
+    page = PAGE.read_text()
+    parameters = inspect.signature(pass_ext.Eagle3).parameters.values()
+    written = [each.name if each.default is each.empty else f"{each.name}={each.default!r}" for each in parameters]
+    assert f"`Eagle3({', '.join(written)})`" in page
+    for each in parameters:
+        assert re.search(rf"^\| `{each.name}` \|", page, re.M), each.name
+
+
+def test_the_page_names_every_type_of_these_methods():
+    table = PAGE.read_text().split("| type, by its config |")[1].split("\n\n")[0]
+    for name, family in FAMILIES.items():
+        if family.method is pass_ext.Eagle3:
+            assert re.search(rf"`{name}`.*`Eagle3`", table), name
