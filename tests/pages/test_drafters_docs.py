@@ -1,4 +1,4 @@
-"""docs/guide/drafters.md: its blocks run on a small model and head and give the model's own text; it names every type and setting."""
+"""docs/guide/drafters.md: its blocks run on a small model and head and give its text; it names every type and setting."""
 
 import inspect
 import re
