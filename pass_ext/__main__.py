@@ -10,6 +10,7 @@ import torch
 import pass_ext
 from pass_ext import bench, demo, training
 from pass_ext.checkpoint import demo_model, safetensors_folder
+from pass_ext.decoding.drafting.heads.load import about_drafter
 from pass_ext.training.decision import command as decision_command
 from pass_ext.training.draft import command as draft_command
 from pass_ext.training.lookahead import command as lookahead_command
@@ -45,12 +46,24 @@ def how_run(folder: str) -> str:
     return f"{model.config.model_type}: {stats.way}"
 
 
+def about_head(drafter: str, folder: str | None) -> str:
+    """What the checkpoint of a head is; with a model's folder, GGUF file or name also whether it fits."""
+    model = None
+    if folder is not None:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(safetensors_folder(folder, torch.float32))
+    lines = about_drafter(drafter, model)
+    return "\n".join(f"{name:<{max(map(len, lines))}}  {words}" for name, words in lines.items())
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs ``python -m pass_ext`` and the ``pass_ext`` command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="pass_ext", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     about = commands.add_parser("info", help="versions, libraries, instruction set, GPUs; or how a model is run")
     about.add_argument("model", nargs="?", help="a folder, a GGUF file or a hub's name: how generate runs it, and why")
+    about.add_argument("--drafter", help="a head's folder, file or name: what it is, and whether it fits the model")
     demo.add_arguments(commands.add_parser("demo", help="PaSS beside plain decoding (needs pass_ext[hf,train])"))
     bench.add_arguments(commands.add_parser("bench", help="the ops beside PyTorch on this machine, in two minutes"))
     convert = commands.add_parser("convert", help="a GGUF model as a folder that vLLM loads; prints the folder's path")
@@ -74,7 +87,10 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if chosen.command == "info":
         try:
-            print(info() if chosen.model is None else how_run(chosen.model))
+            if chosen.drafter is not None:
+                print(about_head(chosen.drafter, chosen.model))
+            else:
+                print(info() if chosen.model is None else how_run(chosen.model))
         except (ImportError, OSError, ValueError) as error:
             raise SystemExit(f"pass_ext info: {error}") from error
     elif chosen.command == "convert":

@@ -86,7 +86,7 @@ MAY_IMPORT = {
     ),  # pass_ext/__init__.py
     "demo": ("checkpoint", "decoding", "pass_ext"),
     "bench": ("pass_ext",),
-    "__main__": ("_library", "checkpoint", "training", "pass_ext", "demo", "bench"),
+    "__main__": ("_library", "checkpoint", "decoding", "training", "pass_ext", "demo", "bench"),
 }
 # The same for pass_ext/decoding/, where a room may import all rooms of lines above its own.
 DECODING_FLOORS = (

@@ -14,6 +14,7 @@ from support.small_models import small_model
 
 import pass_ext
 from pass_ext import Eagle3, generate, load_drafter
+from pass_ext.__main__ import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -193,3 +194,22 @@ def test_rules_that_it_cannot_serve_are_refused(folder, target):
     tree = pass_ext.Eagle3(method.head, branching=(2, 1))
     with pytest.raises(ValueError, match="takes chains"):
         generate(target, torch.tensor([[3, 4, 5]]), tree, rule="block", **options)
+
+
+def test_info_says_what_a_checkpoint_is(folder, target, tmp_path, capsys):
+    assert main(["info", "--drafter", str(folder)]) == 0
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    said = {name.strip(): words.strip() for name, words in lines.items()}
+    assert said == {
+        "type": "eagle3, Eagle3Speculator",
+        "method": "Eagle3",
+        "trained for": "somebody/some-model (LlamaForCausalLM)",
+        "drafts": "3, as the checkpoint proposes",
+        "tensors": "15",
+    }
+    target.save_pretrained(tmp_path / "model")
+    assert main(["info", str(tmp_path / "model"), "--drafter", str(folder)]) == 0
+    assert "yes; it reads the model's states at 1, 2, 3" in capsys.readouterr().out
+    (folder / "config.json").unlink()
+    with pytest.raises(SystemExit, match=r"pass_ext info: load_drafter: .*there is no"):
+        main(["info", "--drafter", str(folder)])

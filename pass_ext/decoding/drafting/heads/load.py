@@ -77,6 +77,27 @@ def load_drafter(path: str | os.PathLike[str], model: Any) -> HeadMethod | DFlas
     return family.method(head, **_proposed(checkpoint.config))
 
 
+def about_drafter(path: str | os.PathLike[str], model: Any = None) -> dict[str, str]:
+    """What a checkpoint is, in lines of a name and words. model: one that it must fit, as ``load_drafter`` takes it; None: the
+    config alone is read."""
+    checkpoint = HeadCheckpoint(path)
+    method = family_of(checkpoint).method
+    verifier = _verifier(checkpoint.config)
+    classes = ", ".join(verifier.get("architectures") or ["its class is not named"])
+    proposed = _proposed(checkpoint.config).get("length")
+    lines = {
+        "type": ", ".join(_types_of(checkpoint.config)),
+        "method": method.__name__,
+        "trained for": f"{verifier.get('name_or_path') or 'a model that is not named'} ({classes})",
+        "drafts": "as the method says" if proposed is None else f"{proposed}, as the checkpoint proposes",
+        "tensors": f"{len(checkpoint.names)}",
+    }
+    if model is not None:
+        loaded = load_drafter(path, model)
+        lines["fits"] = f"yes; it reads the model's states at {', '.join(map(str, loaded.head.taps))}"
+    return lines
+
+
 def family_of(checkpoint: HeadCheckpoint) -> Family:
     """The family of a checkpoint's head."""
     types = list(_types_of(checkpoint.config))
@@ -95,9 +116,14 @@ def _types_of(config: Mapping[str, Any]) -> Iterator[str]:
         yield from map(str, value if isinstance(value, list) else [] if value is None else [value])
 
 
+def _verifier(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the config says about the model that the head was trained for."""
+    return (config.get("speculators_config") or {}).get("verifier") or {}
+
+
 def _check_verifier(checkpoint: HeadCheckpoint, target: TargetFacts) -> None:
     """Refuses a head that names a model of another class."""
-    verifier = (checkpoint.config.get("speculators_config") or {}).get("verifier") or {}
+    verifier = _verifier(checkpoint.config)
     known = verifier.get("architectures") or []
     if known and target.name not in known:
         raise checkpoint.refusal(
