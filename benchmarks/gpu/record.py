@@ -3,8 +3,9 @@
     a kernel is verified  =  at least one test of its op families passed on the GPU, and none failed or did not end
 
 The last outcome of a test counts; failures in earlier runs of the commit are counted apart. The tests of a kernel file are
-those of its op family and of every kernel file that includes it. ``python -m benchmarks.gpu.record FOLDER`` reads the evidence
-in a folder and writes verified-<commit>.json and the results of the benchmarks into it.
+those of its op family and of every kernel file that includes it. ``python -m benchmarks.gpu.record FOLDER`` takes the evidence
+that a run left in a folder to benchmarks/results/<GPU>/, writes verified-<commit>.json and the results of the benchmarks there
+and the pages that show them, and with ``--commit`` commits these.
 """
 
 from __future__ import annotations
@@ -12,20 +13,26 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
+import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.harness import evidence
+from benchmarks.harness.machine import slug
 from benchmarks.pages.gpu_status import content_hash, is_verified, kernel_files, with_headers
 
-TESTS = "tests"
-SANITIZERS = {"memcheck": ("memcheck",), "racecheck": ("racecheck", "racecheck-rest")}
-"""Tool -> the stages that run it."""
+TESTS, SANITIZERS = "tests", ("memcheck", "racecheck")
+"""The stages whose outcomes count."""
+REST = "-rest"
+"""Ends the name of the stage that does what another leaves; outcomes bear the other's name."""
+TIMES, PAGE_OF_TIMES = "kernel-time.json", "benchmarks.kernel_time"
+PAGES = ("benchmarks.pages.gpu_status", "benchmarks.pages", "tools.performance")
+"""The programs that write the pages of results. That of kernel times also keeps which kernels the GPU has timed."""
 
 
 def describe_kernels(root: Path) -> dict[str, dict[str, Any]]:
@@ -77,21 +84,16 @@ def make_record(runs: Iterable[list[evidence.Fact]]) -> dict[str, Any]:
                 stages[fact["name"]] = fact["state"]
             elif fact["kind"] == "job":
                 jobs[fact["stage"], fact["name"]] = fact["state"]
-        for stage in (TESTS, *chain(*SANITIZERS.values())):
+        for stage in (TESTS, *SANITIZERS):
             for test, outcome in evidence.outcomes(facts, stage).items():
                 if stage == TESTS and outcomes[stage].get(test) in ("failed", "begun"):
                     failed_before.add(test)
                 outcomes[stage][test] = outcome
     sanitized = {
         tool: count(
-            {
-                test: outcome
-                for stage in stages_of_tool
-                for test, outcome in outcomes[stage].items()
-                if jobs.get((stage, family_of(test))) == "passed"
-            }
+            {test: ended for test, ended in outcomes[tool].items() if jobs.get((tool, module_of(test))) == "passed"}
         )
-        for tool, stages_of_tool in SANITIZERS.items()
+        for tool in SANITIZERS
     }
     # A run may have missed families of a file: those of a file that is still the same are added.
     known = {(name, kernel["hash"]): kernel["families"] for name, kernel in describe_kernels(ROOT).items()}
@@ -109,11 +111,6 @@ def make_record(runs: Iterable[list[evidence.Fact]]) -> dict[str, Any]:
             for name, kernel in first["kernels"].items()
         },
     }
-
-
-def family_of(test: str) -> str:
-    """The op family of a test: the first word of its module."""
-    return module_of(test).partition("_")[0]
 
 
 def _judge(
@@ -150,13 +147,20 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def results(folder: Path) -> dict[str, dict[str, Any]]:
-    """Result file -> the latest result in the folder's evidence; quick runs are left out, cut-off runs are not."""
-    latest = {}
+    """Result file -> the latest result in the folder's evidence, or of its commit the longest. Quick runs are left out, cut-off
+    runs are not: the next run of the commit may be cut off sooner."""
+    latest: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("evidence-*.jsonl"), key=lambda path: evidence.run_of(path).get("at", 0)):
-        for fact in evidence.read(path):
-            if fact["kind"] == "bench" and not fact["result"]["quick"]:
-                latest[fact["file"]] = fact["result"]
+        for file, result in evidence.results(evidence.read(path)).items():
+            before = latest.get(file, {})
+            is_shorter = result.get("commit") == before.get("commit") and _items(result) < _items(before)
+            if not (result.get("quick", True) or is_shorter):
+                latest[file] = result
     return latest
+
+
+def _items(result: Mapping[str, Any]) -> int:
+    return sum(len(value) for value in result.values() if isinstance(value, list))
 
 
 def write(folder: Path) -> list[dict[str, Any]]:
@@ -180,17 +184,47 @@ def show(record: Mapping[str, Any]) -> None:
         print(f"{name:<24} {state:<13} {entry['hash']}  {tests}")
 
 
+def take_over(folder: Path, root: Path) -> Path:
+    """Copies the evidence in a folder to benchmarks/results/<GPU>/, which is returned. SystemExit if it holds none."""
+    logs = {
+        path: path.with_suffix(".log") for path in sorted(folder.rglob("evidence-*.jsonl")) if evidence.run_of(path)
+    }
+    if not logs:
+        raise SystemExit(f"record: {folder} must hold evidence-*.jsonl, it holds none")
+    (name,) = {evidence.run_of(path)["machine"]["gpu"]["name"] for path in logs}
+    kept = root / "benchmarks" / "results" / slug(name)
+    kept.mkdir(parents=True, exist_ok=True)
+    for path in (*logs, *filter(Path.exists, logs.values())):
+        if path.parent.resolve() != kept.resolve():
+            shutil.copyfile(path, kept / path.name)
+    return kept
+
+
+def write_pages(folder: Path, root: Path) -> bool:
+    """Writes the pages that show the results of a folder; False if one cannot be written, as its program says."""
+    times = f"{PAGE_OF_TIMES} {'--as-measured' if TIMES in results(folder) else '--render'}"
+    written = [subprocess.run([sys.executable, "-m", *page.split()], cwd=root) for page in (times, *PAGES)]
+    return not any(done.returncode for done in written)
+
+
 def main() -> int:
     """Entry point of `python -m benchmarks.gpu.record`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="benchmarks/results/<GPU>, with the evidence-*.jsonl of its runs")
-    folder = parser.parse_args().folder
-    written = write(folder)
-    if not written:
-        print(f"record: {folder} must hold evidence-*.jsonl, it holds none", file=sys.stderr)
-        return 1
-    show(written[-1])
-    return 0
+    parser.add_argument("folder", type=Path, help="with the evidence-*.jsonl of the runs")
+    parser.add_argument("--commit", action="store_true", help="commit records, results and pages")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
+    options = parser.parse_args()
+    folder = take_over(options.folder, options.root)
+    records = write(folder)
+    fine = write_pages(folder, options.root)
+    show(records[-1])
+    if not fine:
+        print("record: a page cannot be written: nothing is committed", file=sys.stderr)
+    elif options.commit:
+        said = f"What {folder.name} measured and verified at {records[-1]['commit']}"
+        for words in (["add", "benchmarks/results", "docs"], ["commit", "--quiet", "--message", said]):
+            subprocess.run(["git", *words], cwd=options.root, check=True)
+    return 0 if fine else 1
 
 
 if __name__ == "__main__":

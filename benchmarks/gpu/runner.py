@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from benchmarks import CORES
+from benchmarks.gpu.record import REST
 from benchmarks.harness import evidence
 
 _GRACE = 8.0  # seconds from SIGINT to SIGKILL
@@ -60,11 +61,12 @@ class Runner:
         path: the evidence file; it must hold its "run" fact.
         log: the file for the output of all jobs.
         until: time.monotonic() at which the run must be over.
+        most_log: characters of the log; the screen shows the others too.
     """
 
-    def __init__(self, path: Path, log: Path, until: float) -> None:
+    def __init__(self, path: Path, log: Path, until: float, most_log: int = 12 << 20) -> None:
         self._path, self._until = path, until
-        self._log = log.open("a")
+        self._log, self._most_log = log.open("a"), most_log
         self._lock = threading.Lock()
 
     def run(self, stages: Sequence[Stage]) -> bool:
@@ -74,9 +76,13 @@ class Runner:
 
     def say(self, text: str) -> None:
         """Prints a line to the screen and the log."""
+        self._print(f"{time.strftime('%H:%M:%S', time.gmtime())}  {text}\n")
+
+    def _print(self, line: str) -> None:
         with self._lock:
-            for file in (sys.stdout, self._log):
-                print(f"{time.strftime('%H:%M:%S', time.gmtime())}  {text}", file=file, flush=True)
+            self._most_log -= len(line)
+            for file in (sys.stdout, *([self._log] if self._most_log > 0 else [])):
+                print(line, end="", file=file, flush=True)
 
     def _run(self, stage: Stage) -> bool:
         left = self._until - time.monotonic()
@@ -119,7 +125,7 @@ class Runner:
                 results[name] = "cut off"
             else:
                 results[name] = f"killed by signal {-status}" if status < 0 else f"failed with status {status}"
-            evidence.add(self._path, "job", stage=stage.name, name=name, state=results[name])
+            evidence.add(self._path, "job", stage=stage.name.removesuffix(REST), name=name, state=results[name])
             if cut_off or status in stage.ended or until - time.monotonic() < _LEAST:
                 return
             if attempt < stage.restarts:
@@ -128,7 +134,7 @@ class Runner:
     def _process(self, stage: Stage, name: str, command: list[str], until: float) -> tuple[int, bool]:
         """Runs a command; its exit status, and True if its time was up."""
         environment = {**os.environ, **stage.environment, evidence.PATH: str(self._path.resolve())}
-        environment["PASS_EXT_STAGE"] = stage.name
+        environment["PASS_EXT_STAGE"] = stage.name.removesuffix(REST)
         environment.pop("OMP_PROC_BIND", None)  # this process pinned itself; jobs side by side would share its core
         try:
             process = subprocess.Popen(
@@ -151,9 +157,7 @@ class Runner:
     def _copy(self, output: IO[str], prefix: str, lines: list[str]) -> None:
         for line in output:
             lines.append(line)
-            with self._lock:
-                for file in (sys.stdout, self._log):
-                    print(prefix + line, end="", file=file, flush=True)
+            self._print(prefix + line)
 
 
 def _wait(process: subprocess.Popen[str], until: float) -> bool:

@@ -60,8 +60,10 @@ def main() -> int:
 
     import pass_ext
     from benchmarks.gpu.profiled import ACCEPT, flat_accept, step
+    from benchmarks.gpu.variants import check_imported
     from benchmarks.harness import evidence
 
+    check_imported()
     library = ctypes.CDLL(str(Path(pass_ext.__file__).parent / "_C_cuda.so"))
     if not hasattr(library, "pass_ext_take_stamps"):
         print("stamps: this library has none: run it in build/variants/stamps", file=sys.stderr)

@@ -130,12 +130,12 @@ def main() -> int:
             result["models"][name] = _tried(lambda name=name: of_family(name, options.device))
         result["without graphs"] += [name] * any("cannot be a CUDA graph" in str(warning.message) for warning in warned)
         print(json.dumps({name: result["models"][name]}), flush=True)
-        evidence.add_here("bench", file=FILE, result=result)
+        evidence.add_result(FILE, result)
     if count:
         for line in differing(small_model(options.device), count):
             result["bits"].append(line)
             print(json.dumps(line), flush=True)
-            evidence.add_here("bench", file=FILE, result=result)
+            evidence.add_result(FILE, result)
     return 0 if all(outcome == "same" for outcome in result["models"].values()) else 1
 
 

@@ -28,9 +28,11 @@ def main() -> int:
     """Entry point of `python -m benchmarks.gpu.timed`."""
     import torch
 
+    from benchmarks.gpu.variants import check_imported
     from benchmarks.harness import evidence
     from benchmarks.kernel_time.on_gpu import CALLS, graph_time
 
+    check_imported()
     with torch.inference_mode():
         for name, call in steps():
             fact = {"build": sys.argv[1], "step": name, "us": round(1e6 * graph_time(call, [()], CALLS), 2)}

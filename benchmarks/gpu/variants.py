@@ -2,7 +2,7 @@
 
 Only csrc/cuda/accept.cu depends on these switches: it alone is compiled again, by the commands of the last build in place, and
 linked with the other objects. The folder links to the rest of the package, so `import pass_ext` from build/variants/<name>
-takes such a library. Built elsewhere for the GPU's architecture and carried, they are used as they are (PASS_EXT_PREBUILT=1).
+takes such a library.
 """
 
 from __future__ import annotations
@@ -48,13 +48,23 @@ def build_text(text: str, options: str, objects: Path, library: Path) -> str:
 
 
 def link_package(package: Path, root: Path) -> None:
-    """Links to everything in pass_ext but its CUDA library."""
+    """Links to everything in pass_ext but its CUDA library; relative ones, which hold wherever the tree is copied."""
     package.mkdir(parents=True, exist_ok=True)
     for old in filter(Path.is_symlink, package.iterdir()):
         old.unlink()
     for source in (root / "pass_ext").iterdir():
         if source.name not in ("_C_cuda.so", "__pycache__"):
-            (package / source.name).symlink_to(source)
+            (package / source.name).symlink_to(os.path.relpath(source, package))
+
+
+def check_imported() -> None:
+    """SystemExit unless pass_ext came from the working folder. Behind a broken link Python would find the ordinary one, whose
+    times would then be the variant's."""
+    import pass_ext
+
+    found, expected = Path(pass_ext.__file__).parent, Path.cwd() / "pass_ext"
+    if found != expected:
+        raise SystemExit(f"variants: pass_ext must come from {expected}, it comes from {found}")
 
 
 def build(name: str, root: Path = ROOT) -> None:

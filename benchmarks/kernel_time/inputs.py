@@ -170,20 +170,24 @@ def attend_to_latents(latents: Tensor, **arguments: Any) -> Any:
     return pass_ext.attention_tree(k_cache=latents, v_cache=latents[..., :LATENT_VALUES], **arguments)
 
 
-def latent_call(requests: int, rows: int, heads: int = LATENT_HEADS, keys: int = 8_192) -> Call:
-    """A chain of `rows` rows in each request, behind `keys` latents that all heads share."""
+def latent_call(
+    requests: int, rows: int, heads: int = LATENT_HEADS, keys: int = 8_192, slots: int | None = None
+) -> Call:
+    """A chain of `rows` rows in each request, behind `keys` latents that all heads share, in a cache of no more than these or
+    of `slots` slots."""
     random = torch.Generator().manual_seed(SEED)
     bounds = torch.arange(requests + 1, dtype=torch.int32) * rows
     parents = torch.arange(-1, rows - 1, dtype=torch.int32).repeat(requests)
     arguments = {
         "q": torch.randn(requests * rows, heads, LATENT_DIM, generator=random).bfloat16(),
-        "latents": torch.randn(requests, keys + rows, 1, LATENT_DIM, generator=random).bfloat16(),
+        "latents": torch.randn(requests, slots or keys + rows, 1, LATENT_DIM, generator=random).bfloat16(),
         "prefix_lens": torch.full((requests,), keys, dtype=torch.int32),
         "cu_nodes": bounds,
         "visible": pass_ext.tree_prepare(parents, bounds, rows)[0],
         "max_nodes": rows,
     }
-    name = f"{keys:,} latents, {LATENT_HEADS} heads, {requests} x {rows} row{'s' * (rows > 1)}"
+    place = f" in {slots:,} slots" if slots else ""
+    name = f"{keys:,} latents{place}, {LATENT_HEADS} heads, {requests} x {rows} row{'s' * (rows > 1)}"
     expected = attend_to_latents(**arguments)[0]
     return Call("attention in one order", name, attend_to_latents, arguments, _is_near(expected))
 

@@ -45,6 +45,8 @@ from benchmarks.ops.contenders.inputs.distributions import make_draft_logits, ma
 
 CALLS, SAMPLES = 64, 25
 VOCABULARIES = (1_024, 8_192, 32_000, 262_144)
+SLOTS, TEXTS, ROWS = 131_072, (2_048, 32_768, 131_056), (1, 5, 6, 16)
+"""Of a cache of latents: a launch's blocks go by its slots, its work by the text."""
 
 
 def main() -> int:
@@ -65,9 +67,9 @@ def main() -> int:
         cache = (machine.describe_gpu() or {})["l2_cache_bytes"] or 64 * 2**20
         result["constants"] = constants(cache)
         print(json.dumps(result["constants"]), flush=True)
-        for make in (*estimated(), *batches()):
+        for make in (*estimated(), *long_texts(), *batches()):
             _add(result, make, cache, options.only)
-            evidence.add_here("bench", file=MEASURED, result=result)
+            evidence.add_result(MEASURED, result)
             if options.out:
                 options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if all("error" not in step for step in result["steps"]) else 1
@@ -124,11 +126,24 @@ def graph_time(run: Callable[..., Any], sets: list[tuple[Any, ...]], calls: int,
 
 
 def estimated() -> Iterator[Callable[[], Call]]:
-    """The steps that have estimates."""
-    for calls in (draft_calls, accept_calls, attention_calls, layer_calls, one_order_calls, codes_calls):
-        for call in calls():
-            yield lambda call=call: call  # type: ignore[misc]
+    """The steps that have estimates, the most wanted first: the time may end."""
+    for calls in (draft_calls, accept_calls, codes_calls, one_order_calls, attention_calls, layer_calls):
+        yield from _each(calls())
     yield functools.partial(latent_call, 1, 1)
+
+
+def long_texts() -> Iterator[Callable[[], Call]]:
+    """Latents in a large cache, and codes, lists and one order behind a long text."""
+    for keys in TEXTS:
+        for rows in ROWS:
+            yield functools.partial(latent_call, 1, rows, keys=keys, slots=SLOTS)
+    yield from _each(codes_calls(32_768))
+    yield from _each(one_order_calls(32_768))
+
+
+def _each(calls: Iterator[Call]) -> Iterator[Callable[[], Call]]:
+    for call in calls:
+        yield lambda call=call: call  # type: ignore[misc]
 
 
 def batches() -> Iterator[Callable[[], Call]]:

@@ -90,6 +90,7 @@ MOST_FLOPS = {"cpu": 4.7e9, "cuda": 2e12}  # of one call
 MOST_CACHE_BYTES = {"cpu": 10**9, "cuda": 10**10}
 MOST_SECONDS = {"cpu": 0.35, "cuda": 0.005}  # for one call of another contender
 COMPILE_SECONDS = {"cpu": 40, "cuda": 30}
+TUNED_FROM = 100  # --seconds of a run: tuning takes a minute
 SMALL_TILES = 64  # rows of a key head up to which reading sets a GPU's time
 LARGE_CACHE, MIDDLE_CACHE = 256 * 10**6, 134 * 10**6
 TIMES_SDPA = {"bfloat16": 3.0, "float16": 3.0, "float32": 1.5}  # on a CPU
@@ -161,7 +162,9 @@ def make_plan(options: argparse.Namespace) -> Plan:
 def make_cases(options: argparse.Namespace, specs: Sequence[Spec]) -> Iterator[Case]:
     """The cases of the specs."""
     device, dtype = options.device, DTYPES[options.dtype]
+    is_short = options.seconds is not None and options.seconds < TUNED_FROM
     left = {c.name: 0 if options.quick else COMPILE_SECONDS[device] for c in CONTENDERS if c.compiles}
+    left |= {FLEX_TUNED: 0} if is_short else {}
     for spec in specs:
         yield make_case(spec, dtype, device, left)
         if device == "cuda":
@@ -244,7 +247,7 @@ def why_not_tried(
     if spec.listed and not contender.has_lists:
         return "no lists of keys"
     if contender.compiles and compile_seconds_left[contender.name] <= 0:
-        return f"the time to compile it, {COMPILE_SECONDS[device]} s, is spent, or the run is a quick one"
+        return f"the time to compile it, {COMPILE_SECONDS[device]} s, is spent, or the run is a short one"
     return None
 
 

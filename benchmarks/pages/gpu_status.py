@@ -94,7 +94,7 @@ def claims(name: str, current: str, records: list[dict[str, Any]], same: list[di
         entry = code["kernels"].get(name, {})
         if entry.get("hash") != current:
             continue
-        on_these = [record for record in records if _runs(code["architecture"], record)]
+        on_these = [record for record in records if runs(code["architecture"], record)]
         earlier = {file: claims(file, was, on_these, same[:i]) for file, was in entry["before"].items()}
         if all(earlier.values()):
             part = {file: "" if file == name else f" as part of {file}" for file in earlier}
@@ -103,7 +103,7 @@ def claims(name: str, current: str, records: list[dict[str, Any]], same: list[di
     return []
 
 
-def _runs(architecture: str, record: dict[str, Any]) -> bool:
+def runs(architecture: str, record: dict[str, Any]) -> bool:
     """True if the GPU of a record runs machine code of this architecture, such as sm_90."""
     capability = record["machine"]["gpu"].get("compute_capability", "")
     return architecture == f"sm_{capability.replace('.', '')}"

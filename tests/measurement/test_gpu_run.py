@@ -65,7 +65,7 @@ BENCH = """
 import os
 from benchmarks.harness import evidence
 for rows in range(1, 4):
-    evidence.add_here("bench", file="bench_accept.json", result={"quick": False, "rows": list(range(rows))})
+    evidence.add_result("bench_accept.json", {"quick": False, "rows": list(range(rows))})
 os._exit(3)
 """
 RUN = """
@@ -119,11 +119,11 @@ def stand_in(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "WITNESS": str(tmp_path / "witness")}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plugins take seconds to load
 
-    def start(label="1", *stages):
-        """Runs these stages, or all."""
-        command = [sys.executable, "run.py", tmp_path, label, ROOT, *stages]
+    def start(folder=tmp_path, *stages, **more):
+        """Runs these stages, or all, with evidence in a folder and more in the environment."""
+        command = [sys.executable, "run.py", folder, "1", ROOT, *stages]
         return subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
+            command, cwd=tmp_path, env=environment | more, stdout=subprocess.DEVNULL, start_new_session=True
         )
 
     return start
@@ -197,7 +197,7 @@ def test_a_killed_run_leaves_its_outcomes(stand_in, tmp_path, benchmarks_gpu, se
     (merged,) = record.write(tmp_path)
     assert merged["kernels"]["accept.cuh"]["tests_passed"] > 0
 
-    # The page shows the record, and the next run of this commit goes on.
+    # The page shows the record, and the next run of this commit goes on, on another machine too.
     results = tmp_path / "root/benchmarks/results/some-gpu"
     results.mkdir(parents=True)
     (tmp_path / "root/csrc").symlink_to(ROOT / "csrc")
@@ -205,7 +205,10 @@ def test_a_killed_run_leaves_its_outcomes(stand_in, tmp_path, benchmarks_gpu, se
     page = [sys.executable, "-m", "benchmarks.pages.gpu_status", "--root", tmp_path / "root"]
     assert subprocess.run(page, cwd=ROOT).returncode == 0
     assert "accept.cuh" in (tmp_path / "root/benchmarks/results/gpu-status.md").read_text()
-    stand_in("2", "tests").wait(timeout=90)
+    other = tmp_path / "other"
+    other.mkdir()
+    stand_in(other, "tests", PASS_EXT_EARLIER=str(tmp_path)).wait(timeout=90)
+    (other / "evidence-1.jsonl").rename(tmp_path / "evidence-2.jsonl")
     again = witnessed(tmp_path)[len(finished) :]
     passed = {tuple(line) for line in finished if line[1] != last[line[0]]} - {("test_accept", "5")}
     assert not passed & set(map(tuple, again)), "tests that passed are not run again"
@@ -223,13 +226,139 @@ def test_half_a_line_damages_no_other(tmp_path, benchmarks_gpu):
     assert [fact["id"] for fact in evidence.read(path)] == ["a", "b"]
 
 
-def test_a_tree_that_differs_from_its_commit_shares_nothing(tmp_path, benchmarks_gpu):
+def test_a_tree_that_differs_from_its_commit_shares_nothing(tmp_path, benchmarks_gpu, monkeypatch):
     evidence, _ = benchmarks_gpu
+    (tmp_path / "earlier").mkdir()
+    paths = []
     for number, commit in enumerate(["0123456789ab", "0123456789ab-dirty", "unknown", "0123456789ab"]):
-        evidence.add(tmp_path / f"evidence-{number}.jsonl", "run", commit=commit)
-    names = [path.stem for path in evidence.of_commit(tmp_path, "0123456789ab")]
-    assert names == ["evidence-0", "evidence-3"]
-    assert evidence.of_commit(tmp_path, "0123456789ab-dirty") == evidence.of_commit(tmp_path, "unknown") == []
+        paths.append(tmp_path / ("earlier" if number == 3 else "") / f"evidence-{number}.jsonl")
+        evidence.add(paths[-1], "run", commit=commit)
+    names = lambda path: [found.stem for found in evidence.of_same_commit(path)]  # noqa: E731
+    assert names(paths[0]) == ["evidence-0"] and names(paths[1]) == names(paths[2]) == []
+    monkeypatch.setenv(evidence.EARLIER, str(tmp_path / "earlier"))
+    assert names(paths[0]) == ["evidence-0", "evidence-3"] and names(paths[1]) == []
+
+
+def test_rows_are_appended_and_a_process_that_starts_again_starts_its_result(tmp_path, monkeypatch, benchmarks_gpu):
+    """Each fact has what is new alone; of two runs of a commit the longer result stays."""
+    evidence, record = benchmarks_gpu
+    for number, (commit, lengths) in enumerate([("a", (1, 400)), ("a", (3,)), ("b", (2,))]):
+        path = tmp_path / f"evidence-{number}.jsonl"
+        evidence.add(path, "run", commit=commit)
+        monkeypatch.setenv(evidence.PATH, str(path))
+        for _ in range(2):  # two processes
+            monkeypatch.setattr(evidence, "_written", {})
+            for length in lengths:
+                result = {"quick": False, "commit": commit, "rows": [{"row": i} for i in range(length)], "last": length}
+                evidence.add_result("kernel-time.json", result)
+        assert evidence.results(evidence.read(path))["kernel-time.json"] == result
+        assert len(record.results(tmp_path)["kernel-time.json"]["rows"]) == (400 if commit == "a" else 2)
+    whole = len(json.dumps([{"row": i} for i in range(400)]))
+    assert (tmp_path / "evidence-0.jsonl").stat().st_size < 3 * whole
+
+
+def test_evidence_and_log_stay_below_what_comes_back(tmp_path, benchmarks_gpu, monkeypatch):
+    """Long texts are cut, never outcomes; the log ends."""
+    from benchmarks.gpu.runner import Runner
+
+    evidence, _ = benchmarks_gpu
+    monkeypatch.setattr(evidence, "ROOMY", 50_000)
+    path = tmp_path / "evidence-1.jsonl"
+    for number in range(200):
+        evidence.add(path, "test", stage="tests", id=f"test_{number}", outcome="failed", reason="x" * 4000 + "the end")
+    assert path.stat().st_size < 50_000 + 5_000 + 200 * 400
+    facts = list(evidence.read(path))
+    assert len(evidence.outcomes(facts, "tests")) == 200 and facts[-1]["reason"].endswith("the end")
+    runner = Runner(path, tmp_path / "run.log", time.monotonic(), most_log=1_000)
+    for _ in range(100):
+        runner.say("a line of the log")
+    assert 500 < (tmp_path / "run.log").stat().st_size <= 1_000
+
+
+def test_a_run_whose_time_ends_in_the_middle_goes_on_in_another_folder(tmp_path, monkeypatch, benchmarks_gpu, capsys):
+    """The whole command on stand-ins: a stage that hangs is cut off with the run, and the next run begins with it."""
+    import torch
+
+    from benchmarks.gpu import __main__ as run
+    from benchmarks.gpu import library, runner
+    from benchmarks.gpu.runner import Stage
+    from benchmarks.harness import machine
+
+    evidence, record = benchmarks_gpu
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(library, "made_ready", lambda capability, seconds: f"carried here, for {capability}")
+    monkeypatch.setattr(machine, "describe_machine", lambda: {"gpu": {"name": "Some GPU"}})
+    monkeypatch.setattr(machine, "commit", lambda: "0123456789ab")
+    monkeypatch.setattr(runner, "_LEAST", 0.2)
+    for name in ("PYTHONPATH", "PASS_EXT_OUT", evidence.EARLIER):  # put back at the end
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    asleep = tmp_path / "asleep"
+    asleep.touch()
+    sleeps = ["sh", "-c", f"while [ -e {asleep} ]; do sleep 0.1; done"]
+    stages = [
+        Stage("first", {"x": ["true"]}, 10),
+        Stage("crashes", {"x": ["sh", "-c", "kill -SEGV $$"]}, 10),
+        Stage("hangs", {"x": ["sleep", "600"]}, 0.5),
+        Stage("sleeps", {"x": sleeps}, 60),
+        Stage("last", {"x": ["true"]}, 10),
+    ]
+    monkeypatch.setattr(run, "all_stages", lambda capability, families: stages)
+    states = []
+    for number, minutes in enumerate((12.5 / 60, 1)):
+        out = tmp_path / f"out-{number}"
+        monkeypatch.setenv("PASS_EXT_OUT", str(out))
+        words = ["gpu", "--minutes", str(minutes), "--earlier", str(tmp_path / "out-0")]
+        monkeypatch.setattr(sys, "argv", words if number else words[:3])
+        assert run.main() == 1
+        (path,) = out.glob("evidence-*.jsonl")
+        assert evidence.run_of(path)["library"] == "carried here, for 9.0"
+        ended = {fact["name"]: fact["state"] for fact in evidence.read(path) if fact["kind"] == "stage"}
+        states.append(list(ended.values()))
+        asleep.unlink(missing_ok=True)
+        time.sleep(1)  # evidence is named by the second
+    crashed, hung = "x: killed by signal -11", "x: cut off"
+    assert states[0] == ["passed", states[0][1], hung, hung, "left out: no time"]
+    assert states[1] == ["left out: passed in an earlier run", states[0][1], hung, "passed", "passed"]
+    assert states[0][1] in (crashed, "x: killed by signal 11", "x: failed with status 139")
+    kept = record.take_over(tmp_path, tmp_path / "root")
+    assert kept == tmp_path / "root/benchmarks/results/some-gpu" and len([*kept.glob("evidence-*")]) == 4
+    assert list(record.records(kept)[0]["stages"].values()) == states[1]
+
+
+def test_the_command_at_the_end_writes_the_pages_and_commits(tmp_path, monkeypatch, benchmarks_gpu):
+    """A page that fails commits nothing."""
+    evidence, record = benchmarks_gpu
+    root, out = tmp_path / "root", tmp_path / "out"
+    for folder in (root / "benchmarks/results", root / "docs", out):
+        folder.mkdir(parents=True)
+    git = ["git", "-C", root, "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    for key in ("GIT_AUTHOR", "GIT_COMMITTER"):
+        monkeypatch.setenv(f"{key}_NAME", "a")
+        monkeypatch.setenv(f"{key}_EMAIL", "a@b.c")
+    path = out / "evidence-1.jsonl"
+    facts = dict(commit="0123456789ab", date="2031-02-03T04:05:06Z", machine={"gpu": {"name": "Some GPU"}}, versions={})
+    evidence.add(path, "run", **facts, kernels={})
+    monkeypatch.setenv(evidence.PATH, str(path))
+    evidence.add_result("large-model.json", {"quick": False, "rows": [1]})
+    monkeypatch.setattr(sys, "argv", ["record", str(out), "--root", str(root), "--commit"])
+    tracked = lambda: subprocess.run([*git, "ls-files"], capture_output=True, text=True).stdout.split()  # noqa: E731
+    for fails in (True, False):
+        pages = {True: "import sys; sys.exit(1)", False: "open('docs/page.md', 'w').write('a page')"}
+        (root / "page.py").write_text(pages[fails])
+        monkeypatch.setattr(record, "PAGES", ("page",))
+        monkeypatch.setattr(record, "PAGE_OF_TIMES", "page")
+        assert record.main() == fails
+        assert bool(tracked()) != fails
+    folder = "benchmarks/results/some-gpu"
+    files = [
+        f"{folder}/evidence-1.jsonl",
+        f"{folder}/large-model.json",
+        f"{folder}/verified-0123456789ab.json",
+        "docs/page.md",
+    ]
+    assert tracked() == files  # here nothing ignores the evidence
 
 
 def test_the_stages_name_existing_files_and_commands(benchmarks_gpu):
@@ -243,9 +372,18 @@ def test_the_stages_name_existing_files_and_commands(benchmarks_gpu):
     assert all((ROOT / f"benchmarks/ops/{family}.py").exists() for family in BENCHES)
     files = files_of_families()
     assert all(files.values()) and "tests/decoding/test_generate.py" not in files["tree"]
-    names = [stage.name for stage in all_stages("9.0")]
-    assert names.index("smoke") < names.index("tests") < names.index("memcheck") < names.index("racecheck")
-    assert len(set(names)) == len(names)
+    stages = {stage.name: stage for stage in all_stages("9.0")}
+    names = list(stages)
+    assert names[:4] == ["versions", "smoke", "tests", "memcheck"] and names.index("ncu") < names.index("tests-rest")
+    assert len(set(names)) == len(all_stages("9.0"))
+    assert sum(stages[name].seconds for name in names[: names.index("ncu") + 1]) < 720, "ten minutes, and a second run"
+    of_all = [{*stages[name].jobs} | {*stages[f"{name}-rest"].jobs} for name in ("tests", "memcheck")]
+    assert of_all[1] < of_all[0] and {"attention_group", "accept", "batch_invariant"} <= of_all[0]
+    assert not {*stages["tests"].jobs} & {*stages["tests-rest"].jobs}
+    few = {stage.name: stage for stage in all_stages("9.0", ["tree", "cache"])}
+    assert [*few["tests"].jobs] == ["tree", "tree_class", "cache"] and "tests-rest" not in few
+    with pytest.raises(SystemExit, match="no family trees; there are accept"):
+        all_stages("9.0", ["trees"])
     from benchmarks.gpu.__main__ import chosen
 
     with pytest.raises(SystemExit, match="no stage ncx; there are versions"):
