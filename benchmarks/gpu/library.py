@@ -31,13 +31,13 @@ def trouble(architecture: str, loaded: bool, reason: str, built: Sequence[str]) 
     return f"it must have machine code for {architecture}, it has {', '.join(built)}"
 
 
-def tried(architecture: str, root: Path = ROOT, seconds: float = LOAD_SECONDS) -> str:
+def tried(architecture: str, root: Path = ROOT) -> str:
     """`trouble` of the library in pass_ext/, by another process; the end of its output if it has died, or hangs."""
     command = [sys.executable, "-m", "benchmarks.gpu.library", architecture]
     try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, errors="replace", timeout=seconds)
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, errors="replace", timeout=LOAD_SECONDS)
     except subprocess.TimeoutExpired:
-        return f"it does not load within {seconds:g} s"
+        return f"it does not load within {LOAD_SECONDS:g} s"
     words = " ".join((done.stdout + done.stderr).split())[-300:]
     return "" if done.returncode == 0 else words or f"loading it ends with status {done.returncode}"
 

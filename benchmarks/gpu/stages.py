@@ -85,7 +85,7 @@ def _pytest(*arguments: str) -> list[str]:
 def _each(seconds: float, processes: int) -> dict[str, str]:
     """The environment of processes side by side: the limit of a test, and a share of the cores. With more threads than cores
     every threaded region of the CPU references waits for time slices."""
-    return {SECONDS: str(seconds), "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
+    return {SECONDS: str(seconds), "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // max(1, processes)))}
 
 
 def unverified(architecture: str, root: Path = ROOT) -> tuple[str, ...]:

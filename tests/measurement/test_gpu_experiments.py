@@ -1,5 +1,5 @@
-"""The experiments of a GPU run, with stand-ins for its compiler, stamps, times and profile: builds with a switch, and the
-sentences at the end."""
+"""The library and the experiments of a GPU run, with stand-ins for its compiler, stamps, times and profile: builds with a
+switch, and the sentences at the end."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from support.paths import ROOT
 
-from benchmarks.gpu import large_model, prebuilt, stamps, variants, verdict
+from benchmarks.gpu import large_model, library, stamps, variants, verdict
 
 
 def stamped(*cycles, nanoseconds=1000):
@@ -122,12 +122,60 @@ def test_kernels_are_sorted_by_their_time():
         (True, ("9.0+PTX",), ""),
         (True, ("8.0+PTX",), "only PTX for 9.0"),
         (True, ("8.0", "10.0"), "must have machine code for 9.0, it has 8.0, 10.0"),
-        (False, (), "must be built and carried to pass_ext/_C_cuda.so: no such file"),
+        (False, (), "does not load: no such file"),
     ],
 )
 def test_a_carried_library_that_does_not_fit_says_so(loaded, built, words):
-    found = prebuilt.trouble("9.0", loaded, "no such file", built)
+    found = library.trouble("9.0", loaded, "no such file", built)
     assert words in found and bool(words) == bool(found)
+
+
+STATUS = """
+import types
+def status():
+    return types.SimpleNamespace(cuda_loaded=True, cuda_reason=None, cuda_architectures={})
+"""
+SETUP = """
+import os, pathlib, sys
+sys.exit(3) if os.path.exists("no-compiler") else None
+assert sys.argv[1:] == ["build_ext", "--inplace"] and os.environ["PASS_EXT_CUDA"] == "1"
+architectures = (os.environ["TORCH_CUDA_ARCH_LIST"],)
+pathlib.Path("pass_ext/__init__.py").write_text(pathlib.Path("status.py").read_text().format(architectures))
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        (STATUS.format(("9.0",)), None),
+        (STATUS.format(("8.0",)), "it must have machine code for 9.0, it has 8.0"),
+        ("raise ImportError('libc.so.6: version GLIBC_2.40 not found')", "GLIBC_2.40 not found"),
+        ("import os; os.abort()", "loading it ends with status -6"),
+        ("import time; time.sleep(60)", "it does not load within 2 s"),
+    ],
+    ids=["fits", "another GPU", "another Linux", "dies", "hangs"],
+)
+def test_a_carried_library_that_cannot_be_used_is_built(tmp_path, monkeypatch, package, words):
+    """Whatever it does to the process that loads it."""
+    (tmp_path / "pass_ext").mkdir()
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    (tmp_path / "pass_ext/__init__.py").write_text(package)
+    (tmp_path / "status.py").write_text(STATUS)
+    (tmp_path / "setup.py").write_text(SETUP)
+    monkeypatch.setattr(library, "LOAD_SECONDS", 2.0 if "sleep" in package else 60.0)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # the package changes within a second
+    if words is None:
+        assert library.made_ready("9.0", tmp_path) == "carried here"
+        return
+    (tmp_path / "no-compiler").touch()
+    with pytest.raises(SystemExit, match=r"(?s)and building it: .* exit status 3"):
+        library.made_ready("9.0", tmp_path)
+    (tmp_path / "no-compiler").unlink()
+    how = library.made_ready("9.0", tmp_path)
+    assert how.startswith("built here: ") and words in how
+    (tmp_path / library.OBJECTS).parent.mkdir(parents=True)
+    (tmp_path / library.OBJECTS).touch()
+    assert library.made_ready("9.0", tmp_path) == "built here: its objects lie here"  # it may be older than the sources
 
 
 COMPILER = """#!/bin/sh
@@ -176,7 +224,10 @@ def test_a_variant_compiles_one_file_and_links_the_objects_of_the_ordinary_build
     assert (tmp_path / "pass_ext" / "_C_cuda.so").read_text() != linked
     links = {path.name for path in (folder / "pass_ext").iterdir() if path.is_symlink()}
     assert links == {"__init__.py", "_C.so", "ops", "later.py"}
-    shutil.rmtree(cuda)
+    moved = tmp_path.rename(tmp_path.with_name("moved"))
+    assert (variants.folder_of("twice", moved) / "pass_ext" / "__init__.py").read_text() == "__init__.py"
+    shutil.rmtree(moved / cuda.relative_to(tmp_path))
+    tmp_path = moved
     with pytest.raises(SystemExit, match="build first"):
         variants.build("twice", tmp_path)
 
@@ -196,22 +247,70 @@ def test_a_process_of_a_variant_imports_its_package(tmp_path):
     assert said == [str(folder / "pass_ext/__init__.py"), str(ROOT / "benchmarks/__init__.py")]
 
 
-def test_nothing_is_built_beside_a_carried_library(monkeypatch):
-    from benchmarks.gpu.stages import all_stages
+def test_the_ordinary_library_is_never_timed_as_a_variant(tmp_path):
+    """Where a link of the variant leads nowhere, Python would find the package of PYTHONPATH."""
+    from benchmarks.gpu import stages
 
-    states = {}
-    for wish in ("0", "1"):
-        monkeypatch.setenv("PASS_EXT_PREBUILT", wish)
-        states[wish] = {stage.name: stage.impossible for stage in all_stages("9.0")}
-    assert [states["0"][name] for name in ("build", "prebuilt", "variants")] == ["", "built here", ""]
-    assert [states["1"][name] for name in ("build", "prebuilt", "variants")] == [
-        "PASS_EXT_PREBUILT=1",
-        "",
-        "PASS_EXT_PREBUILT=1",
-    ]
-    names = list(states["1"])
-    assert names.index("tests") < names.index("stamps") < names.index("twice") < names.index("timed-steps-4")
-    assert names.index("large_model") < names.index("kernels")
+    ordinary, folder = tmp_path / "ordinary" / "pass_ext", tmp_path / "steps-4" / "pass_ext"
+    for package in (ordinary, folder):
+        package.mkdir(parents=True)
+    (ordinary / "__init__.py").write_text("")
+    (folder / "__init__.py").symlink_to(tmp_path / "elsewhere")
+    program = tmp_path / "where.py"
+    program.write_text("from benchmarks.gpu.variants import check_imported; check_imported(); print('the right one')")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "folder_of", lambda name: tmp_path / name)
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ordinary.parent), str(ROOT)]))
+        patch.setattr(stages, "ROOT", tmp_path)
+        command = stages._by_variant("steps-4", "where")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and f"it comes from {ordinary}" in done.stderr
+    (folder / "__init__.py").unlink()
+    (folder / "__init__.py").symlink_to("../../ordinary/pass_ext/__init__.py")
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout == "the right one\n"
+
+
+def test_experiments_need_the_objects_of_a_build(monkeypatch, tmp_path):
+    from benchmarks.gpu import stages
+
+    for exists in (True, False):
+        monkeypatch.setattr(stages, "OBJECTS", (tmp_path / "build.ninja") if exists else tmp_path / "nothing")
+        (tmp_path / "build.ninja").touch()
+        states = {stage.name: stage.impossible for stage in stages._experiments()}
+        assert [bool(state) for state in states.values()] == [not exists] * 5
+        assert [*states][:3] == ["variants", "stamps", "twice"]
+
+
+def test_the_profiled_cases_exist():
+    from benchmarks.gpu import profiled, stages
+
+    assert {*stages.PROFILED, *stages.PROFILED_LATER} == {*profiled.CASES}
+
+
+def test_trained_slots_are_raced_on_the_prompts(monkeypatch, tmp_path):
+    """On a tiny model whose slots are its own table's: the same texts by every contender, rows behind each prompt."""
+    pytest.importorskip("transformers")
+    from support.small_models import small_model
+
+    from benchmarks.decoding.prompts import Prompt
+    from benchmarks.gpu import trained
+    from benchmarks.harness import evidence
+
+    model = small_model("llama")
+    table = model.get_input_embeddings().weight
+    make = trained.LookaheadEmbedding.from_table
+    monkeypatch.setattr(trained.LookaheadEmbedding, "from_pretrained", lambda name: make(3, table.detach()))
+    monkeypatch.setattr(
+        trained, "read_prompts", lambda domain, *_: [Prompt(domain, "a", (1, 2, 3)), Prompt(domain, "b", (4, 5))]
+    )
+    path = tmp_path / "evidence-1.jsonl"
+    monkeypatch.setenv(evidence.PATH, str(path))
+    result = trained.measure(model, None, 60, tokens=8)
+    assert len(result["runs"]) == 6 * 4 and all(run["differs_at"] is None for run in result["runs"])
+    whole = [row for row in result["rows"] if row["domain"] == "all"]
+    assert {row["contender"] for row in whole} == {"Plain", "PaSS, one pass", "PaSS, two passes", "transformers"}
+    kept = evidence.results(evidence.read(path))[trained.FILE]
+    assert kept["runs"] == result["runs"] and kept["rows"] == result["rows"]
 
 
 def test_texts_that_differ_are_told(monkeypatch):

@@ -245,6 +245,7 @@ def test_rows_are_appended_and_a_process_that_starts_again_starts_its_result(tmp
     for number, (commit, lengths) in enumerate([("a", (1, 400)), ("a", (3,)), ("b", (2,))]):
         path = tmp_path / f"evidence-{number}.jsonl"
         evidence.add(path, "run", commit=commit)
+        time.sleep(0.002)  # runs are ordered by the millisecond
         monkeypatch.setenv(evidence.PATH, str(path))
         for _ in range(2):  # two processes
             monkeypatch.setattr(evidence, "_written", {})
