@@ -70,11 +70,10 @@ def cuda_build(torch: Path, library: Path, nvcc: str, architectures: list[str]) 
     """build.ninja of _C_cuda.so."""
     flags = ",".join(quote(f'"{flag}"') for flag in host_flags(torch))  # twice: nvcc's own shell gets them too
     names = " ".join(architectures)
-    lineinfo = " -lineinfo" if os.environ.get("PASS_EXT_LINEINFO") == "1" else ""  # source lines for profilers
     return build_file(
         ROOT,
         f"{quote(nvcc)} {shared_flags(torch)} -fmad=false -DUSE_CUDA -DPASS_EXT_CUDA_ARCHITECTURES='\"{names}\"'"
-        f" -Xcompiler={flags} {' '.join(map(gencode, architectures))} {'-G' if DEBUG else ''}{lineinfo}"
+        f" -Xcompiler={flags} {' '.join(map(gencode, architectures))} {'-G' if DEBUG else ''}"
         " --threads $${NVCC_THREADS:-1} -MMD -MF $out.d -c $in -o $out",
         # libtorch.so pulls in libtorch_cuda.so, where the CUDA shim lives; no symbol of its own is named here.
         f"{quote(nvcc)} -shared -L{quote(torch)}/lib --no-device-link -cudart static"

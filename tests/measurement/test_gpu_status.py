@@ -260,7 +260,7 @@ def test_the_options_are_those_of_setup(monkeypatch):
 
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in ("DEBUG", "SANITIZE", "PASS_EXT_LINEINFO"):
+    for name in ("DEBUG", "SANITIZE"):
         monkeypatch.delenv(name, raising=False)
     setup = runpy.run_path(str(ROOT / "setup.py"))
     torch = Path("torch")

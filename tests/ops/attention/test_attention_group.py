@@ -12,7 +12,7 @@ from support.steps import to
 from test_attention_one_row import assert_rows_are_alone
 
 import pass_ext
-from pass_ext.reference.attention import attention_terms
+from pass_ext.reference.attention import AttentionTerms, attention_terms
 
 FLOATS = torch.bfloat16, torch.float16
 WIDTHS = (576, 512), (512, 512), (192, 128)
@@ -237,7 +237,9 @@ def test_long_texts_on_a_real_grid(cuda, rows):
     case = latents(attention_case([8000, 17, 0, 2500], [rows, 1, 0, 3], heads=(1, 128), layout="paged 16", **LATENT))
     moved = latents(to(case, cuda.device))
     first = pass_ext.attention_tree(**moved)
-    assert_right(tuple(tensor.cpu() for tensor in first), case, attention_terms(**case))
+    # In fp64 on the GPU: on cores that thirty processes share, 68 rows of 128 heads take longer than a test may.
+    exact = AttentionTerms(*(term.cpu() for term in attention_terms(**moved)))
+    assert_right(tuple(tensor.cpu() for tensor in first), case, exact)
     for _ in range(20):
         assert_same_runs(pass_ext.attention_tree(**moved), first)
 
