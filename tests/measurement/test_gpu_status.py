@@ -52,9 +52,9 @@ def write_record(root, record, cases, date="2031-02-03T04:05:06Z", gpu="Some GPU
         for stage in ("tests", "memcheck", "racecheck"):
             test_id = f"tests/test_{module}.py::{test}"
             facts.append(dict(kind="test", stage=stage, id=test_id, outcome=outcome))
-    for family in {module.partition("_")[0] for module, _, _ in cases}:
-        facts.append(dict(kind="job", stage="memcheck", name=family, state="passed"))
-        facts.append(dict(kind="job", stage="racecheck", name=family, state="failed with status 86"))
+    for module in {module for module, _, _ in cases}:
+        facts.append(dict(kind="job", stage="memcheck", name=module, state="passed"))
+        facts.append(dict(kind="job", stage="racecheck", name=module, state="failed with status 86"))
     folder = root / "benchmarks/results" / gpu.lower().replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "verified-0123456789ab.json").write_text(json.dumps(record.make_record([facts])))
