@@ -436,7 +436,9 @@ def test_trees_hold_the_best_paths(kind, load):
         (dict(vocab_size=9000), "trained for a model with 9000 tokens, and this one has 11"),
         (dict(block_size=None), "its config has no block_size"),
         (dict(block_size=1), "block_size must be from 2 to 64, got 1"),
-        (dict(hidden_act="gelu"), "hidden_act must be silu, got 'gelu'"),
+        (dict(hidden_act="gelu"), "its config has hidden_act 'gelu': its MLPs have another activation"),
+        (dict(quantization_config={"bits": 4}), "its weights are quantised, which pass_ext cannot read"),
+        (dict(model_type="gpt2"), "its layers must be of the form of llama, .* got model_type 'gpt2'"),
         (dict(dflash_config=dict(target_layer_ids=[0, 1], mask_token_id=99)), "mask_token_id is 99"),
         (
             dict(dflash_config=dict(target_layer_ids=[0, 9], mask_token_id=6)),
@@ -458,7 +460,7 @@ def test_heads_and_settings_that_do_not_fit_are_refused(load):
         load(config, found, small_model("llama", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3))
     config, markov = files("dspark", markov_head_type="rnn")
     config["dflash_config"]["markov_head_type"] = "rnn"
-    with pytest.raises(ValueError, match="markov_head_type must be vanilla, got 'rnn'"):
+    with pytest.raises(ValueError, match="its config has markov_head_type 'rnn'"):
         load(config, markov, model)
     short = dict(found)
     del short["layers.1.mlp.down_proj.weight"]

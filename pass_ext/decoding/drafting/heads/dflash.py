@@ -25,6 +25,16 @@ from pass_ext.ops.layer import LayerWeights
 
 _MUSE = "muse_glimmer_assistant"
 _MUSE_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+_MUST_BE: dict[str, tuple[Any, str]] = {
+    "hidden_act": ("silu", "its MLPs have another activation"),
+    "is_neox_style": (True, "it rotates neighbours"),
+    "logit_scale": (1.0, "its logits are multiplied"),
+    "markov_head_type": ("vanilla", "its Markov head reads more than the token in front"),
+    "projector_type": ("dflash", "it corrects its drafts by a network of its own"),
+    "quantization_config": (None, "its weights are quantised"),
+    "use_aux_hidden_state": (True, "it reads one state alone"),
+}
+"""Settings that change the head, what they must be, and what any other value means."""
 _MOST_ROWS = 64  # of a block
 
 
@@ -100,16 +110,17 @@ class _Reader:
             self.settings = layers = {**config, **(config.get("dflash_config") or {})}
             is_dspark = any("DSpark" in name for name in config.get("architectures") or ())
             self.kind = "dspark" if is_dspark else "dflash2" if self.settings.get("selector_top_k") else "dflash"
-        if config.get("projector_type", "dflash") != "dflash" or self.settings.get("is_neox_style") is False:
-            raise checkpoint.refusal(
-                "projector_type must be dflash, and is_neox_style true: nobody has said how others work"
-            )
+        for name, (only, what) in _MUST_BE.items():
+            given = {**layers, **self.settings}.get(name, only)
+            if given != only:
+                raise checkpoint.refusal(f"its config has {name} {given!r}: {what}, which pass_ext cannot read")
         self.is_muse = layers.get("model_type") == _MUSE
         self.types, self.window = layers.get("layer_types"), layers.get("sliding_window")
-        self.layers: Any = layer_config({**layers, "model_type": "qwen3"})
         self.vocabulary = layers.get("vocab_size") or target.vocabulary
-        if self.layers.hidden_act != "silu":
-            raise checkpoint.refusal(f"hidden_act must be silu, got {self.layers.hidden_act!r}")
+        try:
+            self.layers: Any = layer_config({**layers, "model_type": "qwen3"} if self.is_muse else layers)
+        except ValueError as error:
+            raise checkpoint.refusal(str(error)) from None
 
     def head(self) -> DFlashHead:
         """The head."""
@@ -262,9 +273,7 @@ class _Reader:
     def _transition(self, drafted: int) -> Transition | None:
         vocabulary, width = self.vocabulary, self.layers.hidden_size
         if self.kind == "dspark":
-            kind, rank = self.settings.get("markov_head_type", "vanilla"), self._required("markov_rank")
-            if kind != "vanilla":
-                raise self.checkpoint.refusal(f"markov_head_type must be vanilla, got {kind!r}")
+            rank = self._required("markov_rank")
             left = self._tensor("markov_head.markov_w1.weight", vocabulary, rank)
             return Transition(left, self._tensor("markov_head.markov_w2.weight", drafted, rank))
         if self.kind == "dflash2":
