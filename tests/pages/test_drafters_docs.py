@@ -11,6 +11,7 @@ import pass_ext
 
 pytest.importorskip("transformers")
 
+from support.dflash_files import settings, tensors, written
 from support.heads import eagle3_checkpoint
 from support.paths import ROOT
 from support.small_models import prompts, small_model
@@ -30,22 +31,27 @@ def test_the_blocks_of_the_page_run(monkeypatch, tmp_path, one_thread):
     monkeypatch.setattr(
         pass_ext, "generate", lambda *given, **named: made.append(original(*given, **named)) or made[-1]
     )
-    run_blocks(PAGE, list(blocks_of(PAGE)), dict(model=model, input_ids=ids, path=tmp_path / "head"))
+    vocabulary, width = model.get_input_embeddings().weight.shape
+    block = settings("dflash2", True, width, vocabulary), tensors("dflash2", width, vocabulary)
+    paths = dict(path=tmp_path / "head", dflash_path=written(tmp_path / "block", *block))
+    run_blocks(PAGE, list(blocks_of(PAGE)), dict(model=model, input_ids=ids, **paths))
     want = model.generate(ids, max_new_tokens=200, do_sample=False)
-    assert len(made) == 5 and all(torch.equal(each.sequences, want) for each in made)
+    assert len(made) == 7 and all(torch.equal(each.sequences, want) for each in made)
 
 
-def test_the_page_names_every_setting():
+@pytest.mark.parametrize("method", [pass_ext.Eagle3, pass_ext.DFlash])
+def test_the_page_names_every_setting(method):
     page = PAGE.read_text()
-    parameters = inspect.signature(pass_ext.Eagle3).parameters.values()
+    parameters = inspect.signature(method).parameters.values()
     written = [each.name if each.default is each.empty else f"{each.name}={each.default!r}" for each in parameters]
-    assert f"`Eagle3({', '.join(written)})`" in page
+    heading = f"`{method.__name__}({', '.join(written)})`"
+    assert heading in page
     for each in parameters:
-        assert re.search(rf"^\| `{each.name}` \|", page, re.M), each.name
+        after = page if each.name == "head" else page.split(heading)[1]  # both take one
+        assert re.search(rf"^\| `{each.name}` \|", after, re.M), each.name
 
 
-def test_the_page_names_every_type_of_these_methods():
+def test_the_page_names_every_type():
     table = PAGE.read_text().split("| type, by its config |")[1].split("\n\n")[0]
     for name, family in FAMILIES.items():
-        if family.method is pass_ext.Eagle3:
-            assert re.search(rf"`{name}`.*`Eagle3`", table), name
+        assert re.search(rf"`{name}`.*`{family.method.__name__}`", table), name
