@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pass_ext.decoding.drafting.drafter import Drafter, DraftingMethod
     from pass_ext.decoding.drafting.heads.load import load_drafter
     from pass_ext.decoding.generation import generate
-    from pass_ext.decoding.methods import DFlash, Eagle3, MultiCandidate, NGram, PaSS, Plain, Speculative
+    from pass_ext.decoding.methods import DFlash, Eagle3, Mtp, MultiCandidate, NGram, PaSS, Plain, Speculative
     from pass_ext.decoding.models.early_exit import EarlyExitDraft
     from pass_ext.decoding.models.packed import PackedModel
     from pass_ext.decoding.requests.grammar import Grammar
@@ -52,6 +52,7 @@ __all__ = [
     "EarlyExitDraft",
     "Grammar",
     "LookaheadEmbedding",
+    "Mtp",
     "MultiCandidate",
     "NGram",
     "PaSS",
@@ -90,6 +91,7 @@ _LATER = {
     "Eagle3": "decoding.methods",
     "EarlyExitDraft": "decoding.models.early_exit",
     "Grammar": "decoding.requests.grammar",
+    "Mtp": "decoding.methods",
     "MultiCandidate": "decoding.methods",
     "NGram": "decoding.methods",
     "PackedModel": "decoding.models.packed",

@@ -269,6 +269,11 @@ class DFlash:
         instance("DFlash: ngram", self.ngram, (NGram, NoneType), "NGram(...) or None")
 
 
+class Mtp(HeadMethod):
+    """Multi-token prediction: the head is the layer behind the model's own in its checkpoint, which drafts every token of the
+    chain. See ``HeadMethod`` for the settings."""
+
+
 def _check_length(name: str, length: Any) -> None:
     if not (isinstance(length, str) and length == "auto"):
         whole_number(f'{name}: length, if not "auto",', length, 1, MAX_DRAFT_LEVELS)

@@ -98,8 +98,42 @@ def write_checkpoint(folder, config, tensors, file):
     (torch.save if file.endswith(".bin") else save_file)(tensors, folder / file)
 
 
-class PlainEagle3:
-    """The head from the formulas, for one text: all rows anew for each token."""
+class PlainHead:
+    """A head without caches, for one text: all rows anew for each token. Its formulas: ``hidden``, ``taken``, ``rows``."""
+
+    tokens = None
+    """The target's ids of the draft vocabulary; None: all."""
+    mask = None
+    """Token and state ``[1, d]`` that stand in place of the drafts; None: each row has the draft above it."""
+
+    def logits(self, text, drafts=(), skipped=0):
+        """Those after the text and these drafts, of the target's vocabulary. skipped: tokens of the text without states."""
+        states, tokens = self.taken(self.hidden(text)[skipped:]), [*text[skipped + 1 :]]
+        if self.mask is not None:
+            token, state = self.mask
+            states, tokens = torch.cat((states, state.expand(len(drafts), -1))), tokens + [token] * len(drafts)
+            drafts = ()
+        for token in (*drafts, None):
+            logits, given = self.rows(torch.tensor(tokens), states)
+            states = torch.cat((states, given[-1:]))
+            tokens.append(token)
+        logits = logits[-1]
+        if self.tokens is None:
+            return logits
+        mapped = torch.full((len(self.target.get_input_embeddings().weight),), -torch.inf)
+        mapped[self.tokens] = logits
+        return mapped
+
+    def chain(self, text, length):
+        """Greedy drafts."""
+        drafts = []
+        for _ in range(length):
+            drafts.append(int(self.logits(text, drafts).argmax()))
+        return drafts
+
+
+class PlainEagle3(PlainHead):
+    """The head from the formulas."""
 
     def __init__(self, config, tensors, target):
         # A copy: transformers leaves hooks on a model that it has asked for hidden states.
@@ -169,34 +203,14 @@ class PlainEagle3:
     @property
     def tokens(self):
         """The target's ids of the draft vocabulary."""
-        offsets = self.tensors["d2t"]
-        return torch.arange(len(offsets)) + offsets
+        offsets = self.tensors.get("d2t")
+        return None if offsets is None else torch.arange(len(offsets)) + offsets
 
-    def logits(self, text, drafts=(), skipped=0):
-        """Those after the text and these drafts, of the target's vocabulary. skipped: tokens of the text without states."""
-        states, tokens = self.taken(self.hidden(text)[skipped:]), [*text[skipped + 1 :]]
-        if "mask_hidden" in self.tensors:  # masks in place of the drafts
-            mask = self.taken(self.tensors["mask_hidden"].view(1, len(TAPS), -1))
-            states = torch.cat((states, mask.expand(len(drafts), -1)))
-            tokens += [self.config["mask_token_id"]] * len(drafts)
-            drafts = ()
-        for token in (*drafts, None):
-            logits, given = self.rows(torch.tensor(tokens), states)
-            states = torch.cat((states, given[-1:]))
-            tokens.append(token)
-        logits = logits[-1]
-        if "d2t" not in self.tensors:
-            return logits
-        mapped = torch.full((len(self.target.get_input_embeddings().weight),), -torch.inf)
-        mapped[self.tokens] = logits
-        return mapped
-
-    def chain(self, text, length):
-        """Greedy drafts."""
-        drafts = []
-        for _ in range(length):
-            drafts.append(int(self.logits(text, drafts).argmax()))
-        return drafts
+    @property
+    def mask(self):
+        if "mask_hidden" not in self.tensors:
+            return None
+        return self.config["mask_token_id"], self.taken(self.tensors["mask_hidden"].view(1, len(TAPS), -1))
 
 
 def plain_loop(head, target, prompt, new_tokens, length):

@@ -323,6 +323,10 @@ class TransformersModel(Adapted):
             normed: Tensor = decoder_of(self._its_shadow()).norm(hidden)
         return normed
 
+    def output(self, rows: Tensor) -> Tensor:
+        """The output layer on rows ``[R, d]`` behind the final norm: logits ``[R, V]``."""
+        return self._head(rows[None], batch_invariant=False)[0]
+
     def _head(self, normed: Tensor, batch_invariant: bool) -> Tensor:
         """The shadow's output layer."""
         with our_call(OurCall(None, batch_invariant=batch_invariant)):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,15 +52,7 @@ class HeadCheckpoint:
 
     def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
         """The tensor of this name, which must have this shape."""
-        if name not in self:
-            raise self.refusal(
-                f"it has no tensor {name!r}, which its config asks for: the download is incomplete, or the head is of "
-                "another form"
-            )
-        try:
-            found = self._readers[name]()
-        except Exception as error:  # as each format says it
-            raise self._damaged(name, error) from error
+        found = self._read(name)
         if list(found.shape) != list(shape):
             raise self.refusal(
                 f"tensor {name!r} must be {list(shape)} by its config and the model, got {list(found.shape)}"
@@ -77,6 +69,27 @@ class HeadCheckpoint:
             return torch.load(place, map_location="cpu", weights_only=True)
         except Exception as error:
             raise self._damaged(file, error) from error
+
+    def _read(self, name: str) -> Tensor:
+        if name not in self:
+            raise self.refusal(
+                f"it has no tensor {name!r}, which its config asks for: the download is incomplete, or the head is of "
+                "another form"
+            )
+        try:
+            return self._readers[name]()
+        except Exception as error:  # as each format says it
+            raise self._damaged(name, error) from error
+
+    def any_tensor(self, name: str) -> Tensor:
+        """The tensor of this name, of any shape."""
+        found = self._read(name)
+        self._used.add(name)
+        return found
+
+    def leave(self, names: Collection[str]) -> None:
+        """Takes these tensors, which belong to something else, for used."""
+        self._used.update(names)
 
     @property
     def unused(self) -> list[str]:

@@ -8,13 +8,14 @@ The states of a text's rows are the target's own; below its last token each row 
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.module_ops import computes_by_ops
-from pass_ext.decoding.models.packed import Adapted, Attend, StepAttend
+from pass_ext.decoding.models.packed import Adapted, StepAttend
 from pass_ext.decoding.models.parts import unwrapped
 from pass_ext.decoding.models.shadow import OurCall, our_call, shadow_of, takes_rows_of_our_call
 from pass_ext.decoding.models.slots import CallSlots
@@ -26,6 +27,8 @@ from pass_ext.modules.files import HitRates, check_model
 class TargetFacts(NamedTuple):
     """What a head has to know of its target."""
 
+    model: Any
+    """As ``generate`` takes it."""
     name: str
     """Its class's, as ``architectures`` of a config has it."""
     layers: int | None
@@ -44,7 +47,7 @@ def target_facts(target: Adapted) -> TargetFacts:
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
     name, table = type(unwrapped(target.model)).__name__, target.table
     layers, width = getattr(text, "num_hidden_layers", None), getattr(text, "hidden_size", table.shape[1])
-    return TargetFacts(name, layers, width, table.shape[1], len(table), table.dtype, table.device)
+    return TargetFacts(target.model, name, layers, width, table.shape[1], len(table), table.dtype, table.device)
 
 
 class Masks(NamedTuple):
@@ -76,6 +79,10 @@ class HeadModule(nn.Module):
     """Tokens that the target has."""
     hit_rates: HitRates | None = None
     """How often its drafts are right, if that was counted."""
+
+    def attached(self) -> AbstractContextManager[Any]:
+        """The context in which it is called."""
+        return nullcontext()
 
     @property
     def embedding(self) -> nn.Embedding | None:
@@ -112,7 +119,7 @@ class HeadModule(nn.Module):
         """The target's states ``[n, taps, target_width]`` as states of rows, ``[n, state_width]``."""
 
     @abstractmethod
-    def forward(self, embedded: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+    def forward(self, embedded: Tensor, states: Tensor, positions: Tensor, attend: StepAttend) -> tuple[Tensor, Tensor]:
         """One call on packed rows.
 
         Args:
@@ -151,6 +158,9 @@ class Head(Adapted):
         self._tokens = module.tokens
         self.given: Tensor | None = None
         self.states: Tensor | None = None
+
+    def attached(self) -> AbstractContextManager[Any]:
+        return self.module.attached()
 
     def embed(self, ids: Tensor, slots: Tensor) -> Tensor:
         """The rows of ids ``[N]``; a head has no look-ahead slots."""

@@ -16,8 +16,9 @@ from pass_ext.decoding.drafting.heads.checkpoint import HeadCheckpoint
 from pass_ext.decoding.drafting.heads.dflash import DFlashHead, read_dflash
 from pass_ext.decoding.drafting.heads.eagle3 import read_eagle3
 from pass_ext.decoding.drafting.heads.head import HeadModule, TargetFacts, target_facts
+from pass_ext.decoding.drafting.heads.mtp import has_mtp, read_mtp
 from pass_ext.decoding.drafting.heads.peagle import PEagleHead
-from pass_ext.decoding.methods import MAX_DRAFT_LEVELS, DFlash, Eagle3, HeadMethod
+from pass_ext.decoding.methods import MAX_DRAFT_LEVELS, DFlash, Eagle3, HeadMethod, Mtp
 from pass_ext.decoding.models.early_exit import packed_model
 
 _log = logging.getLogger("pass_ext")
@@ -51,7 +52,7 @@ FAMILIES: dict[str, Family] = {
     "MuseGlimmerAssistantModel": _DFLASH,
     "muse_glimmer_assistant": _DFLASH,
 }
-"""By ``speculators_model_type``, or by one of ``architectures``."""
+"""By ``speculators_model_type``, or by one of ``architectures``. A model's own checkpoint has an MTP head by its tensors."""
 
 
 def load_drafter(path: str | os.PathLike[str], model: Any) -> HeadMethod | DFlash:
@@ -100,6 +101,8 @@ def about_drafter(path: str | os.PathLike[str], model: Any = None) -> dict[str, 
 
 def family_of(checkpoint: HeadCheckpoint) -> Family:
     """The family of a checkpoint's head."""
+    if has_mtp(checkpoint):
+        return Family(read_mtp, Mtp)
     types = list(_types_of(checkpoint.config))
     found = next((FAMILIES[name] for name in types if name in FAMILIES), None)
     if found is None:

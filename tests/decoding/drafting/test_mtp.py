@@ -1,0 +1,143 @@
+"""MTP layers of models' own checkpoints: drafts are those of the formula, token by token, and texts are Plain's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+from support.heads import plain_loop
+from support.mtp import model_with_mtp
+from support.small_models import ragged_prompts
+
+from pass_ext import Mtp, NGram, Plain, Session, generate, load_drafter
+from pass_ext.decoding.drafting.heads.head_drafter import HeadDrafter
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LIMITS = dict(max_new_tokens=24, eos_token_id=[])
+FAMILIES = ("qwen3_next", "deepseek_v3", "glm4_moe", "qwen3_5_text")
+
+
+@pytest.fixture
+def drafted(monkeypatch):
+    """The candidates of every step."""
+    found, true = [], HeadDrafter.propose
+
+    def propose(self, batch):
+        proposal = true(self, batch)
+        found.append(proposal.candidates)
+        return proposal
+
+    monkeypatch.setattr(HeadDrafter, "propose", propose)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_are_those_of_the_formula(family, tmp_path, drafted):
+    target, plain = model_with_mtp(tmp_path, family)
+    method = load_drafter(tmp_path, target)
+    assert method == Mtp(method.head, length=4)
+    prompt = torch.randint(3, 90, (1, 11), generator=torch.Generator().manual_seed(1))
+    got = generate(target, prompt, method, **LIMITS)
+    text, calls, drafts = plain_loop(plain, target, prompt[0].tolist(), 24, 4)
+    assert got.sequences[0].tolist() == text
+    assert got.stats.model_calls == calls
+    assert [part[0].tokens if part[0] else [] for part in drafted] == drafts
+
+
+# ---- a layer that is often right ----
+
+
+def texts_of(target):
+    ids, _ = ragged_prompts(8, longest=12, seed=5)
+    return generate(target, ids.clamp(min=3), max_new_tokens=28, eos_token_id=[]).sequences.tolist()
+
+
+@pytest.fixture(scope="module", params=["qwen3_next", "deepseek_v3"])
+def trained(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    target, plain = model_with_mtp(folder, request.param, texts=texts_of)
+    return target, plain, load_drafter(folder, target)
+
+
+def test_it_takes_the_calls_of_a_plain_loop(trained, drafted):
+    target, plain, method = trained
+    ids, mask = ragged_prompts(8, longest=12, seed=5)
+    got = generate(target, ids, method, attention_mask=mask, **LIMITS)
+    assert got.stats.mean_acceptance_length > 1.5
+    for b in (0, 3, 7):
+        drafted.clear()
+        prompt = ids[b][mask[b].bool()]
+        alone = generate(target, prompt[None], method, **LIMITS)
+        text, calls, drafts = plain_loop(plain, target, prompt.tolist(), 24, 4)
+        assert alone.sequences[0].tolist() == text and got.sequences[b][-24:].tolist() == text[-24:]
+        assert alone.stats.model_calls == calls
+        assert [part[0].tokens if part[0] else [] for part in drafted] == drafts
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_texts_are_plains(trained, count):
+    """Greedy, by seed, as a tree, beside n-grams, over a cache in 8 bits, with samples of one prompt, and in a session that
+    goes on."""
+    target, _, method = trained
+    ids, mask = ragged_prompts(count, longest=12, seed=count)
+    sampled = dict(temperature=0.8, top_p=0.9, seeds=list(range(count)))
+    for options in ({}, sampled, dict(sampled, rule="coupled_inverse"), dict(sampled, num_return_sequences=2)):
+        options = dict(LIMITS, attention_mask=mask, **options)
+        want = generate(target, ids, Plain(), **options).sequences
+        for each in (method, replace(method, branching=(2, 2)), replace(method, length=2, ngram=NGram(shortest=1))):
+            assert torch.equal(generate(target, ids, each, **options).sequences, want)
+    in_codes = [
+        generate(target, ids, each, session=Session(target, cache_dtype=torch.int8), attention_mask=mask, **LIMITS)
+        for each in (Plain(), method)
+    ]
+    assert torch.equal(in_codes[0].sequences, in_codes[1].sequences)
+
+
+def test_chains_by_rules_that_divide_have_the_models_distribution(trained):
+    """The first two new tokens of many samples, by chi-square: the second is drawn beside drafts."""
+    target, _, method = trained
+    prompt = [5, 17, 40]
+    for rule in ("rejection", "block"):
+        found = generate(
+            target, torch.tensor([prompt]), method, max_new_tokens=2, eos_token_id=[], num_return_sequences=600, temperature=0.5,
+            top_k=4, seeds=1, rule=rule,
+        ).sequences[:, 3:]  # fmt: skip
+        law = two_tokens(target, prompt)
+        expected = torch.tensor([law.get(tuple(pair), 0.0) for pair in found.tolist()])
+        assert bool((expected > 0).all())
+        counts = {pair: found.tolist().count(list(pair)) for pair in law}
+        statistic = sum((counts[pair] - 600 * p) ** 2 / (600 * p) for pair, p in law.items() if 600 * p >= 5)
+        kept = sum(600 * p >= 5 for p in law.values())
+        assert statistic < kept + 5 * (2 * kept) ** 0.5
+
+
+def two_tokens(target, prompt):
+    """The law of the next two tokens at temperature 0.5 with top_k 4."""
+
+    def law(text):
+        best = (target(torch.tensor([text])).logits[0, -1] / 0.5).topk(4)
+        return dict(zip(best.indices.tolist(), best.values.softmax(-1).tolist(), strict=True))
+
+    return {(a, b): p * q for a, p in law(prompt).items() for b, q in law([*prompt, a]).items()}
+
+
+# ---- checkpoints that do not fit ----
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    target, _ = model_with_mtp(tmp_path, "deepseek_v3")
+    model_with_mtp(tmp_path / "other", "qwen3_next")
+    with pytest.raises(ValueError, match=r"MTP layer has .* layer of DeepseekV3ForCausalLM"):
+        load_drafter(tmp_path / "other", target)
+    wide, _ = model_with_mtp(tmp_path / "wide", "deepseek_v3", hidden_size=96)
+    with pytest.raises(ValueError, match=r"eh_proj.weight' must be \[96, 192\] .* got \[64, 128\]"):
+        load_drafter(tmp_path, wide)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.2.self_attn.o_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has no tensors for model.layers.0.self_attn.o_proj.weight of DeepseekV3"):
+        load_drafter(tmp_path, target)
