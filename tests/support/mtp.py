@@ -63,14 +63,16 @@ class PlainMtp(PlainHead):
 
         self.embedding, self.state, self.norm = norm(), norm(), norm()
 
-    def train(self, texts, steps=60):
+    def train(self, texts, steps=25):
         """Learns these texts, as drafts of the first level."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         parameters = [
             x for part in (self.fc, self.embedding, self.state, self.norm, self.layer) for x in part.parameters()
         ]
         for parameter in parameters:
             parameter.requires_grad_(True)
-        optimizer = torch.optim.Adam(parameters, 0.01)
+        optimizer = torch.optim.Adam(parameters, 0.02)
         for _ in range(steps):
             loss = 0
             for text in texts:
@@ -81,6 +83,7 @@ class PlainMtp(PlainHead):
             optimizer.step()
         for parameter in parameters:
             parameter.requires_grad_(False)
+        torch.set_num_threads(threads)
 
     def taken(self, hidden):
         return hidden

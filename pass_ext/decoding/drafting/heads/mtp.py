@@ -62,7 +62,7 @@ class MtpHead(HeadModule):
         self, fc: nn.Linear, embedding_norm: nn.Module, state_norm: nn.Module, layer: Any, target: TargetFacts
     ) -> None:
         super().__init__()
-        self.target_width = self.state_width = target.width
+        self.target_width = self.state_width = self.embedding_width = target.width
         self.target_vocabulary, self.num_layers = target.vocabulary, 1
         self.fc, self.embedding_norm, self.state_norm = fc, embedding_norm, state_norm
         self._layer = TransformersModel(layer)
@@ -150,10 +150,11 @@ def _model_of_one_layer(
     for name in ("first_k_dense_replace", "num_dense_layers"):
         if hasattr(config, name):
             setattr(config, name, 0)
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind, no_row = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], torch.zeros(1, target.width)
+    ends = {"model.embed_tokens.weight": no_row, "model.norm.weight": no_row[0], "lm_head.weight": no_row}  # replaced below
     try:
         layer, report = kind.from_pretrained(
-            None, config=config, state_dict=dict(tensors), dtype=target.dtype, output_loading_info=True
+            None, config=config, state_dict={**ends, **tensors}, dtype=target.dtype, output_loading_info=True
         )
     except (RuntimeError, ValueError) as error:
         raise checkpoint.refusal(f"its MTP layer does not fit a layer of {target.name}: {error}") from error
