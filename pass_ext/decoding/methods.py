@@ -1,5 +1,5 @@
-"""The methods of ``generate``: ``Plain``, ``NGram``, ``PaSS``, ``Speculative``, ``MultiCandidate``, ``Eagle3``, ``DFlash``.
-They hold settings only; drafting/drafting.py makes the drafters of each.
+"""The methods of ``generate``: ``Plain``, ``NGram``, ``PaSS``, ``Speculative``, ``MultiCandidate``, and those of heads, which
+``load_drafter`` makes. They hold settings only; drafting/drafting.py makes the drafters of each.
 
 Every method gives the same text (rules "coupled" and "coupled_inverse" and greedy: token for token; other exact rules: in
 distribution). They differ in the tokens per call of the model. docs/guide/pass.md, speculative.md and drafters.md explain

@@ -195,8 +195,8 @@ def _make(method: Any, context: DraftContext) -> Sequence[Drafter]:
     make = getattr(method, "drafters", None)
     if isinstance(method, type) or not callable(make):
         raise TypeError(
-            "generate: method must be Plain(), NGram(...), PaSS(...), Speculative(...), MultiCandidate(...), "
-            f"Eagle3(...), DFlash(...), or an object with drafters(context) (pass_ext.DraftingMethod), got {type_of(method)}"
+            "generate: method must be Plain(), NGram(...), PaSS(...), Speculative(...), MultiCandidate(...), what "
+            f"load_drafter(...) gives, or an object with drafters(context) (pass_ext.DraftingMethod), got {type_of(method)}"
         )
     return make(context)
 

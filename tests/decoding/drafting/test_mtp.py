@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
+import transformers
 from safetensors.torch import load_file, save_file
 from support.generation import unpadded
 from support.heads import plain_loop
@@ -18,7 +19,7 @@ from pass_ext.decoding.drafting.heads.head_drafter import HeadDrafter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LIMITS = dict(max_new_tokens=24, eos_token_id=[])
+LIMITS = dict(max_new_tokens=20, eos_token_id=[])
 FAMILIES = ("qwen3_next", "deepseek_v3", "glm4_moe", "qwen3_5_text")
 
 
@@ -43,7 +44,7 @@ def test_drafts_are_those_of_the_formula(family, tmp_path, drafted):
     assert method == Mtp(method.head, length=4)
     prompt = torch.randint(3, 90, (1, 11), generator=torch.Generator().manual_seed(1))
     got = generate(target, prompt, method, **LIMITS)
-    text, calls, drafts = plain_loop(plain, target, prompt[0].tolist(), 24, 4)
+    text, calls, drafts = plain_loop(plain, target, prompt[0].tolist(), 20, 4)
     assert got.sequences[0].tolist() == text
     assert got.stats.model_calls == calls
     assert [part[0].tokens if part[0] else [] for part in drafted] == drafts
@@ -66,7 +67,13 @@ def test_drafts_are_those_of_transformers(family, tmp_path, drafted):
     for part in drafted[:-1]:
         end = ends[-1]
         right = text[end : end + len(part[0].tokens)].tolist()
-        ends.append(end + 1 + next((i for i, pair in enumerate(zip(part[0].tokens, right)) if pair[0] != pair[1]), len(right)))
+        ends.append(
+            end
+            + 1
+            + next(
+                (i for i, pair in enumerate(zip(part[0].tokens, right, strict=True)) if pair[0] != pair[1]), len(right)
+            )
+        )
     compared = 0
     for end, part in zip(ends, drafted, strict=True):
         if part[0] is None:
@@ -87,7 +94,7 @@ def test_drafts_are_those_of_transformers(family, tmp_path, drafted):
 def texts_of(target):
     """Those that the tests below begin with."""
     ids, mask = ragged_prompts(3, longest=12, seed=5)
-    return unpadded(generate(target, ids, attention_mask=mask, max_new_tokens=24, eos_token_id=[]).sequences, mask)
+    return unpadded(generate(target, ids, attention_mask=mask, max_new_tokens=20, eos_token_id=[]).sequences, mask)
 
 
 @pytest.fixture(scope="module", params=["qwen3_next", "deepseek_v3"])
@@ -106,8 +113,8 @@ def test_it_takes_the_calls_of_a_plain_loop(trained, drafted):
         drafted.clear()
         prompt = ids[b][mask[b].bool()]
         alone = generate(target, prompt[None], method, **LIMITS)
-        text, calls, drafts = plain_loop(plain, target, prompt.tolist(), 24, 4)
-        assert alone.sequences[0].tolist() == text and got.sequences[b][-24:].tolist() == text[-24:]
+        text, calls, drafts = plain_loop(plain, target, prompt.tolist(), 20, 4)
+        assert alone.sequences[0].tolist() == text and got.sequences[b][-20:].tolist() == text[-20:]
         assert alone.stats.model_calls == calls
         assert [part[0].tokens if part[0] else [] for part in drafted] == drafts
 
@@ -137,8 +144,8 @@ def test_chains_by_rules_that_divide_have_the_models_distribution(trained):
     prompt = [5, 17, 40]
     for rule in ("rejection", "block"):
         found = generate(
-            target, torch.tensor([prompt]), method, max_new_tokens=2, eos_token_id=[], num_return_sequences=600, temperature=0.5,
-            top_k=4, seeds=1, rule=rule,
+            target, torch.tensor([prompt]), method, max_new_tokens=2, eos_token_id=[], num_return_sequences=600,
+            temperature=0.5, top_k=4, seeds=1, rule=rule,
         ).sequences[:, 3:]  # fmt: skip
         law = two_tokens(target, prompt)
         expected = torch.tensor([law.get(tuple(pair), 0.0) for pair in found.tolist()])

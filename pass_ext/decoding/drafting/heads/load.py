@@ -52,19 +52,20 @@ FAMILIES: dict[str, Family] = {
     "MuseGlimmerAssistantModel": _DFLASH,
     "muse_glimmer_assistant": _DFLASH,
 }
-"""By ``speculators_model_type``, or by one of ``architectures``. A model's own checkpoint has an MTP head by its tensors."""
+"""By ``speculators_model_type``, or by one of ``architectures``. An MTP layer is found by its tensors."""
 
 
 def load_drafter(path: str | os.PathLike[str], model: Any) -> HeadMethod | DFlash:
     """The method that drafts with a head which was trained for this model, as ``generate`` takes it.
 
     Args:
-        path: a folder with config.json and weights, one of its files of weights, or a name on the Hub.
+        path: a folder with config.json and weights, one of its files of weights, or a name on the Hub. The model's own, where
+            its checkpoint has an MTP layer.
         model: as ``generate`` takes it. The head gets its dtype and device.
 
     Returns:
-        ``Eagle3`` or ``DFlash``. ``dataclasses.replace(method, length=6)`` changes its settings; the length is the one that the
-        checkpoint proposes, if it does.
+        ``Eagle3``, ``Mtp`` or ``DFlash``. ``dataclasses.replace(method, length=6)`` changes its settings; the length is the one
+        that the checkpoint proposes, if it does.
 
     Refuses with a ValueError a checkpoint of an unknown type, of another model, or cut off. The log names tensors that the head
     has no use for.

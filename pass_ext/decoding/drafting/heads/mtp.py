@@ -151,7 +151,11 @@ def _model_of_one_layer(
         if hasattr(config, name):
             setattr(config, name, 0)
     kind, no_row = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], torch.zeros(1, target.width)
-    ends = {"model.embed_tokens.weight": no_row, "model.norm.weight": no_row[0], "lm_head.weight": no_row}  # replaced below
+    ends = {
+        "model.embed_tokens.weight": no_row,
+        "model.norm.weight": no_row[0],
+        "lm_head.weight": no_row,
+    }  # replaced below
     try:
         layer, report = kind.from_pretrained(
             None, config=config, state_dict={**ends, **tensors}, dtype=target.dtype, output_loading_info=True
