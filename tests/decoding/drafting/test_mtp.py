@@ -63,16 +63,12 @@ def test_drafts_are_those_of_transformers(family, tmp_path, drafted):
     mtp = layers.MtpModel.from_pretrained(target).eval()
     prompt = torch.randint(3, 90, (1, 11), generator=torch.Generator().manual_seed(3))
     text = generate(target, prompt, load_drafter(tmp_path, target), **LIMITS).sequences[0]
-    ends = [len(prompt[0]) + 1]
+    ends = [len(prompt[0]) + 1]  # of the text that each step begins with
     for part in drafted[:-1]:
         end = ends[-1]
-        right = text[end : end + len(part[0].tokens)].tolist()
+        pairs = zip(part[0].tokens, text[end:].tolist(), strict=False)
         ends.append(
-            end
-            + 1
-            + next(
-                (i for i, pair in enumerate(zip(part[0].tokens, right, strict=True)) if pair[0] != pair[1]), len(right)
-            )
+            end + 1 + next((i for i, (draft, right) in enumerate(pairs) if draft != right), len(part[0].tokens))
         )
     compared = 0
     for end, part in zip(ends, drafted, strict=True):
