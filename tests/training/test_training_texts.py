@@ -266,6 +266,25 @@ def test_loops_are_cut():
     assert 50 < len(kept) < 70 and kept == looping[: len(kept)]
 
 
+@pytest.mark.parametrize("period", [1, 3, 8])
+@pytest.mark.parametrize("rounds", [2, 3, 4, 12])
+def test_a_loop_that_the_prompt_began_is_cut_where_one_of_the_text_would_be(period, rounds):
+    """The text alone decides no less than prompt and text together: whatever part of a loop the prompt holds, none comes after
+    an n-gram's third time."""
+    loop = [7, 8, 9, 10, 11, 12, 13, 14][:period]
+    whole = loop * (rounds + 30)
+    third = 8 + 2 * period  # tokens of the loop until its first n-gram has come for the third time
+    prompt, written = [1, 2, *loop * rounds], whole[period * rounds :]
+    kept = own_texts.without_loop(prompt, written)
+    assert kept == written[: max(1, third - period * rounds)]
+
+
+def test_a_text_that_leaves_the_prompts_loop_is_kept():
+    rng = random.Random(0)
+    plain = [rng.randrange(100, 1000) for _ in range(50)]
+    assert own_texts.without_loop([7] * 12, plain) == plain
+
+
 @pytest.mark.parametrize("line", [b"{", b"\xff\xff", b"[1]", b'[{"name": "a"}]', b"[]", b"[" * 100_000])
 def test_a_damaged_line_of_samples_gets_a_sentence(tmp_path, line):
     path = tmp_path / "samples.jsonl"

@@ -266,11 +266,12 @@ def _chat_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def without_loop(prompt: Sequence[int], written: Sequence[int]) -> list[int]:
-    """``written`` up to where an n-gram of eight tokens comes for the third time: a looping text teaches only loops."""
+    """``written`` up to where an n-gram of eight tokens comes for the third time or more, from the prompt's beginning on: a
+    looping text teaches only loops."""
     ids, seen = [*prompt, *written], dict[tuple[int, ...], int]()
     for end in range(_LOOP, len(ids) + 1):
         gram = tuple(ids[end - _LOOP : end])
         seen[gram] = seen.get(gram, 0) + 1
-        if seen[gram] == 3 and end > len(prompt):
+        if seen[gram] >= 3 and end > len(prompt):
             return ids[len(prompt) : end]
     return list(written)
