@@ -367,7 +367,7 @@ def _row_attention(
         raise ValueError(
             f"pass_ext attention: {call.model}, layer {module.layer_idx}: {reason}, so pass_ext cannot decode this model"
         )
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (_autocast(x[0].transpose(0, 1)) for x in (query, key, value))
     options = dict(scale=scaling, softcap=softcap or 0.0, sinks=s_aux, **reach._asdict())
     number = call.attended.note(module.layer_idx, key, value, call.attend.layers)
     if number < call.attend.layers:
@@ -377,6 +377,12 @@ def _row_attention(
     else:
         out = call.attend(number, q, k, v, **options, **more)
     return out[None], None
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """In autocast's dtype, as PyTorch's attention takes queries, keys and values."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 class _OwnAttention:

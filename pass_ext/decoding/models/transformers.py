@@ -24,7 +24,14 @@ from pass_ext.decoding.models.hash_routers import serve_routers
 from pass_ext.decoding.models.indexers import choose_by_rows, index_widths
 from pass_ext.decoding.models.latents import attend_by_latents, latent_layers
 from pass_ext.decoding.models.lightning import serve_lightning
-from pass_ext.decoding.models.module_ops import are_few, computes_by_ops, is_plain, is_untouched, most_few_rows
+from pass_ext.decoding.models.module_ops import (
+    are_few,
+    computes_by_ops,
+    is_autocast_enabled,
+    is_plain,
+    is_untouched,
+    most_few_rows,
+)
 from pass_ext.decoding.models.ngram_layers import serve_ngrams
 from pass_ext.decoding.models.own_forward import OwnForward, is_hooked
 from pass_ext.decoding.models.packed import Adapted, KeptHidden, StepAttend
@@ -366,7 +373,8 @@ class TransformersModel(Adapted):
             return kind(f"{self.name}: {error}")
         return ValueError(
             f"{self.name}: {type(self.model).__name__}.forward fails on packed rows (inputs_embeds [1, N, d] and position_ids, "
-            f"no ids and no cache), so pass_ext cannot decode it: {type(error).__name__}: {error}"
+            f"no ids and no cache){' under torch.autocast' if is_autocast_enabled() else ''}, so pass_ext cannot decode it"
+            f"{' there' if is_autocast_enabled() else ''}: {type(error).__name__}: {error}"
         )
 
     def _check_deep(self, deep: Tensor) -> None:
