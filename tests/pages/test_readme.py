@@ -321,6 +321,15 @@ def test_the_readme_is_short_and_begins_with_the_words_of_the_field():
         assert word in first, word
 
 
+def test_the_first_paragraph_says_where_the_text_is_the_models():
+    """With the number that the page of trust has from the last run on a GPU."""
+    first = " ".join(README.read_text().split("\n\n")[1].split())
+    (differing,) = re.findall(r"^\| PaSS \| 1 \| (\d+ of \d+) \|$", (ROOT / "docs/trust.md").read_text(), re.MULTILINE)
+    promise, _, limits = first.partition("the model alone would write, ")
+    assert promise and limits.startswith("token for token on the CPU")
+    assert f"PaSS wrote {differing} texts otherwise ([figures of trust](docs/trust.md#on-a-gpu))" in limits
+
+
 def test_every_op_has_a_line_in_the_readme():
     """By its name, or by that of its family with a star."""
     text = README.read_text()
