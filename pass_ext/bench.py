@@ -42,8 +42,15 @@ class Case(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where both run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="of the inputs (default: %(default)s)",
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="for each op (default: %(default)s)")
 
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from pass_ext.huge_pages import to_huge_pages
 
 MAX_CACHED_BYTES = 2 << 30
 _log = logging.getLogger("pass_ext")
+_NAME_ON_THE_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _SIZES = "sizes.json"  # file name -> bytes, of a cached model
 
 
@@ -44,13 +46,12 @@ def load_checkpoint(
 
     Raises ImportError for a missing package, OSError or ValueError for what cannot be loaded.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     file = Path(path)
+    _check_is_there(path)
     if file.suffix != ".gguf":
         return _load(path, dtype, **model_args)
-    if not file.is_file():
-        raise FileNotFoundError(f"no such model file: {path}")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     if find_spec("gguf") is None:
         raise ImportError(f"load_checkpoint: {file.name} needs the package gguf: pip install gguf")
     if model_args:
@@ -81,6 +82,7 @@ def safetensors_folder(path: str | Path, dtype: torch.dtype) -> Path:
     Raises what ``load_checkpoint`` raises, and OSError if the conversion cannot be cached.
     """
     file = Path(path)
+    _check_is_there(path)
     if file.suffix != ".gguf":
         return file
     load_checkpoint(file, dtype)
@@ -90,6 +92,15 @@ def safetensors_folder(path: str | Path, dtype: torch.dtype) -> Path:
             f"the conversion of {file} is not in {folder}: it is larger than {MAX_CACHED_BYTES} bytes, or not writable"
         )
     return folder
+
+
+def _check_is_there(path: str | os.PathLike[str]) -> None:
+    """Refuses a path to nothing, which transformers would take for a name on the Hub and ask for there."""
+    file = Path(path)
+    if file.suffix == ".gguf" and not file.is_file():
+        raise FileNotFoundError(f"no such model file: {path}")
+    if not file.exists() and not _NAME_ON_THE_HUB.fullmatch(os.fspath(path)):
+        raise FileNotFoundError(f"no such model folder: {path}")
 
 
 def _load(path: str | os.PathLike[str], dtype: torch.dtype, **model_args: Any) -> tuple[Any, Any]:

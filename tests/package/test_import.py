@@ -13,6 +13,8 @@ import shutil
 import subprocess
 import sys
 import types
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -120,8 +122,12 @@ def test_import_creates_no_cuda_context():
 def test_info_prints_every_line_and_why_cuda_is_absent():
     lines = dict(line.split("  ", 1) for line in info().splitlines())
     lines = {name.strip(): text.strip() for name, text in lines.items()}
-    names = ("pass_ext", "torch", "python", "CPU kernels", "CUDA kernels", "built with CUDA", "GPUs", "ops")
-    assert tuple(lines) == names
+    names = ("pass_ext", "torch", "python", "CPU kernels", "CUDA kernels", "built with CUDA", "GPUs")
+    hosts = ("transformers", "vllm", "sglang")
+    assert tuple(lines) == (*names, *hosts, "ops")
+    for host in hosts:
+        found = find_spec(host) is not None
+        assert lines[host] == (metadata.version(host) if found else "not installed")
     status = pass_ext.status()
     assert lines["pass_ext"] == pass_ext.__version__
     assert lines["torch"].startswith(torch.__version__)
