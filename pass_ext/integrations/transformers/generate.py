@@ -6,7 +6,6 @@ its own loop. It translates the arguments for ``pass_ext.generate`` and the resu
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -39,27 +38,14 @@ from pass_ext.integrations.transformers.cache import (
     write_states,
 )
 from pass_ext.integrations.transformers.processors import NodeCriteria, NotedRows, sampling_parameters, step_scores
+from pass_ext.integrations.transformers.refusals import given_arguments, refuse_unread
 
-_DROPPED = ("streamer", "assistant_model", "synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask")
-# Model arguments that transformers prepares for a decoding loop; pass_ext computes its own or does not need them.
-_KNOWN = {
-    *("attention_mask", "position_ids", "past_key_values", "cache"),
-    *("logits_to_keep", "use_cache", "cache_position", "return_dict"),
-}
-# What selects transformers' assisted decoding -> what says the same here.
-_ASSISTED = {
-    "assistant_model": "custom_generate(pass_ext.Speculative(assistant_model))",
-    "prompt_lookup_num_tokens": "custom_generate(pass_ext.NGram(tokens=…))",
-    "assistant_early_exit": "custom_generate(pass_ext.Speculative(pass_ext.EarlyExitDraft(model, layers=…)))",
-    "use_mtp": "custom_generate(pass_ext.PaSS(slots))",
-}
 # What transformers' cache of a model holds that a session's does not.
 _OTHER_FORMATS = {
     "jetmoe": "keys and values before they are repeated for its experts",
     "diffllama": "the values of a layer once for both attentions of its heads",
     "dory": "keys and values of further loops behind those of all layers",
 }
-_REFUSED_OUTPUTS = ("output_attentions", "output_hidden_states")
 _FULL_LAYERS = ("DynamicLayer", "StaticLayer")
 _SLIDING_LAYERS = (
     "DynamicSlidingWindowLayer",
@@ -73,18 +59,6 @@ _STATE_LAYERS = (
     "LinearAttentionAndStaticFullAttentionLayer",
     "DummyLayer",
 )
-
-
-def dropped_arguments() -> dict[str, Any]:
-    """What a caller gave ``model.generate`` and transformers does not pass on to a callable, None for what was not given; {}:
-    no ``model.generate`` is on the stack. transformers prepares its own loops' arguments and leaves these in its frame."""
-    from transformers import GenerationMixin
-
-    generate = inspect.unwrap(GenerationMixin.generate).__code__
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not generate:
-        frame = frame.f_back
-    return {} if frame is None else {name: frame.f_locals[name] for name in _DROPPED}
 
 
 class Continued:
@@ -150,9 +124,9 @@ class CustomGenerate:
 
         _refuse_shared_weights(model)
         adapted = packed_model(model)  # an unsupported model raises before its cache does
-        dropped = dropped_arguments()
-        _refuse(generation_config, model_kwargs, dropped)
-        streamer = dropped.get("streamer")
+        given = given_arguments()
+        refuse_unread(generation_config, model_kwargs, given)
+        streamer = given.get("streamer")
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids)
         _check_prompt(input_ids, mask, model_kwargs.get("position_ids"), generation_config)
@@ -237,35 +211,6 @@ def _refuse_shared_weights(model: Any) -> None:
         )
 
 
-def _refuse(config: Any, model_kwargs: dict[str, Any], dropped: dict[str, Any]) -> None:
-    """Raises for settings and model inputs that are not supported."""
-    for name, instead in _ASSISTED.items():
-        value = getattr(config, name, None) if dropped.get(name) is None else dropped[name]
-        if value is not None and value is not False:
-            came = value if isinstance(value, int) else type(value).__name__
-            raise ValueError(f"custom_generate: {name} is not implemented, got {came}; give {instead}")
-    if dropped.get("synced_gpus"):
-        raise ValueError(
-            "custom_generate: synced_gpus must be False: ranks call the model as often as their own texts need, got True"
-        )
-    for name in ("negative_prompt_ids", "negative_prompt_attention_mask"):
-        if dropped.get(name) is not None:
-            raise ValueError(f"custom_generate: {name} is not implemented, got {type(dropped[name]).__name__}")
-    mode = config.get_generation_mode().value
-    if mode not in ("greedy_search", "sample"):
-        raise ValueError(f"custom_generate: the arguments must select greedy_search or sample, got {mode}")
-    if (config.guidance_scale or 1) != 1:
-        raise ValueError(f"custom_generate: guidance_scale is not implemented, got {config.guidance_scale}")
-    for name in _REFUSED_OUTPUTS:
-        if config.return_dict_in_generate and getattr(config, name, False):
-            raise ValueError(f"custom_generate: {name} is not implemented; leave it out")
-    for name, value in model_kwargs.items():
-        if name not in _KNOWN and isinstance(value, Tensor):
-            raise ValueError(
-                f"custom_generate: the model input {name} is not supported; decoding starts from input_ids alone"
-            )
-
-
 def _check_prompt(input_ids: Tensor, mask: Tensor, positions: Tensor | None, config: Any) -> None:
     mask_length = getattr(
         config, "_mask_length", None
@@ -276,12 +221,15 @@ def _check_prompt(input_ids: Tensor, mask: Tensor, positions: Tensor | None, con
             f"custom_generate: input_ids must hold the whole text, cached tokens included: {tokens} tokens as in "
             f"attention_mask, got {input_ids.shape[1]}"
         )
-    if positions is not None and positions.shape == input_ids.shape:
-        expected = mask.cumsum(1) - 1
-        if bool(((positions != expected) & (mask != 0)).any()):
-            raise ValueError(
-                "custom_generate: position_ids must count a text's tokens from 0; other positions are not implemented"
-            )
+    if positions is None:
+        return
+    columns = positions.shape[-1]  # [T], [1 or B, T], or for each of some axes; or of the last tokens
+    fits = columns <= input_ids.shape[1] and (positions.dim() < 2 or positions.shape[-2] in (1, len(input_ids)))
+    expected, is_text = (mask.cumsum(1) - 1)[:, -columns:], mask[:, -columns:] != 0
+    if not fits or bool(((positions != expected) & is_text).any()):
+        raise ValueError(
+            "custom_generate: position_ids must count a text's tokens from 0; other positions are not implemented"
+        )
 
 
 def _split_criteria(criteria: Sequence[Any], config: Any) -> tuple[int, set[int], list[Any]]:
