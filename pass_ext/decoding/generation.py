@@ -139,6 +139,7 @@ def generate(
     # Inference tensors would break a session that is used again outside the caller's inference mode.
     with torch.inference_mode(False), torch.no_grad(), adapted.attached(), ExitStack() as stack:
         is_given, session = session is not None, Session(adapted) if session is None else session
+        stack.enter_context(session.in_use())
         if not is_given:  # it and its steps hold each other: a GPU's memory would wait for the garbage collector
             stack.callback(session.fixed_steps.clear)
         tokens = [list(text) for text in prompts.texts]

@@ -8,7 +8,7 @@ pytest.importorskip("transformers")
 from support.generation import slots_for
 from support.small_models import small_model
 
-from pass_ext import NGram, PaSS, Session, Tree, generate
+from pass_ext import NGram, PaSS, Plain, Session, Tree, generate
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 8, 5]])
 
@@ -159,16 +159,16 @@ def test_inference_mode_and_sessions(whole):
         assert torch.equal(got.sequences, whole)
 
 
-def test_a_session_made_for_longer_texts_serves_several_generations(llama, whole):
-    """Otherwise its room is that of its first texts, and its requests are theirs."""
+def test_a_session_has_the_room_that_it_is_given_and_otherwise_grows(llama, whole):
     roomy, first = Session(llama, room=40), Session(llama)
     for session in (roomy, first):
         assert torch.equal(
             generate(llama, IDS, session=session, max_new_tokens=6, eos_token_id=[]).sequences, whole[:, :11]
         )
-    assert torch.equal(generate(llama, IDS, session=roomy, max_new_tokens=12, eos_token_id=[]).sequences, whole)
-    with pytest.raises(ValueError, match=r"room for 17 tokens; it is of 2 requests and 11 tokens\. Make a new one"):
-        generate(llama, IDS, session=first, max_new_tokens=12, eos_token_id=[])
+        assert torch.equal(generate(llama, IDS, session=session, max_new_tokens=12, eos_token_id=[]).sequences, whole)
+    small = Session(llama, room=11)
+    with pytest.raises(ValueError, match=r"room for 17 tokens; it is of 0 requests and 11 tokens\. Make a new one"):
+        generate(llama, IDS, session=small, max_new_tokens=12, eos_token_id=[])
     with pytest.raises(ValueError, match="1 requests and room for 11 tokens; it is of 2 requests and 40 tokens"):
         generate(llama, IDS[:1], session=roomy, max_new_tokens=6, eos_token_id=[])
 
@@ -193,3 +193,50 @@ def test_one_cache_holds_keys_that_are_their_values():
         keys, values = session.caches[0]
         shared.append(keys.data_ptr() == values.data_ptr())
     assert torch.equal(*texts) and shared == [False, True]
+
+
+def test_a_session_serves_every_method_after_any_other(llama, whole):
+    """With look-ahead slots after none, of another number, with and without vectors per layer and adapters."""
+    deep = PaSS(slots_for(llama, deep_layers=2), tree=Tree.chain(3), rows=16, slots=3)
+    adapted = PaSS(slots_for(llama, rank=3), tree=Tree.chain(2), rows=12, slots=2)
+    plain_slots = [PaSS(slots_for(llama), tree=Tree.chain(n), rows=12, slots=n) for n in (3, 2)]
+    session = Session(llama)
+    for method in (Plain(), plain_slots[0], plain_slots[1], Plain(), deep, adapted, NGram(), *plain_slots):
+        got = generate(llama, IDS, method, session=session, max_new_tokens=12, eos_token_id=[])
+        assert torch.equal(got.sequences, whole)
+        assert got.stats.model_calls > 0 and session.prefix_lens.tolist() == [16, 16]
+
+
+def test_recorded_steps_are_kept_for_slots_of_the_same_shapes_alone(llama):
+    """They read the memory of the slots."""
+    session, step = Session(llama), object()
+    first, second, third = (PaSS(slots_for(llama), tree=Tree.chain(n), rows=12, slots=n) for n in (2, 2, 3))
+    generate(llama, IDS, first, session=session, max_new_tokens=3)
+    address = session.slots.weight.data_ptr()
+    session.fixed_steps["recorded"] = step
+    generate(llama, IDS, second, session=session, max_new_tokens=3)
+    assert session.slots.weight.data_ptr() == address and session.fixed_steps["recorded"] is step
+    generate(llama, IDS, third, session=session, max_new_tokens=3)
+    assert "recorded" not in session.fixed_steps
+
+
+def test_a_session_in_use_is_refused_until_its_generation_ends(llama, whole):
+    session, other = Session(llama), Session(llama)
+
+    class Nested:
+        """A streamer that generates."""
+
+        def __init__(self, session):
+            self.session = session
+
+        def put(self, tokens):
+            generate(llama, IDS[:1], session=self.session, max_new_tokens=2)
+
+        def end(self):
+            pass
+
+    options = dict(session=session, max_new_tokens=12, eos_token_id=[])
+    with pytest.raises(RuntimeError, match=r"^generate: session is in use by a generation .*give another Session"):
+        generate(llama, IDS[:1], streamer=Nested(session), **options)
+    got = generate(llama, IDS[:1], streamer=Nested(other), **options)
+    assert torch.equal(got.sequences, whole[:1])

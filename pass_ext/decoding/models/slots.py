@@ -78,19 +78,14 @@ class PlacedSlots:
             None if adapters is None else PlacedAdapters.of(adapters, count, like),
         )
 
+    def is_like(self, other: PlacedSlots) -> bool:
+        """True if both have the same parts, of the same shapes."""
+        mine, theirs = ([None if x is None else x.shape for x in (slots.weight, slots.deep)] for slots in (self, other))
+        return mine == theirs and _sizes(self.adapters) == _sizes(other.adapters)
+
     def copy_(self, other: PlacedSlots) -> None:
-        """Takes the other's numbers in place: recorded calls read the same memory. Refuses other shapes."""
+        """Takes the numbers of slots like these in place: recorded calls read the same memory."""
         mine, theirs = self.adapters, other.adapters
-        if other.weight.shape != self.weight.shape:
-            raise ValueError(
-                f"this session has {len(self.weight)} look-ahead slots, the method has {len(other.weight)}"
-            )
-        if (other.deep is None) != (self.deep is None):
-            raise ValueError("this session and the method differ in whether slots shift the input of every layer")
-        if (theirs is None) != (mine is None):
-            raise ValueError("this session and the method differ in whether slots have adapters")
-        if mine is not None and theirs is not None and _sizes(mine) != _sizes(theirs):
-            raise ValueError("this session and the method differ in the places, ranks or scale of the slots' adapters")
         self.weight.copy_(other.weight)
         if self.deep is not None and other.deep is not None:
             self.deep.copy_(other.deep)
@@ -121,7 +116,9 @@ def with_vectors(hidden: Tensor, offsets: Tensor) -> Tensor:
     return (streams + offsets.view(1, count, *(1,) * (streams.dim() - 3), width)).flatten(-2)
 
 
-def _sizes(adapters: PlacedAdapters) -> Any:
+def _sizes(adapters: PlacedAdapters | None) -> Any:
+    if adapters is None:
+        return None
     return adapters.scale, [*adapters.pairs], [(name, down.shape, up.shape) for name, down, up in adapters.stacks]
 
 

@@ -7,7 +7,8 @@ States, of layers that keep one instead of keys and values, are ``[B, ...]``; ``
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from types import NoneType
 from typing import Any
 
@@ -47,11 +48,12 @@ class Session:
 
     ``generate(model, input_ids, session=session)`` leaves in ``caches`` the keys and values of all tokens but each text's last
     one, ``prefix_lens`` of them, and in ``states`` what the layers that keep a state have after these tokens. The next
-    generation of as many texts uses the caches and CUDA graphs again.
+    generation of as many texts, by any method, uses the caches again, and CUDA graphs unless it needs more room or other slots.
 
     Args:
         model: as ``generate`` takes it.
-        requests, room: the number of texts, and the most tokens of each; None: what the first generation needs.
+        requests, room: the number of texts, and the most tokens of each; None: the first generation's number, and as many
+            tokens as each generation needs.
         past: the keys and values of the first n tokens of every prompt, ``[B, n, heads, D]`` per layer that attends; and n, of
             all prompts or of each; and, if the model has some, the states after them, ``[B, ...]``. The next generation begins
             with them; set ``session.past`` for a later one.
@@ -103,6 +105,7 @@ class Session:
         if batch_invariant:
             check_seen(self.model.model)
         self.cache_dtype, self.batch_invariant = cache_dtype, batch_invariant
+        self._grows = room is None
         self.caches: list[tuple[Tensor, Tensor]] = []
         self._stack: Tensor | None = None  # all caches, if all layers' are alike
         self.states: list[Tensor] = []
@@ -117,7 +120,7 @@ class Session:
         """The next calls are on rows of prompts."""
         self.is_undisturbed = False
         """No code of the caller's runs between calls: a model that was checked in one is the same in the next ones."""
-        self._has_called = False
+        self._has_called = self._is_in_use = False
         self.text_states: TextStates | None = None
         """The hidden states of the texts, from ``tap`` on."""
         self._taps: tuple[Tap, ...] = ()
@@ -285,6 +288,19 @@ class Session:
             for cache, full in zip(self.caches[-1], (keys, values), strict=True):
                 cache[:, :width] = full[:, :width]
 
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Inside, another generation with this session is refused: a streamer may call ``generate``, or another thread."""
+        if self._is_in_use:
+            raise RuntimeError(
+                "generate: session is in use by a generation that has not ended, and holds its texts: give another Session"
+            )
+        self._is_in_use = True
+        try:
+            yield
+        finally:
+            self._is_in_use = False
+
     def begin(self, model: Adapted, requests: int, longest: int, max_depth: int, deepest_row: int) -> None:
         """Drops the texts; caches and recorded calls stay for the next ones, which must fit.
 
@@ -305,15 +321,20 @@ class Session:
                 f"max_new_tokens must stay within {positions + 1} tokens, got {longest}"
             )
         room = longest + max_depth
-        if self.model.model is not model.model or requests != (self.requests or requests) or room > (self.room or room):
+        is_roomy = self._grows or room <= self.room
+        if self.model.model is not model.model or requests != (self.requests or requests) or not is_roomy:
             raise ValueError(
                 f"session must be of this model, {requests} requests and room for {room} tokens; it is of "
-                f"{self.requests} requests and {self.room} tokens. Make a new one; Session(model, room=…) has room for later, "
-                "longer texts"
+                f"{self.requests} requests and {self.room} tokens. Make a new one; Session(model) has room for any texts"
             )
         self.model = model
         if not self.requests or not self.room:
             self._allocate(requests, self.room or room)
+        elif room > self.room:
+            self.room = room
+            if not model.table.is_cpu:
+                self._forget_recorded()
+                self._hold(room)
         self.is_undisturbed = False
         self._has_called = False
         self.prefix_lens.zero_()
@@ -322,15 +343,22 @@ class Session:
             state.zero_()
 
     def set_slots(self, lookahead: LookaheadEmbedding, count: int) -> None:
-        """Sets the first ``count`` slots for the next calls. After a first call their number and parts are fixed,
-        because recorded calls read the same buffers."""
+        """Sets the first ``count`` slots for the next calls. Recorded calls read the slots' memory: others of the same shapes
+        take their place there, and other shapes are recorded anew."""
         placed = PlacedSlots.of(lookahead, count, self.slots.weight)
         if placed.adapters is not None:
             self.model.check_adapters(placed.adapters)
-        if not self.is_new:
+        if self.slots.is_like(placed):
             self.slots.copy_(placed)
         else:
             self.slots = placed
+            self._forget_recorded()
+
+    def _forget_recorded(self) -> None:
+        """Has calls and steps recorded anew, because the memory that they read is given up."""
+        self.fixed_steps.clear()
+        if self._recorded is not None:
+            self._recorded = RecordedCalls(self._forward)
 
     def fill(self, texts: Sequence[Sequence[int]], samples: int = 1) -> list[int]:
         """Takes the keys, values and states of ``past`` -> how many tokens of each text they are of.
