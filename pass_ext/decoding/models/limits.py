@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+from inspect import signature
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pass_ext.decoding.models import compressors, distances, indexers, lightning, ngram_layers, per_layer_inputs, states
 from pass_ext.decoding.models.compressed import CompressedRows
 from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows
-from pass_ext.decoding.models.parts import configs_of, unwrapped
+from pass_ext.decoding.models.parts import configs_of, decoder_of, unwrapped
 from pass_ext.decoding.models.row_attention import AttentionCalls, reads_keys_of_cache, scales_by_row
 from pass_ext.decoding.models.shadow import OurCall, our_call
 
@@ -23,9 +23,19 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
     text = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder model; decoder-only models are supported")
+    inner = unwrapped(model)
+    if _has_alibi(inner, text):
+        raise ValueError(
+            f"{name} adds a bias by the distance of tokens to its attention (alibi), which pass_ext does not implement, so it "
+            "cannot decode this model"
+        )
+    if getattr(inner, "_is_stateful", False) and not states.keeps_states(text):
+        raise ValueError(
+            f"{name} keeps a state of each text in code of its own, so pass_ext cannot continue it along the branches of a tree"
+        )
     kinds = set(states.kinds_of(text))
     attends = states.attending_layers(text) != {}
-    if attends and not takes_positions(model):
+    if attends and position_taker(model) is None:
         raise ValueError(
             f"{name}: {type(model).__name__}.forward takes no position_ids, so rows of a tree cannot be given "
             "their places in the text"
@@ -36,7 +46,6 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
             f"{name} {lost}: pass_ext gives the model packed rows of its own making, which would leave it out; use "
             "the model's own generate, or an adapter that changes layers only, as LoRA"
         )
-    inner = unwrapped(model)
     reason = indexers.unserved(inner) or compressors.unserved(inner) or distances.unserved(inner)
     if reason is not None:
         raise ValueError(f"{name} {reason}")
@@ -66,9 +75,19 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
         raise TypeError(f"the model's dtype must be float32, float16 or bfloat16, got {dtype}")
 
 
-def takes_positions(model: Any) -> bool:
-    """True if the model's forward takes position_ids."""
-    return "position_ids" in inspect.signature(type(unwrapped(model)).forward).parameters
+def position_taker(model: Any) -> Any:
+    """The outermost module whose forward takes position_ids: the model, or the decoder inside it; None: neither does."""
+    inner = unwrapped(model)
+    takers = (part for part in (inner, decoder_of(inner)) if "position_ids" in signature(type(part).forward).parameters)
+    return next(takers, None)
+
+
+def _has_alibi(model: Any, text: Any) -> bool:
+    """True if scores are biased by slopes times distances, as a config says or the decoder's code."""
+    configs = (text, getattr(text, "attn_config", None))
+    return any(getattr(config, "alibi", False) for config in configs) or hasattr(
+        decoder_of(model), "build_alibi_tensor"
+    )
 
 
 def _lost_adapter(model: Any) -> str | None:
@@ -227,10 +246,12 @@ def _first_keys(model: Any, ids: Tensor, **inputs: Tensor) -> Tensor:
     (rows,) = inputs.values()
     seen = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device)
 
+    places = torch.zeros_like(seen[0], dtype=torch.long)  # all at one, so that equal tokens have equal keys
+    call = OurCall(_FirstLayer(ids), seen=seen, attended=AttentionCalls(), positions=places)
+    named = {"position_ids": places[None]} if position_taker(model) is model else {}
     try:
-        # All at one position, so that equal tokens have equal keys.
-        with our_call(OurCall(_FirstLayer(ids), seen=seen, attended=AttentionCalls())):
-            model(**inputs, attention_mask=seen, position_ids=torch.zeros_like(seen).long(), use_cache=False)
+        with our_call(call):
+            model(**inputs, attention_mask=seen, **named, use_cache=False)
     except _Keys as found:
         return found.keys
     raise RuntimeError("no layer has attended")

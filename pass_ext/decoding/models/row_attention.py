@@ -32,16 +32,13 @@ def attend_by_rows(shadow: Any) -> None:
     own = _parts_with_own_attention(shadow)
     if not own:
         shadow.set_attn_implementation(KEY)
-        if shadow.config._attn_implementation != KEY:
+        if (
+            shadow.config.get_text_config(decoder=True)._attn_implementation != KEY
+        ):  # encoders of pictures may keep theirs
             raise ValueError(
                 f"{shadow.config.model_type}: {type(shadow).__name__} has attention of its own and takes no other "
                 "(transformers' AttentionInterface), so pass_ext cannot decode it"
             )
-    elif getattr(shadow.config, "alibi", False):
-        raise ValueError(
-            f"{shadow.config.model_type} adds a bias by the distance of tokens to its attention (alibi), which pass_ext does "
-            "not implement, so it cannot decode this model"
-        )
     for part in shadow.modules():  # layers of another model have its config
         config = vars(part).get("config")
         if getattr(config, "_attn_implementation", KEY) != KEY:

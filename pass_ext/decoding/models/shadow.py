@@ -89,6 +89,17 @@ def _adapted(place: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tens
     return out if call is None or call.slots is None else call.slots.adapt_(place, out, x)
 
 
+def give_positions(decoder: Any) -> None:
+    """Has a shadow's decoder take the positions of a call's rows, where the model around it does not."""
+    decoder.forward = partial(_placed, decoder.forward)
+
+
+def _placed(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    call = current_call.get()
+    assert call is not None
+    return forward(*inputs, **{**named, "position_ids": call.positions[None]})
+
+
 def shift_layers(shadow: Any) -> None:
     """Has a shadow's layers add the vectors of a call's slots to their inputs."""
     for number, layer in enumerate(decoder_layers(shadow)):

@@ -46,6 +46,7 @@ from pass_ext.decoding.models.row_attention import (
 from pass_ext.decoding.models.shadow import (
     OurCall,
     add_adapters,
+    give_positions,
     our_call,
     shadow_of,
     shift_layers,
@@ -77,8 +78,9 @@ class TransformersModel(Adapted):
         widths = index_widths(unwrapped(model)) | compressed_widths(unwrapped(model))
         self.widths_behind = {(self.numbers or {}).get(layer, layer): width for layer, width in widths.items()}
         self.keeps_states = states.keeps_states(text)
-        self._takes_positions = limits.takes_positions(model)
-        self.most_positions = getattr(text, "max_position_embeddings", None) or self.most_positions
+        self._takes_positions = limits.position_taker(model) is unwrapped(model)
+        named = (getattr(text, name, None) for name in ("max_position_embeddings", "max_target_positions"))
+        self.most_positions = next(filter(None, named), self.most_positions)
         self.rope_limit = limits.rope_limit(text)
         self.known_positions = limits.known_positions(model, self.most_positions)
         self._kept = limits.kept_by_cache(text)
@@ -163,6 +165,9 @@ class TransformersModel(Adapted):
                 choose_by_rows(inner)
                 compress_by_rows(inner)
                 give_profiles(inner)
+            taker = limits.position_taker(inner)
+            if taker is not None and not self._takes_positions:
+                give_positions(taker)
             serve_routers(inner)
             computes_by_ops(inner, takes_rows_of_our_call)
             if self.keeps_states:
@@ -368,7 +373,7 @@ class TransformersModel(Adapted):
 
     def _refusal(self, error: Exception) -> Exception:
         """The error of a failed first call, with a message that begins with the model's name."""
-        if isinstance(error, (NotImplementedError, ValueError)):
+        if isinstance(error, (NotImplementedError, ValueError)) and _is_ours(error):
             kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
             return kind(f"{self.name}: {error}")
         return ValueError(
@@ -389,6 +394,14 @@ class TransformersModel(Adapted):
             raise ValueError(
                 f"the slots' vectors per layer must be {text.hidden_size} wide in {self.name}, got {width}"
             )
+
+
+def _is_ours(error: Exception) -> bool:
+    """True if code of this package has raised the error, in the words of a refusal."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("pass_ext.")
 
 
 def _shape_of_table(embedding: nn.Module, name: str) -> Tensor:

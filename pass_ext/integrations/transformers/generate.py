@@ -20,6 +20,7 @@ from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.models.indexed import split_behind, with_behind
 from pass_ext.decoding.models.indexers import index_widths, keeps_positions
 from pass_ext.decoding.models.latents import latent_layers
+from pass_ext.decoding.models.limits import position_taker
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.parts import cache_name, given_cache, unwrapped
 from pass_ext.decoding.models.states import places_of
@@ -132,7 +133,7 @@ class CustomGenerate:
         _check_prompt(input_ids, mask, model_kwargs.get("position_ids"), generation_config)
         cache = given_cache(model_kwargs)
         max_length, end_tokens, criteria = _split_criteria(stopping_criteria, generation_config)
-        cache_format = _other_cache_format(model)
+        cache_format = _other_cache_format(model, has_padding=bool((mask == 0).any()))
         fills_cache = cache is not None and _must_be_filled(cache, max_length - 1, generation_config, not cache_format)
         past = None if cache is None else _past(cache, mask, adapted)
         if cache_format and (fills_cache or past is not None):
@@ -259,8 +260,10 @@ def _starts(mask: Tensor) -> Tensor:
     return (mask.shape[1] - mask.sum(1)).long()
 
 
-def _other_cache_format(model: Any) -> str:
+def _other_cache_format(model: Any, *, has_padding: bool) -> str:
     """The content of the model's cache if it is not what a session's is; else ""."""
+    if has_padding and position_taker(model) not in (None, unwrapped(model)):
+        return "keys at places that count padding, for it takes no position_ids"
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None) and not latent_layers(
         unwrapped(model)
     ):

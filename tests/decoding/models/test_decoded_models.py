@@ -2,6 +2,7 @@
 models of one's own get wrong is named in the words of ``PackedModel``.
 """
 
+import re
 import sys
 
 import pytest
@@ -16,7 +17,7 @@ from support.small_models import SIZES
 
 sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays the one that is tested
 import pass_ext
-from benchmarks.architectures.models import tiny_model
+from benchmarks.architectures.models import model_types, tiny_model
 from pass_ext import generate
 from pass_ext.decoding.models.row_attention import unsupported
 
@@ -47,6 +48,59 @@ def test_models_that_take_no_positions(architecture):
     model = model_of(architecture, **_DECODER)
     with pytest.raises(ValueError, match=rf"{architecture}: \w+ForCausalLM.forward takes no position_ids"):
         generate(model, IDS, max_new_tokens=2)
+
+
+REASONS = {
+    **dict.fromkeys(("bloom", "mpt"), "adds a bias by the distance of tokens to its attention (alibi)"),
+    **dict.fromkeys(("rwkv", "xlstm"), "keeps a state of each text in code of its own"),
+    "blt": ": BltForCausalLM.forward fails on packed rows (inputs_embeds",
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_models_that_trees_cannot_be_computed_with_say_why(name):
+    with pytest.raises(ValueError, match=rf"^{name}:? ?{re.escape(REASONS[name].removeprefix(': '))}"):
+        generate(tiny_model(name), IDS, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", ["got_ocr2", "moss_transcribe_diarize", "whisper"])
+def test_a_decoder_counts_and_not_what_is_around_it(name):
+    """got_ocr2's encoder of pictures has attention of its own; the others' decoders take the positions that their models do not
+    name."""
+    if name not in model_types():
+        pytest.skip("this transformers does not have it")
+    model = tiny_model(name)
+    options = dict(attention_mask=torch.ones_like(IDS), do_sample=False, eos_token_id=None, pad_token_id=0)
+    want = model.generate(IDS, max_new_tokens=12, **options)
+    slots = pass_ext.LookaheadEmbedding.from_table(2, model.get_input_embeddings().weight)
+    tree = pass_ext.Tree([-1, 0, 0, 1, 2])
+    for method in (pass_ext.NGram(shortest=1, branches=2), pass_ext.PaSS(slots, tree=tree, rows=16)):
+        got = generate(model, IDS, method, max_new_tokens=12, eos_token_id=[])
+        assert torch.equal(got.sequences, want)
+    ours = pass_ext.custom_generate(pass_ext.NGram(shortest=1))
+    half = model.generate(IDS, max_new_tokens=6, custom_generate=ours, return_dict_in_generate=True, **options)
+    options |= dict(attention_mask=torch.ones_like(half.sequences), past_key_values=half.past_key_values)
+    assert torch.equal(model.generate(half.sequences, max_new_tokens=6, **options), want)
+
+
+def test_a_cache_whose_places_count_padding_is_refused():
+    """transformers gives positions to no model whose forward does not take them, and its caches count padding then."""
+    if "moss_transcribe_diarize" not in model_types():
+        pytest.skip("this transformers does not have it")
+    model, mask = tiny_model("moss_transcribe_diarize"), torch.tensor([[1, 1, 1], [0, 1, 1]])
+    ids, ours = IDS.repeat(2, 1), pass_ext.custom_generate()
+    options = dict(attention_mask=mask, do_sample=False, eos_token_id=None, pad_token_id=0, max_new_tokens=4)
+    want = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, custom_generate=ours, **options), want)
+    with pytest.raises(ValueError, match="moss_transcribe_diarize caches keys at places that count padding"):
+        model.generate(ids, custom_generate=ours, return_dict_in_generate=True, **options)
+
+
+def test_whispers_table_of_positions_ends():
+    model = model_of("whisper", **{**_DECODER, "max_target_positions": 12, "pad_token_id": 0})
+    assert generate(model, IDS, max_new_tokens=10, eos_token_id=[]).lengths == (10,)
+    with pytest.raises(ValueError, match="whisper has a table of 12 positions and none after them"):
+        generate(model, IDS, max_new_tokens=11, eos_token_id=[])
 
 
 @pytest.mark.parametrize(
