@@ -45,6 +45,9 @@ def prompts_of(
         raise ValueError(f"input_ids must be integers [B, T], got {type(input_ids).__name__}")
     if input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"input_ids must be integers [B, T], got {input_ids.dtype} {list(input_ids.shape)}")
+    for name, given in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+        if isinstance(given, Tensor) and given.is_meta:
+            raise ValueError(f"{name} must hold numbers, got a tensor on the meta device, which has none")
     if attention_mask is None:
         mask = _inferred(input_ids.tolist(), pad, ends)
     else:
@@ -58,7 +61,7 @@ def prompts_of(
     for b, (row, seen) in enumerate(zip(input_ids.tolist(), mask, strict=True)):
         if True not in seen:
             reason = "" if attention_mask is not None or not seen else f" but pad_token_id ({pad}); give attention_mask"
-            raise ValueError(f"prompt {b} has no tokens{reason}")
+            raise ValueError(f"input_ids: prompt {b} has no tokens{reason}")
         first, last = seen.index(True), len(seen) - seen[::-1].index(True)
         if False in seen[first:last]:
             with_holes.append(b)
@@ -66,7 +69,7 @@ def prompts_of(
         padding.append([token for token, is_text in zip(row, seen, strict=True) if not is_text])
         if min(texts[-1]) < 0 or max(texts[-1]) >= vocabulary:
             strange = next(token for token in texts[-1] if not 0 <= token < vocabulary)
-            raise ValueError(f"prompt {b} holds the id {strange}; the model's ids are 0 to {vocabulary - 1}")
+            raise ValueError(f"input_ids: prompt {b} holds the id {strange}; the model's ids are 0 to {vocabulary - 1}")
     if not texts:
         raise ValueError("input_ids must hold at least one prompt, got none")
     if with_holes and attention_mask is not None:
