@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,12 +10,13 @@ import torch
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
-from support.heads import eagle3_checkpoint
+from support.heads import PlainEagle3, eagle3_checkpoint
 from support.small_models import small_model
 
 import pass_ext
 from pass_ext import Eagle3, generate, load_drafter
 from pass_ext.__main__ import main
+from pass_ext.decoding.drafting.heads.eagle3 import save_eagle3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -213,3 +215,41 @@ def test_info_says_what_a_checkpoint_is(folder, target, tmp_path, capsys):
     (folder / "config.json").unlink()
     with pytest.raises(SystemExit, match=r"pass_ext info: load_drafter: .*there is no"):
         main(["info", "--drafter", str(folder)])
+
+
+@pytest.mark.parametrize("form", ["speculators", "original"])
+def test_a_head_is_saved_in_the_speculators_form(form, target, tmp_path):
+    _, tensors = eagle3_checkpoint(tmp_path / "head", target, form=form, norm_before_residual=True, fc_norm=True)
+    method = load_drafter(tmp_path / "head", target)
+    save_eagle3(method.head, tmp_path / "saved")
+    saved = load_file(tmp_path / "saved/model.safetensors")
+    assert saved.keys() == tensors.keys() and all(torch.equal(saved[name], tensors[name]) for name in tensors)
+    config = json.loads((tmp_path / "saved/config.json").read_text())
+    assert config["speculators_model_type"] == "eagle3" and config["transformer_layer_config"]["hidden_size"] == 64
+    again = load_drafter(tmp_path / "saved", target)
+    ids, options = torch.tensor([[3, 4, 5]]), dict(max_new_tokens=12, eos_token_id=[])
+    one, other = (generate(target, ids, replace(each, length=3), **options) for each in (method, again))
+    assert torch.equal(one.sequences, other.sequences) and one.stats.model_calls == other.stats.model_calls
+
+
+def test_gradients_reach_every_weight(target, tmp_path):
+    """A head may be trained: its forward is differentiable, also after it has drafted."""
+    config, tensors = eagle3_checkpoint(tmp_path, target, layers=2, norm_before_residual=True, fc_norm=True)
+    method, plain = load_drafter(tmp_path, target), PlainEagle3(config, tensors, target)
+    text = [3, 4, 5, 6, 7, 8]
+    generate(target, torch.tensor([text]), method, max_new_tokens=4, eos_token_id=[])
+    head = method.head.requires_grad_(True)
+
+    def attend(layer, q, k, v, *, window):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(
+            0, 1
+        )
+
+    embedded, hidden = target.get_input_embeddings().weight[text[1:]], plain.hidden(text)
+    rows, given = head(embedded, head.take(hidden), torch.arange(len(text) - 1), attend)
+    want, states = plain.rows(torch.tensor(text[1:]), plain.taken(hidden))
+    torch.testing.assert_close(head.logits(rows), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(given, states, rtol=1e-4, atol=1e-4)
+    head.logits(rows).logsumexp(-1).sum().backward()
+    assert all(bool(weight.grad.abs().sum() > 0) for weight in head.parameters())

@@ -16,7 +16,10 @@ here, and has all settings in one dictionary.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from pass_ext.decoding.drafting.heads.checkpoint import HeadCheckpoint
 from pass_ext.decoding.drafting.heads.head import HeadModule, TargetFacts
 from pass_ext.decoding.drafting.heads.layers import Attention, DecoderLayer, Mlp, RmsNorm, Rotary, layer_config
 from pass_ext.decoding.models.packed import Attend
+from pass_ext.modules.files import write_tensors
 
 _SETTINGS: dict[str, Any] = {
     "draft_vocab_size": None,
@@ -139,6 +143,15 @@ class Eagle3Head(HeadModule):
     def logits(self, rows: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(rows)
         return logits
+
+
+def save_eagle3(head: Eagle3Head, folder: str | os.PathLike[str]) -> None:
+    """Writes the head as a checkpoint in the speculators form, which ``load_drafter``, speculators and vLLM read."""
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "config.json").write_text(json.dumps(head.config, indent=2))
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    write_tensors(place / "model.safetensors", tensors, {"format": "pt"})
 
 
 def read_eagle3(checkpoint: HeadCheckpoint, target: TargetFacts, kind: type[Eagle3Head] = Eagle3Head) -> Eagle3Head:
