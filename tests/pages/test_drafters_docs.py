@@ -14,7 +14,8 @@ pytest.importorskip("transformers")
 from support.dflash_files import settings, tensors, written
 from support.heads import eagle3_checkpoint
 from support.paths import ROOT
-from support.small_models import prompts, small_model
+from support.mtp import model_with_mtp
+from support.small_models import prompts
 
 from pass_ext.decoding.drafting.heads.load import FAMILIES
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="an sdist has no docs"
 
 def test_the_blocks_of_the_page_run(monkeypatch, tmp_path, one_thread):
     monkeypatch.setenv("PASS_EXT_CACHE", str(tmp_path / "times"))
-    model, ids = small_model("llama", num_hidden_layers=4), prompts(1, 9)[0]
+    (model, _), ids = model_with_mtp(tmp_path / "own", "llama", num_hidden_layers=4), prompts(1, 9)[0]
     eagle3_checkpoint(tmp_path / "head", model)
     made, original = [], pass_ext.generate
     monkeypatch.setattr(
@@ -33,10 +34,10 @@ def test_the_blocks_of_the_page_run(monkeypatch, tmp_path, one_thread):
     )
     vocabulary, width = model.get_input_embeddings().weight.shape
     block = settings("dflash2", True, width, vocabulary), tensors("dflash2", width, vocabulary)
-    paths = dict(path=tmp_path / "head", dflash_path=written(tmp_path / "block", *block))
+    paths = dict(path=tmp_path / "head", dflash_path=written(tmp_path / "block", *block), own_path=tmp_path / "own")
     run_blocks(PAGE, list(blocks_of(PAGE)), dict(model=model, input_ids=ids, **paths))
     want = model.generate(ids, max_new_tokens=200, do_sample=False)
-    assert len(made) == 7 and all(torch.equal(each.sequences, want) for each in made)
+    assert len(made) == 8 and all(torch.equal(each.sequences, want) for each in made)
 
 
 @pytest.mark.parametrize("method", [pass_ext.Eagle3, pass_ext.DFlash])

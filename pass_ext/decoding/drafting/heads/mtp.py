@@ -105,15 +105,18 @@ def read_mtp(checkpoint: HeadCheckpoint, target: TargetFacts) -> MtpHead:
     inner = {name.removeprefix(prefix) for name in checkpoint.names if name.startswith(prefix)}
     checkpoint.leave({name for name in checkpoint.names if not name.startswith(prefix)} | {prefix + x for x in _SHARED})
     own = sorted(name for name in inner if name not in others and name.startswith(names.layer))
-    like = dict(device=target.device, dtype=target.dtype)
+
+    def weight_of(name: str, *shape: int) -> nn.Parameter:
+        found = checkpoint.tensor(prefix + name, shape)
+        return nn.Parameter(found.to(target.device, target.dtype), requires_grad=False)
 
     def norm_of(name: str) -> nn.Module:
         norm: nn.Module = copy.deepcopy(decoder.norm)
-        norm.weight = nn.Parameter(checkpoint.tensor(prefix + name, [width]).to(**like), requires_grad=False)
+        norm.weight = weight_of(name, width)
         return norm.eval()
 
     fc = nn.Linear(2 * width, width, bias=False, device="meta")
-    fc.weight = nn.Parameter(checkpoint.tensor(prefix + names.fc, [width, 2 * width]).to(**like), requires_grad=False)
+    fc.weight = weight_of(names.fc, width, 2 * width)
     tensors = {f"model.layers.0.{name.removeprefix(names.layer)}": checkpoint.any_tensor(prefix + name) for name in own}
     layer = _model_of_one_layer(checkpoint, model, tensors, target)
     decoder_of(layer).norm = norm_of(names.norm)
@@ -150,7 +153,8 @@ def _model_of_one_layer(
     for name in ("first_k_dense_replace", "num_dense_layers"):
         if hasattr(config, name):
             setattr(config, name, 0)
-    kind, no_row = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], torch.zeros(1, target.width)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    no_row = torch.zeros(1, target.width)
     ends = {
         "model.embed_tokens.weight": no_row,
         "model.norm.weight": no_row[0],
