@@ -12,15 +12,17 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from pass_ext.decoding.drafting.drafter import DraftingMethod
+from pass_ext.decoding.drafting.heads.load import load_drafter
 from pass_ext.decoding.methods import Method, MultiCandidate, NGram, PaSS, Plain, Speculative
 from pass_ext.integrations.transformers.generate import CustomGenerate
 from pass_ext.modules.files import pretrained_path
@@ -34,7 +36,14 @@ _METHODS: dict[str, tuple[type, tuple[str, ...]]] = {
     "speculative": (Speculative, ("assistant_model",)),
     "multi_candidate": (MultiCandidate, ("assistant_model", "slots")),
 }
-_NOT_SETTINGS = ("lookahead", "draft_model", "tokenizers")  # these come from slots, assistant_model and its tokenizer
+_NOT_SETTINGS = (
+    "lookahead",
+    "draft_model",
+    "tokenizers",
+    "head",
+)  # from slots, assistant_model, its tokenizer, drafter
+_heads: WeakKeyDictionary[Any, dict[tuple[str, int], Any]] = WeakKeyDictionary()
+"""Methods with heads, by model, and by path and time of its last change."""
 # Settings of transformers' assisted decoding -> what says the same here.
 _ASSISTED = {
     "prompt_lookup_num_tokens": 'method="ngram", method_settings={"tokens": …}',
@@ -96,6 +105,23 @@ def named_method(
     return built
 
 
+def _with_head(
+    drafter: str | os.PathLike[str], model: Any, settings: Mapping[str, Any] | None, others: Mapping[str, Any]
+) -> Method | DraftingMethod:
+    """The method of a head's checkpoint with these settings."""
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"custom_generate: {name} must be left out with drafter, got {type(value).__name__}")
+    place, known = Path(drafter), _heads.setdefault(model, {})
+    key = os.fspath(drafter), place.stat().st_mtime_ns if place.exists() else 0
+    if key not in known:
+        known[key] = load_drafter(drafter, model)
+    values = _checked("drafter", type(known[key]), settings or {})
+    if isinstance(values.get("ngram"), Mapping):
+        values["ngram"] = NGram(**_checked("ngram", NGram, values["ngram"]))
+    return replace(known[key], **values)
+
+
 def _checked(name: str, kind: type, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a method's class; ValueError for a name that it does not have."""
     names = [field.name for field in fields(kind) if field.name not in _NOT_SETTINGS]
@@ -131,6 +157,7 @@ def generate(
     method: str | Method | DraftingMethod | None = None,
     method_settings: Mapping[str, Any] | None = None,
     slots: str | os.PathLike[str] | LookaheadEmbedding | None = None,
+    drafter: str | os.PathLike[str] | None = None,
     rule: str = "coupled",
     seeds: int | Sequence[int] | Tensor | torch.Generator | None = None,
     assistant_model: Any = None,
@@ -146,6 +173,8 @@ def generate(
         method: "plain", "ngram", "pass", "speculative" or "multi_candidate", or a method as in ``pass_ext.generate``.
         method_settings: the arguments of the method's class, as ``{"rows": 16}`` for "pass"; ``ngram`` may be a dictionary.
         slots: look-ahead embeddings: a shipped name, a file, or a ``LookaheadEmbedding``.
+        drafter: instead of a method, a head that was trained for the model, as ``pass_ext.load_drafter`` takes its checkpoint;
+            ``method_settings`` are those of its method.
         rule, seeds: as in ``pass_ext.custom_generate``.
         assistant_model: the draft model; with ``tokenizer`` and ``assistant_tokenizer``, which are refused if they disagree.
     """
@@ -155,9 +184,13 @@ def generate(
             if value is None:
                 raise ValueError(f"custom_generate: assistant_tokenizer needs {name}, got None")
     tokenizers = None if assistant_tokenizer is None else (tokenizer, assistant_tokenizer)  # to be compared
-    drafting = named_method(
-        method, method_settings, slots=slots, assistant_model=assistant_model, tokenizers=tokenizers
-    )
+    if drafter is not None:
+        others = {"method": method, "slots": slots, "assistant_model": assistant_model}
+        drafting = _with_head(drafter, model, method_settings, others)
+    else:
+        drafting = named_method(
+            method, method_settings, slots=slots, assistant_model=assistant_model, tokenizers=tokenizers
+        )
     loop = CustomGenerate(drafting, rule=rule, seeds=seeds)
     generation_config, stopping_criteria = _without_stop_strings(
         stop_strings, generation_config, stopping_criteria, tokenizer

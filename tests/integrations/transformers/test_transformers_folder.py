@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from support.code_blocks import blocks_of, run_blocks  # noqa: E402
 from support.generation import disturbed, replace_shipped_slots, slots_for  # noqa: E402
+from support.heads import eagle3_checkpoint  # noqa: E402
 from support.small_models import VOCABULARY, Tokens, ragged_prompts  # noqa: E402
 from transformers import AutoModelForCausalLM, GenerationConfig  # noqa: E402
 
@@ -115,6 +116,25 @@ def test_slots_are_read_again_only_after_their_file_changed(llama, loops, tmp_pa
         run(llama, one_prompt(), folder=True, slots=str(file), method_settings={"rows": 8})
     first, second, third = (loop.method.lookahead for loop in loops)
     assert first is second and (first.num_lookahead, third.num_lookahead) == (4, 3)
+
+
+def test_a_head_is_read_once_for_its_model(llama, loops, tmp_path):
+    """``drafter`` is the path of its checkpoint; the settings are its method's."""
+    eagle3_checkpoint(tmp_path / "head", llama, taps=(0, 1, 2))
+    settings = {"length": 5, "ngram": {"tokens": 3}}
+    for _ in range(2):
+        got = run(llama, one_prompt(), folder=True, drafter=str(tmp_path / "head"), method_settings=settings)
+        assert torch.equal(got, run(llama, one_prompt()))
+    first, second = (loop.method for loop in loops)
+    assert isinstance(first, pass_ext.Eagle3) and first.head is second.head
+    assert first.length == 5 and first.ngram == pass_ext.NGram(tokens=3)
+    for more, words in (
+        ({"slots": "x"}, "slots must be left out with drafter"),
+        ({"method": "plain"}, "method must be left out with drafter"),
+        ({"method_settings": {"rows": 3}}, 'method_settings of "drafter" must be among length, branching'),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run(llama, one_prompt(), folder=True, drafter=str(tmp_path / "head"), **more)
 
 
 def test_an_early_exit_of_the_model_can_be_the_assistant(llama, loops):
