@@ -117,7 +117,7 @@ def commands(calls: int, commit: str, out: str, minutes: tuple[float, float], ha
     keep = f"mkdir -p {EARLIER}; cp {out}/evidence-*.jsonl {EARLIER}"
 
     def run(limit: float) -> str:
-        settings = f"PASS_EXT_COMMIT={commit} PASS_EXT_OUT={out} PYTHONUNBUFFERED=1 {site}"
+        settings = f"PASS_EXT_COMMIT={commit} PASS_EXT_OUT={out} HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 {site}"
         return f"{settings} python3 -m benchmarks.gpu --minutes {limit:g} --earlier {EARLIER}; {keep}"
 
     join = (

@@ -127,7 +127,7 @@ def graph_time(run: Callable[..., Any], sets: list[tuple[Any, ...]], calls: int,
 
 def estimated() -> Iterator[Callable[[], Call]]:
     """The steps that have estimates, the most wanted first: the time may end."""
-    for calls in (draft_calls, accept_calls, codes_calls, one_order_calls, attention_calls, layer_calls):
+    for calls in (draft_calls, accept_calls, attention_calls, codes_calls, one_order_calls, layer_calls):
         yield from _each(calls())
     yield functools.partial(latent_call, 1, 1)
 
