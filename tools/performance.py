@@ -32,6 +32,7 @@ CONTENDERS, RACE = "contenders.json", "python -m benchmarks.contenders --vllm-py
 GPU_COMMANDS = {
     "large-model.json": "python -m benchmarks.gpu.large_model",
     "kernel-time.json": "python -m benchmarks.kernel_time.on_gpu",
+    "trained-slots.json": "python -m benchmarks.gpu.trained",
 }
 MEASURE_KERNEL_CODE = "python -m benchmarks.kernel_code"
 ARCHITECTURE = "sm_90"
@@ -196,6 +197,21 @@ def gpu_numbers(root: Path) -> list[Number]:
         )
         other = f"{limit:.1f} µs, reading keys and values once"
         shown.append(Number(what, f"{step['cold_us']:.1f} µs", other, f"{limit / step['cold_us']:.2f} ×", file))
+    if "trained-slots.json" in results:
+        file, result = results["trained-slots.json"]
+        texts: dict[str, list[Result]] = {}
+        for run in result["runs"]:
+            texts.setdefault(run["contender"], []).extend([] if run["looping"] else [run])
+        plain, ours, theirs = (
+            sum(run["tokens"] for run in runs) / sum(run["seconds"] for run in runs)
+            for runs in (found(file.name, texts, name) for name in ("Plain", "PaSS, one pass", "transformers"))
+        )
+        what = (
+            f"`generate`, PaSS with the shipped slots, SmolLM2-135M-Instruct, {result['machine']['gpu']['name']}, "
+            f"{len(texts['Plain'])} texts that do not loop"
+        )
+        other = f"{theirs:.1f} tokens/s, transformers' `generate`; Plain {plain:.1f}"
+        shown.append(Number(what, f"{ours:.1f} tokens/s", other, f"{ours / theirs:.1f} ×", file))
     return shown
 
 

@@ -45,7 +45,7 @@ def test_the_page_shows_the_committed_results():
 def test_every_number_names_its_run():
     rows = rows_of_page(ROOT, 6)
     numbers, runs = [row for row in rows if row[0].isdigit()], [row for row in rows if row[0].startswith("[")]
-    assert [row[0] for row in numbers] == [str(i) for i in range(1, 17)]
+    assert [row[0] for row in numbers] == [str(i + 1) for i in range(len(performance.numbers(ROOT)))]
     assert {row[-1] for row in numbers} == {row[0] for row in runs}
     for file, command, date, commit, _machine, versions in runs:
         result = json.loads((ROOT / "docs" / re.search(r"\((.*)\)", file)[1]).read_text())
@@ -91,6 +91,20 @@ def test_without_a_run_on_a_gpu_its_numbers_are_left_out(tree):
         path.unlink()
     performance.write(tree)
     assert "NVIDIA H100" not in (tree / performance.PAGE).read_text() and len(performance.numbers(tree)) == 13
+
+
+def test_trained_slots_on_a_gpu_are_shown_by_texts_that_do_not_loop(tree):
+    (large, *_) = tree.glob("benchmarks/results/nvidia-*/large-model.json")
+    result = json.loads(large.read_text()) | {"runs": []}
+    for name, seconds in (("Plain", 4.0), ("PaSS, one pass", 2.0), ("transformers", 8.0)):
+        for looping in (False, False, True):
+            run = {"contender": name, "looping": looping, "tokens": 100, "seconds": 0.001 if looping else seconds}
+            result["runs"].append(run)
+    (large.parent / "trained-slots.json").write_text(json.dumps(result))
+    number = performance.numbers(tree)[-1]
+    assert (number.ours, number.ratio) == ("50.0 tokens/s", "4.0 ×")
+    assert number.other.startswith("12.5 tokens/s") and number.other.endswith("Plain 25.0")
+    assert ", 2 texts that do not loop" in number.what
 
 
 @pytest.mark.parametrize("name", performance.PARTS, ids=str)
