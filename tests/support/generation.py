@@ -14,6 +14,7 @@ from pass_ext import (
     PaSS,
     Plain,
     Tree,
+    generate,
 )
 from pass_ext.decoding import generation
 from pass_ext.decoding.drafting.from_slots import LookaheadDrafter
@@ -122,6 +123,25 @@ def replace_shipped_slots(monkeypatch, model):
 
     monkeypatch.setattr(pass_ext.LookaheadEmbedding, "from_pretrained", from_pretrained)
     return names
+
+
+def assert_as_alone(model, method, ids, mask, of_each, **options):
+    """Texts of a batch, and how many drafts each step accepted, are those of each request by itself.
+
+    of_each: arguments with a number, or another value, for each request.
+    """
+    together = generate(model, ids, method, attention_mask=mask, **of_each, **options)
+    histogram = [0] * len(together.stats.acceptance_histogram)
+    for b, (row, seen) in enumerate(zip(ids, mask.bool(), strict=True)):
+        own = {name: values[b : b + 1] for name, values in of_each.items()}
+        alone = generate(model, row[seen][None], method, **own, **options)
+        assert together.lengths[b] == alone.lengths[0], b
+        new = together.sequences[b, len(row) :][: alone.lengths[0]]
+        assert torch.equal(new, alone.sequences[0, int(seen.sum()) :]), b
+        for accepted, steps in enumerate(alone.stats.acceptance_histogram):
+            histogram[accepted] += steps
+    assert list(together.stats.acceptance_histogram) == histogram
+    return together
 
 
 class Decoder:

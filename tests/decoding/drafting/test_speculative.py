@@ -7,11 +7,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.generation import BUSHY, Monotone, disturbed
+from support.generation import BUSHY, Monotone, assert_as_alone, disturbed
+from support.grammars import random_automaton
 from support.small_models import ARCHITECTURES, JUDGED, VOCABULARY, ragged_prompts, small_model, whole_prompts
 
 import pass_ext
 from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Speculative, Tree, generate
+from pass_ext.decoding.accept import DECODING_RULES
 from pass_ext.decoding.drafting.candidates import Proposal
 from pass_ext.decoding.drafting.from_draft_model import ModelDrafter
 from pass_ext.decoding.session.session import Session
@@ -100,6 +102,26 @@ def test_a_seed_gives_one_text_whatever_drafts(llama, near):
         alone = {key: value[3:4] if isinstance(value, list) else value for key, value in sampling.items()}
         got = generate(llama, ids[3:4], method, attention_mask=mask[3:4], **LIMITS, **alone)
         assert torch.equal(got.sequences, want.sequences[3:4]), name
+
+
+@pytest.mark.parametrize("rule", DECODING_RULES)
+@pytest.mark.parametrize("has_grammar", [False, True])
+def test_a_request_is_judged_in_a_batch_as_alone(llama, near, rule, has_grammar):
+    """Requests that differ in all they can, whose drafting stops at different levels, and some of which end early."""
+    if has_grammar and rule == "longest_branch":
+        pytest.skip("takes no grammar")
+    ids, mask = ragged_prompts(4, seed=2)
+    is_drawn_again = DECODING_RULES[rule].drafts == "with"
+    coldest = 0.4 if is_drawn_again else 0.0  # alone, a greedy request has no two equal candidates
+    of_each = dict(temperature=[0.5, 1.3, coldest, 0.9], top_k=[0, 5, 3, 20], seeds=[3, 50, 7, 1])
+    if has_grammar:
+        of_each["grammar"] = [*(random_automaton(VOCABULARY, seed=seed) for seed in range(3)), None]
+    shape = (1, 1, 1) if rule == "block" else (2, 1, 1)
+    decision = confident if has_grammar else None
+    method = MultiCandidate(near, shape, replacement=is_drawn_again, decision=decision)
+    options = dict(rule=rule, max_new_tokens=24, eos_token_id=[] if has_grammar else [5, 6, 7])
+    got = assert_as_alone(llama, method, ids, mask, of_each, **options)
+    assert got.stats.num_accepted_tokens > 4 and (has_grammar or min(got.lengths) < max(got.lengths))
 
 
 # ---- the draft ----
