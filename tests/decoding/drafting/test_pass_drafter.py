@@ -4,7 +4,9 @@ from itertools import product
 
 import pytest
 import torch
-from support.generation import Monotone
+from support.generation import Monotone, assert_as_alone, slots_for
+from support.grammars import random_automaton
+from support.small_models import VOCABULARY, ragged_prompts
 
 from pass_ext import LookaheadEmbedding, PaSS, Tree, draft_sample, generate
 from pass_ext.decoding.drafting.slot_tokens import TreeFiller, rows_of
@@ -180,3 +182,31 @@ def test_slots_by_name_or_path_are_those_that_are_loaded(tmp_path):
         PaSS(3)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'lookahead'"):
         PaSS()
+
+
+@pytest.mark.parametrize(
+    ("rule", "rank", "rows", "has_grammar"),
+    [
+        ("coupled", 0, "fixed", False),
+        ("coupled", 3, "fixed", True),
+        ("coupled", 0, "chosen", False),
+        ("coupled", 3, "chosen", True),
+        ("coupled", 3, "recalled", False),
+        ("rejection", 0, "fixed", False),
+        ("rejection", 3, "recalled", True),
+        ("traversal", 3, "fixed", False),
+        ("traversal", 0, "recalled", True),
+    ],
+)
+def test_a_request_is_drafted_for_in_a_batch_as_alone(llama, rule, rank, rows, has_grammar):
+    """Requests that differ in all they can, and some of which end early."""
+    ids, mask = ragged_prompts(4, seed=2)
+    coldest = 0.0 if rule == "coupled" else 0.2  # alone, a greedy request has candidates of that rule
+    of_each = dict(temperature=[0.3, 1.3, coldest, 0.6], top_k=[0, 5, 3, 20], seeds=[3, 50, 7, 1])
+    if has_grammar:
+        of_each["grammar"] = [*(random_automaton(VOCABULARY, seed=seed) for seed in range(3)), None]
+    tree = None if rows == "chosen" else Tree.from_branching((6, 3, 1))
+    method = PaSS(slots_for(llama, 3, rank=rank), tree=tree, rows=64, recall=rows == "recalled")
+    options = dict(rule=rule, max_new_tokens=30, eos_token_id=[] if has_grammar else list(range(5, 12)))
+    got = assert_as_alone(llama, method, ids, mask, of_each, **options)
+    assert got.stats.num_accepted_tokens > 4 and (has_grammar or min(got.lengths) < max(got.lengths))
