@@ -446,3 +446,22 @@ def test_a_step_is_recorded_on_the_devices_own_stream(cuda):
     session = Session(model, cuda_graphs=False)
     want = generate(model, ids, Plain(), attention_mask=mask, max_new_tokens=20, session=session).sequences
     assert torch.equal(generate(model, ids, Plain(), attention_mask=mask, max_new_tokens=20).sequences, want)
+
+
+class Zeros:
+    """A model that writes token 0 alone; its look-ahead slots guess the same."""
+
+    def __init__(self):
+        self.embedding = torch.ones(VOCABULARY, 16)
+
+    def __call__(self, rows, positions, attend, wanted):
+        attend(0, *(rows.view(-1, 1, 16) for _ in range(3)))
+        logits = rows.new_zeros(len(rows if wanted is None else wanted), VOCABULARY)
+        logits[:, 0] = 1.0
+        return logits
+
+
+def test_candidates_of_token_0_are_judged():
+    method = PaSS(LookaheadEmbedding(2, 16, vocabulary=VOCABULARY), tree=Tree.chain(2), rows=24)
+    waiting, _ = both(Zeros(), torch.tensor([[3, 4]]), method, lag=0, max_new_tokens=13)
+    assert waiting.sequences[0, 2:].tolist() == [0] * 13 and waiting.stats.model_calls == 5, "three tokens a call"
