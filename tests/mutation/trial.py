@@ -149,6 +149,7 @@ class Trial:
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # nothing is to be built again
             if sources:
                 self._link(self._built)
+            if name.startswith("csrc/"):
                 shutil.rmtree(self.tree / "build", ignore_errors=True)  # modules of tests that have the fault
         is_sound = outcome == "survived" or self._is_sound([test] if "::" in test else [*tests, "--collect-only"])
         return outcome if is_sound else "not tried", test, used
