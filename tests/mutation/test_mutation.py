@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -89,6 +90,8 @@ def test_every_file_is_looked_at_or_left_out_by_name():
     assert {str(path.relative_to(ROOT)) for path in files} == {*TARGETS, *LEFT_OUT}
     for _, tests in TARGETS.values():
         assert all((ROOT / test).exists() for test in tests if test.startswith("tests/"))
+    for name, (sources, _) in TARGETS.items():
+        assert not name.endswith(".cpp") or Path(name).stem in sources, f"{name} is not built again"
     assert all(before in (ROOT / name).read_text() for name, before, *_ in KNOWN)
 
 
