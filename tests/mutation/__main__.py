@@ -43,7 +43,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[""], help="files whose names contain one of these")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutation")
     options = parser.parse_args()
-    trial, record = Trial(options.folder), options.folder / "results.json"
+    folder = options.folder.resolve()  # the trial changes its own
+    trial, record = Trial(folder), folder / "results.json"
     results = json.loads(record.read_text()) if record.exists() else {}
 
     # Those of few tests first: most are tried where a run is stopped.
