@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 
 from support.dflash_files import settings, tensors, written
 from support.heads import eagle3_checkpoint
-from support.paths import ROOT
 from support.mtp import model_with_mtp
+from support.paths import ROOT
 from support.small_models import prompts
 
 from pass_ext.decoding.drafting.heads.load import FAMILIES
