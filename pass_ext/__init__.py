@@ -30,7 +30,17 @@ if TYPE_CHECKING:
     from pass_ext.decoding.drafting.drafter import Drafter, DraftingMethod
     from pass_ext.decoding.drafting.heads.load import load_drafter
     from pass_ext.decoding.generation import generate
-    from pass_ext.decoding.methods import DFlash, Eagle3, Mtp, MultiCandidate, NGram, PaSS, Plain, Speculative
+    from pass_ext.decoding.methods import (
+        Assistant,
+        DFlash,
+        Eagle3,
+        Mtp,
+        MultiCandidate,
+        NGram,
+        PaSS,
+        Plain,
+        Speculative,
+    )
     from pass_ext.decoding.models.early_exit import EarlyExitDraft
     from pass_ext.decoding.models.packed import PackedModel
     from pass_ext.decoding.requests.grammar import Grammar
@@ -45,6 +55,7 @@ except PackageNotFoundError:  # imported from a source tree that was never insta
 __all__ = [
     "RULES",
     "AcceptResult",
+    "Assistant",
     "DFlash",
     "Drafter",
     "DraftingMethod",
@@ -85,6 +96,7 @@ __all__ = [
 # Loaded at first use: users of the ops alone do not pay for importing the decoder, and custom_generate needs transformers.
 _MODULES = ("distributed", "drafting", "layers")
 _LATER = {
+    "Assistant": "decoding.methods",
     "DFlash": "decoding.methods",
     "Drafter": "decoding.drafting.drafter",
     "DraftingMethod": "decoding.drafting.drafter",

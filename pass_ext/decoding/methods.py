@@ -269,6 +269,25 @@ class DFlash:
         instance("DFlash: ngram", self.ngram, (NGram, NoneType), "NGram(...) or None")
 
 
+@dataclass(frozen=True)
+class Assistant:
+    """Gemma 4's assistant, a few layers that attend to the model's own keys and values, drafts a chain.
+
+    Args:
+        head: as ``pass_ext.load_drafter`` reads it.
+        length: tokens of the chain; "auto": 4, and drafting pauses while it does not pay, by the measured times of the steps.
+        ngram: n-gram candidates join the chain.
+    """
+
+    head: Any
+    length: int | Literal["auto"] = 4
+    ngram: NGram | None = None
+
+    def __post_init__(self) -> None:
+        _check_length("Assistant", self.length)
+        instance("Assistant: ngram", self.ngram, (NGram, NoneType), "NGram(...) or None")
+
+
 class Mtp(HeadMethod):
     """Multi-token prediction: the head is the layer behind the model's own in its checkpoint, which drafts every token of the
     chain. See ``HeadMethod`` for the settings."""
@@ -326,4 +345,4 @@ def _check_draft(name: str, method: Speculative | MultiCandidate) -> None:
 
 ByModel = Speculative | MultiCandidate | HeadMethod
 """The methods whose candidates a draft model or a head writes."""
-Method = Plain | NGram | PaSS | ByModel
+Method = Plain | NGram | PaSS | ByModel | DFlash | Assistant

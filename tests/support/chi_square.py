@@ -12,6 +12,18 @@ def counted(texts, vocabulary):
     return torch.bincount((texts * places).sum(1), minlength=vocabulary ** texts.shape[1]).double()
 
 
+def law_of_two(target, prompt, temperature, top_k):
+    """The distribution of a transformers model's next two tokens, in the order of ``counted``."""
+
+    def law(text):
+        logits = target(torch.tensor([text])).logits[0, -1] / temperature
+        best = logits.topk(top_k)
+        return torch.zeros(len(logits)).double().index_copy(0, best.indices, best.values.double().softmax(-1))
+
+    first = law(prompt)
+    return torch.cat([p * law([*prompt, token]) if p else first * 0 for token, p in enumerate(first)])
+
+
 def fit(counts, distribution):
     """The statistic and its degrees of freedom; rare texts are one cell."""
     total = counts.sum()

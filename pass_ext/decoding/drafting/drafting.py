@@ -25,9 +25,20 @@ from pass_ext.decoding.drafting.from_slots import (
     LookaheadDrafter,
     lookahead_drafters,
 )
+from pass_ext.decoding.drafting.heads.assistant import assistant_drafters
 from pass_ext.decoding.drafting.heads.block_drafter import dflash_drafters
 from pass_ext.decoding.drafting.heads.head_drafter import head_drafters
-from pass_ext.decoding.methods import DFlash, HeadMethod, Method, MultiCandidate, NGram, PaSS, Plain, Speculative
+from pass_ext.decoding.methods import (
+    Assistant,
+    DFlash,
+    HeadMethod,
+    Method,
+    MultiCandidate,
+    NGram,
+    PaSS,
+    Plain,
+    Speculative,
+)
 from pass_ext.decoding.models.taps import Tap
 from pass_ext.decoding.requests.grammar import Guide
 from pass_ext.decoding.requests.guides import allowed_nodes, forced_chains
@@ -208,3 +219,4 @@ _make.register(Speculative, speculative_drafters)
 _make.register(MultiCandidate, multi_candidate_drafters)
 _make.register(HeadMethod, head_drafters)
 _make.register(DFlash, dflash_drafters)
+_make.register(Assistant, assistant_drafters)

@@ -22,7 +22,7 @@ _ASSISTED = {
     "assistant_model": "custom_generate(pass_ext.Speculative(assistant_model))",
     "prompt_lookup_num_tokens": "custom_generate(pass_ext.NGram(tokens=…))",
     "assistant_early_exit": "custom_generate(pass_ext.Speculative(pass_ext.EarlyExitDraft(model, layers=…)))",
-    "use_mtp": "custom_generate(pass_ext.PaSS(slots))",
+    "use_mtp": "custom_generate(pass_ext.load_drafter(folder, model))",
 }
 # Its settings, which lie unused in the configs of many models: refused where a caller writes them.
 _OF_ASSISTED = {

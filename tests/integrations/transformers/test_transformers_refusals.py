@@ -90,7 +90,7 @@ ASSISTED = {
     "target_lookbehind": (9, "Speculative"),
     "assistant_ensemble_weight": (0.5, "Speculative"),
     "speculation_type": ("dflash", "Speculative"),
-    "use_mtp": (True, "PaSS"),
+    "use_mtp": (True, "load_drafter"),
 }
 
 

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from pass_ext.decoding.drafting.heads.assistant import AssistantHead, read_assistant
 from pass_ext.decoding.drafting.heads.checkpoint import HeadCheckpoint
 from pass_ext.decoding.drafting.heads.dflash import DFlashHead, read_dflash
 from pass_ext.decoding.drafting.heads.eagle3 import read_eagle3
 from pass_ext.decoding.drafting.heads.head import HeadModule, TargetFacts, target_facts
 from pass_ext.decoding.drafting.heads.mtp import has_mtp, read_mtp
 from pass_ext.decoding.drafting.heads.peagle import PEagleHead
-from pass_ext.decoding.methods import MAX_DRAFT_LEVELS, DFlash, Eagle3, HeadMethod, Mtp
+from pass_ext.decoding.methods import MAX_DRAFT_LEVELS, Assistant, DFlash, Eagle3, HeadMethod, Mtp
 from pass_ext.decoding.models.early_exit import packed_model
 
 _log = logging.getLogger("pass_ext")
@@ -27,11 +28,12 @@ _log = logging.getLogger("pass_ext")
 class Family(NamedTuple):
     """Heads of one kind."""
 
-    read: Callable[[HeadCheckpoint, TargetFacts], HeadModule | DFlashHead]
-    method: type[HeadMethod | DFlash]
+    read: Callable[[HeadCheckpoint, TargetFacts], HeadModule | DFlashHead | AssistantHead]
+    method: type[HeadMethod | DFlash | Assistant]
 
 
 _EAGLE3, _DFLASH = Family(read_eagle3, Eagle3), Family(read_dflash, DFlash)
+_ASSISTANT = Family(read_assistant, Assistant)
 _PEAGLE = Family(partial(read_eagle3, kind=PEagleHead), Eagle3)
 FAMILIES: dict[str, Family] = {
     "eagle3": _EAGLE3,
@@ -51,11 +53,13 @@ FAMILIES: dict[str, Family] = {
     "Qwen3DSparkModel": _DFLASH,
     "MuseGlimmerAssistantModel": _DFLASH,
     "muse_glimmer_assistant": _DFLASH,
+    "gemma4_assistant": _ASSISTANT,
+    "gemma4_unified_assistant": _ASSISTANT,
 }
 """By ``speculators_model_type``, or by one of ``architectures``. An MTP layer is found by its tensors."""
 
 
-def load_drafter(path: str | os.PathLike[str], model: Any) -> HeadMethod | DFlash:
+def load_drafter(path: str | os.PathLike[str], model: Any) -> HeadMethod | DFlash | Assistant:
     """The method that drafts with a head which was trained for this model, as ``generate`` takes it.
 
     Args:
@@ -64,8 +68,8 @@ def load_drafter(path: str | os.PathLike[str], model: Any) -> HeadMethod | DFlas
         model: as ``generate`` takes it. The head gets its dtype and device.
 
     Returns:
-        ``Eagle3``, ``Mtp`` or ``DFlash``. ``dataclasses.replace(method, length=6)`` changes its settings; the length is the one
-        that the checkpoint proposes, if it does.
+        ``Eagle3``, ``Mtp``, ``DFlash`` or ``Assistant``. ``dataclasses.replace(method, length=6)`` changes its settings; the
+        length is the one that the checkpoint proposes, if it does.
 
     Refuses with a ValueError a checkpoint of an unknown type, of another model, or cut off. The log names tensors that the head
     has no use for.
