@@ -178,6 +178,15 @@ def test_a_carried_library_that_cannot_be_used_is_built(tmp_path, monkeypatch, p
     assert library.made_ready("9.0", tmp_path) == "built here: its objects lie here"  # it may be older than the sources
 
 
+def test_a_run_begins_where_pass_ext_cannot_be_imported(tmp_path):
+    """All that comes before the library is built imports without it."""
+    (tmp_path / "pass_ext").mkdir()
+    (tmp_path / "pass_ext/__init__.py").write_text("raise ImportError('not built')")
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    command = [sys.executable, "-c", "from benchmarks.gpu.__main__ import all_stages; all_stages('9.0')"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+
+
 COMPILER = """#!/bin/sh
 # Appends its options to the output: compiler and linker of one library.
 while [ $# -gt 0 ]; do
