@@ -121,7 +121,7 @@ def commands(calls: int, commit: str, out: str, minutes: tuple[float, float], ha
         return f"{settings} python3 -m benchmarks.gpu --minutes {limit:g} --earlier {EARLIER}; {keep}"
 
     join = (
-        f"cat {FOLDER}/*/{PIECE} >{FOLDER}/{PIECE} && python3 -m tarfile -e {FOLDER}/{PIECE} . && " if has_model else ""
+        f"cat {FOLDER}/*/{PIECE} >{FOLDER}/{PIECE} && python3 -m tarfile -e {FOLDER}/{PIECE} . ; " if has_model else ""
     )
     first = f"python3 -m tarfile -e {FOLDER}/1/{FIRST} . ; {run(minutes[0])}"
     return [first, *["true"] * (calls - 2), f"{join}{run(minutes[1])}"]
