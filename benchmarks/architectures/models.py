@@ -120,8 +120,19 @@ _DEEPSEEK4 = dict(
     partial_rotary_factor=0.5,
     o_groups=2,
 )
+_DOTS3 = dict(
+    layer_types=["indexed_attention", "sliding_attention"],
+    swa_num_attention_heads=4,
+    swa_num_key_value_heads=4,
+    swa_q_lora_rank=24,
+    swa_kv_lora_rank=32,
+    swa_head_dim=24,
+    swa_qk_nope_head_dim=16,
+    swa_v_head_dim=16,
+)
+_LLAMA4 = dict(no_rope_layer_interval=2, floor_scale=4)
 _SPARSE_IN_ONE = ["full_attention", "minimax_m3_sparse"]
-_WINDOW_IN_ONE = ("cohere2", "flint", "kolibri1", "laguna", "mellum", "ministral", "olmo3", "smollm3")
+_WINDOW_IN_ONE = ("cohere2", "flint", "kolibri1", "laguna", "mellum", "ministral", "olmo3")
 _ATTENTION_IN_ONE = (
     "bailing_hybrid",
     "granitemoehybrid",
@@ -140,8 +151,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": dict(index_n_heads=2, index_block_size=2, index_topk_blocks=2, layer_types=_SPARSE_IN_ONE),
     "cohere_compass_text": dict(layer_types=_WINDOW_THEN_ALL, rope_parameters=_ROPE_OF_EACH_KIND),
     "dbrx": dict(attn_config=dict(rope_theta=1e4, kv_n_heads=2, clip_qkv=8.0)),
+    "beam": dict(layer_types=_WINDOW_THEN_ALL, mlp_layer_types=["dense", "sparse"]),
     "bamba": dict(attn_layer_indices=[1]),
     "deepseek_v4": _DEEPSEEK4,
+    "dots3_note_text": _DOTS3,
     "dory": dict(num_hidden_layers=4, n_input_layers=1, n_output_layers=1, layer_types=_WINDOW_THEN_ALL * 2),
     "falcon_h1": dict(mamba_d_ssm=128),
     "gemma3": dict(text_config=dict(layer_types=_WINDOW_THEN_ALL)),
@@ -155,13 +168,18 @@ CHANGES: dict[str, dict[str, Any]] = {
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
+    "hy_v4": dict(indexer_types=["full", "shared"]),
     "inkling_text": _INKLING,
-    "lfm3": dict(layer_types=["conv", "full_attention"]),
-    **{name: dict(no_rope_layer_interval=2, floor_scale=4) for name in ("llama4", "llama4_text")},
+    **{name: dict(layer_types=_INKLING["layer_types"]) for name in ("inkling2_text", "inkling2_loop_text")},
+    "lara_mini": dict(num_hidden_layers=3, layer_types=[*_WINDOW_THEN_ALL, "linear_attention"]),
+    "lfm3": dict(num_hidden_layers=3, layer_types=["conv", *_WINDOW_THEN_ALL]),
+    "llama4": dict(text_config=_LLAMA4),
+    "llama4_text": _LLAMA4,
     "longcat_flash": dict(head_dim=8),
     "mamba2": dict(num_heads=8),
     "qwen4_exp": dict(text_config=_QWEN4),
     "qwen4_exp_text": _QWEN4,
+    "smollm3": dict(no_rope_layer_interval=2, layer_types=_WINDOW_THEN_ALL),
     "recurrent_gemma": dict(num_hidden_layers=3),
     "reformer": dict(axial_pos_shape=[16, 16], axial_pos_embds_dim=[32, 32]),
     "roc_bert": dict(pronunciation_vocab_size=VOCABULARY, shape_vocab_size=VOCABULARY),

@@ -14,7 +14,7 @@ from support.paths import ROOT
 
 from benchmarks.architectures import __main__ as architectures
 from benchmarks.architectures.__main__ import RESULT, SAME, WAYS, judged
-from benchmarks.architectures.models import NOT_TRIED, model_types, tiny_model
+from benchmarks.architectures.models import NOT_TRIED, model_types, tiny_config, tiny_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma2", "gemma3_text", "phi3", "gpt2", "olmo2")
 ALL = [pytest.param(name, marks=[] if name in FAMILIES else pytest.mark.slow) for name in model_types()]
@@ -43,6 +43,26 @@ def test_transformers_own_text_or_a_refusal(architecture, result):
     if result["versions"]["transformers"] == architectures.versions()["transformers"]:
         shown = next(row for row in result["rows"] if row["architecture"] == architecture)
         assert kinds(line) == kinds(shown), "the page shows another outcome: judge it again"
+
+
+def kinds_of_layers(config):
+    """By the name of a list with an entry for each layer: its kinds, in words or as switches."""
+    layers = getattr(config, "num_hidden_layers", None)
+    lists = ((name, value) for name, value in vars(config).items() if isinstance(value, list) and len(value) == layers)
+    return {name: set(value) for name, value in lists if all(isinstance(x, str) or x in (0, 1) for x in value)}
+
+
+def test_a_tiny_model_has_every_kind_of_layer_of_its_default_config():
+    from transformers import CONFIG_MAPPING
+
+    lacking = {}
+    for architecture in set(model_types()) - set(NOT_TRIED):
+        whole = kinds_of_layers(CONFIG_MAPPING[architecture]().get_text_config(decoder=True))
+        tiny = kinds_of_layers(tiny_config(architecture).get_text_config(decoder=True))
+        lacks = {name: missing for name, kinds in whole.items() if (missing := kinds - tiny.get(name, set()))}
+        if lacks:
+            lacking[architecture] = lacks
+    assert not lacking
 
 
 # ---- faults that the sweep finds ----

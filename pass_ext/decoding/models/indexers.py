@@ -22,6 +22,7 @@ from pass_ext.decoding.models.indexed import Blocks, ChosenKeys, HeadBlocks, Ind
 from pass_ext.decoding.models.latents import latent_layers
 from pass_ext.decoding.models.parts import decoder_of
 from pass_ext.decoding.models.shadow import current_call
+from pass_ext.ops.attention import MOST_KEY_DIM, MOST_VALUE_DIM
 
 _COMPARED = 7  # rows
 
@@ -352,7 +353,7 @@ def unserved(model: nn.Module) -> str | None:
         if form is _TOKENS and part.layer_idx not in latents:
             return (
                 f"{what}, and pass_ext decodes that for layers that attend by latents (kv_b_proj is a plain linear layer "
-                "without bias)"
+                f"without bias, a latent has up to {MOST_VALUE_DIM} numbers, with the rotated key up to {MOST_KEY_DIM})"
             )
         if _key_dim(indexer) % heads:
             return (

@@ -23,6 +23,7 @@ from pass_ext.decoding.models.equivalence import difference_of
 from pass_ext.decoding.models.module_ops import is_autocast_enabled, is_plain, is_untouched, most_few_rows
 from pass_ext.decoding.models.shadow import takes_rows_of_our_call
 from pass_ext.ops import linear  # noqa: F401, which registers the op
+from pass_ext.ops.attention import MOST_KEY_DIM, MOST_VALUE_DIM
 
 _linear = torch.ops.pass_ext.linear_rows.default
 
@@ -49,7 +50,8 @@ def _latent_parts(model: nn.Module) -> list[Any]:
 
 
 def _expands_latents(part: Any, *, any_device: bool) -> bool:
-    """True for attention that expands latents by the weights of one linear layer, on the CPU or on any device."""
+    """True for attention that expands latents by the weights of one linear layer, on the CPU or on any device. Latents too wide
+    for ``attention_tree`` are expanded for the cache, as layers of another form are."""
     method, layer = getattr(type(part), "expand_kv", None), part._modules.get("kv_b_proj")
     if method is None or "expand_kv" in vars(part) or type(layer) is not nn.Linear or not is_untouched(layer):
         return False
@@ -57,6 +59,8 @@ def _expands_latents(part: Any, *, any_device: bool) -> bool:
     if weight is None or not is_plain(weight) or not (weight.is_cpu or any_device) or bias is not None:
         return False
     if not all(isinstance(getattr(part, name, None), int) for name in _SIZES):
+        return False
+    if part.kv_lora_rank > MOST_VALUE_DIM or part.kv_lora_rank + part.qk_rope_head_dim > MOST_KEY_DIM:
         return False
     return difference_of(method, None, partial(_is_right, part)) is None
 

@@ -262,13 +262,13 @@ def _starts(mask: Tensor) -> Tensor:
 
 def _other_cache_format(model: Any, *, has_padding: bool) -> str:
     """The content of the model's cache if it is not what a session's is; else ""."""
-    if has_padding and position_taker(model) not in (None, unwrapped(model)):
+    inner = unwrapped(model)
+    if has_padding and position_taker(model) not in (None, inner):
         return "keys at places that count padding, for it takes no position_ids"
-    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None) and not latent_layers(
-        unwrapped(model)
-    ):
+    by_latents = {part.layer_idx for part in inner.modules() if getattr(part, "kv_lora_rank", None) is not None}
+    if by_latents - latent_layers(inner).keys():
         return "latent keys and values (kv_lora_rank)"
-    if compressed_widths(unwrapped(model)):
+    if compressed_widths(inner):
         return "windows, and entries that its compressors have made"
     return _OTHER_FORMATS.get(model.config.model_type, "")
 

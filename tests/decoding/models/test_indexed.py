@@ -34,6 +34,8 @@ NEW = 12
 GREEDY = dict(eos_token_id=None, pad_token_id=0)
 # A row attends to 4 tokens of up to 20. Of 16 numbers of a latent, 8 of a rotated key and 16 of an indexer's key.
 ROW = (48, 16)
+# A layer of another choice has no key of its own; one with a window has latents of 32 numbers and none either.
+LAYERS = {"hy_v4": [ROW, (32, 16)], "dots3_note_text": [ROW, (48, 32)]}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def test_every_family_writes_transformers_texts(family):
     options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
     session = Session(model, room=64)
     assert torch.equal(generate(model, ids, session=session, **options).sequences, want)
-    assert widths(session) == [ROW] * 2
+    assert widths(session) == LAYERS.get(family, [ROW] * 2)
     assert all(values.data_ptr() == keys.data_ptr() for keys, values in session.caches)
     slots = slots_for(model)
     for method in (
@@ -247,8 +249,9 @@ def test_a_session_is_used_again_grows_and_begins_with_a_past(deepseek, monkeypa
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_caches_go_in_and_out(family):
-    """Its indexers' keys too: whoever goes on writes the same text."""
-    model = tiny_model(family)
+    """Its indexers' keys too: whoever goes on writes the same text. Caches of layers with a window hold the last keys only."""
+    whole = family != "dots3_note_text"
+    model = tiny_model(family) if whole else dots3_of(layer_types=["indexed_attention"] * 2)
     ids, mask = ragged_prompts(4)
     want = greedy_of_transformers(model, ids, mask, 2 * NEW, **GREEDY)
     options = dict(**GREEDY, return_dict_in_generate=True)
@@ -495,6 +498,45 @@ def test_on_a_gpu(family):
         ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, custom_generate=custom, **GREEDY
     )
     assert torch.equal(own.cpu(), want[None])
+
+
+# ---- latents as wide as those of dots3_note_text's layers with a window ----
+
+
+def test_latents_too_wide_for_attention_are_expanded():
+    """1024 + 64 numbers; the layer beside, with an indexer, still keeps its latents."""
+    model = dots3_of(swa_kv_lora_rank=1024, swa_head_dim=80)
+    ids, mask = ragged_prompts(4)
+    want = greedy_of_transformers(model, ids, mask, NEW, **GREEDY)
+    options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
+    for method in (Plain(), NGram(shortest=1), PaSS(slots_for(model), tree=Tree.from_branching((2, 2)), rows=24)):
+        session = Session(model)
+        assert torch.equal(generate(model, ids, method, session=session, **options).sequences, want), method
+        assert widths(session) == [ROW, (80, 16)]
+    custom = pass_ext.custom_generate(NGram(shortest=1))
+    assert torch.equal(greedy_of_transformers(model, ids, mask, NEW, **GREEDY, custom_generate=custom), want)
+    with pytest.raises(ValueError, match=r"dots3_note_text caches latent keys and values \(kv_lora_rank\)"):
+        greedy_of_transformers(model, ids, mask, NEW, **GREEDY, custom_generate=custom, return_dict_in_generate=True)
+
+
+@pytest.mark.parametrize(("rank", "refused"), [(512, False), (513, True)])
+def test_an_indexer_beside_latents_too_wide_is_refused_at_the_start(rank, refused):
+    model = dots3_of(kv_lora_rank=rank)
+    if refused:
+        with pytest.raises(ValueError, match=r"^dots3_note_text attends .* by latents .* up to 512 numbers"):
+            Session(model)
+    else:
+        assert torch.equal(
+            generate(model, prompts(1, 5)[0], max_new_tokens=2, eos_token_id=[]).sequences[:, :5], prompts(1, 5)[0]
+        )
+
+
+def dots3_of(**changes):
+    from benchmarks.architectures import models
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(models.CHANGES, "dots3_note_text", {**models.CHANGES["dots3_note_text"], **changes})
+        return tiny_model("dots3_note_text")
 
 
 # ---- refused ----
