@@ -82,6 +82,20 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
 }
 
+_HEAD_DIMS = frozenset({"head_dim", "kv_channels", "attention_head_dim", "attention_head_size", "dim_head", "d_head"})
+HEAD_WIDTHS = _HEAD_DIMS | {
+    *("swa_head_dim", "swa_v_head_dim", "global_head_dim", "query_pre_attn_scalar", "rotary_dim", "index_head_dim"),
+    *(
+        "kv_lora_rank",
+        "swa_kv_lora_rank",
+        "qk_nope_head_dim",
+        "swa_qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "qk_head_dim",
+    ),
+    *("v_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"),
+}
+
 _WINDOW_THEN_ALL = ["sliding_attention", "full_attention"]
 _GEMMA4 = dict(layer_types=_WINDOW_THEN_ALL, global_head_dim=32, hidden_size_per_layer_input=0)
 _SHARED_IN_TWO = dict(num_hidden_layers=4, layer_types=_WINDOW_THEN_ALL * 2, num_kv_shared_layers=2)
@@ -200,6 +214,14 @@ NOT_TRIED = {
 }
 
 
+SMALL_HEADS_ONLY = {
+    **dict.fromkeys(("bamba", "granitemoehybrid", "mamba2"), "the heads of its states must add up to its width"),
+    "helium": "its heads must add up to its width",
+    **dict.fromkeys(("deepseek_v4", "qwen4_exp", "qwen4_exp_text"), "its heads and its indexers' share a rotation"),
+}
+"""Why ``tiny_config(real_heads=True)`` makes no model of these."""
+
+
 def model_types() -> dict[str, str]:
     """Name of an architecture's config -> name of its class."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -207,22 +229,32 @@ def model_types() -> dict[str, str]:
     return dict(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()))
 
 
-def tiny_config(model_type: str) -> Any:
-    """The architecture's config with these sizes, as far as it has such fields."""
+def tiny_config(model_type: str, *, real_heads: bool = False) -> Any:
+    """The architecture's config with these sizes, as far as it has such fields. real_heads: but heads, latents and states of a
+    head as wide as its default config has them."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
-    return kind(**_sizes(kind, CHANGES.get(model_type, {})))
+    return kind(**_sizes(kind, CHANGES.get(model_type, {}), HEAD_WIDTHS if real_heads else frozenset()))
 
 
-def _sizes(kind: Any, changes: dict[str, Any]) -> dict[str, Any]:
+def _sizes(kind: Any, changes: dict[str, Any], left_out: frozenset[str]) -> dict[str, Any]:
     """The keywords for a class of configs."""
     from transformers import AutoConfig
 
     fields = getattr(kind, "__dataclass_fields__", {})
     known = {kind.attribute_map.get(name, name) for name in fields} | set(fields)
-    sizes = {name: size for name, size in SIZES.items() if name in known}
-    if "kv_lora_rank" in sizes:
+    sizes = {name: size for name, size in SIZES.items() if name in known - left_out}
+    changes = {name: value for name, value in changes.items() if name not in left_out}
+    has_width, is_none = bool(_HEAD_DIMS & known), "head_dim" in fields and fields["head_dim"].default is None
+    if left_out and (is_none or not has_width) and getattr(whole := kind(), "num_attention_heads", None):
+        head = whole.hidden_size // whole.num_attention_heads
+        if is_none:
+            sizes["head_dim"] = head
+        else:  # a head is a part of the model's width
+            width = SIZES["num_attention_heads"] * head
+            sizes |= {name: width for name, size in sizes.items() if size == SIZES["hidden_size"]}
+    if "kv_lora_rank" in known:
         sizes.pop("head_dim", None)
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     for name, part in getattr(kind, "sub_configs", {}).items():
@@ -230,16 +262,17 @@ def _sizes(kind: Any, changes: dict[str, Any]) -> dict[str, Any]:
         if part is AutoConfig:  # then the class of the default
             part = type(getattr(kind(), name, None))
         if part is not type(None):
-            sizes[name] = {**_sizes(part, part_changes), "model_type": part.model_type}
+            sizes[name] = {**_sizes(part, part_changes, left_out), "model_type": part.model_type}
     return {**sizes, **{name: value for name, value in changes.items() if name not in getattr(kind, "sub_configs", {})}}
 
 
-def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
-    """A random model of the architecture in fp32 and eval mode, without gradients. changes: of its config."""
+def tiny_model(model_type: str, seed: int = 0, *, real_heads: bool = False, **changes: Any) -> Any:
+    """A random model of the architecture in fp32 and eval mode, without gradients. changes: of its config; real_heads: as
+    ``tiny_config`` takes it."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = tiny_config(model_type)
+    config = tiny_config(model_type, real_heads=real_heads)
     for name, value in changes.items():
         setattr(config, name, value)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()

@@ -13,8 +13,9 @@ pytest.importorskip("transformers")
 from support.paths import ROOT
 
 from benchmarks.architectures import __main__ as architectures
-from benchmarks.architectures.__main__ import RESULT, SAME, WAYS, judged
-from benchmarks.architectures.models import NOT_TRIED, model_types, tiny_config, tiny_model
+from benchmarks.architectures.__main__ import NEW, RESULT, SAME, WAYS, judged
+from benchmarks.architectures.models import NOT_TRIED, SMALL_HEADS_ONLY, model_types, tiny_config, tiny_model
+from pass_ext import NGram, Plain, generate
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma2", "gemma3_text", "phi3", "gpt2", "olmo2")
 ALL = [pytest.param(name, marks=[] if name in FAMILIES else pytest.mark.slow) for name in model_types()]
@@ -63,6 +64,26 @@ def test_a_tiny_model_has_every_kind_of_layer_of_its_default_config():
         if lacks:
             lacking[architecture] = lacks
     assert not lacking
+
+
+# dots3_note_text has latents of 512 + 64 numbers and of 1024 + 64.
+REAL_HEADS = [
+    pytest.param(name, marks=[] if name in ("llama", "dots3_note_text") else pytest.mark.slow) for name in model_types()
+]
+
+
+@pytest.mark.parametrize("architecture", REAL_HEADS)
+def test_heads_as_wide_as_in_the_default_config(architecture, result):
+    shown = next((row for row in result["rows"] if row["architecture"] == architecture), {})
+    if shown.get("generate") != SAME:
+        pytest.skip("the page has no text of it")
+    if architecture in SMALL_HEADS_ONLY:
+        pytest.skip(SMALL_HEADS_ONLY[architecture])
+    model = tiny_model(architecture, real_heads=True)
+    texts = architectures.Texts(model)
+    for method in (Plain(), NGram(shortest=1)):
+        got = generate(model, texts.ids, method, max_new_tokens=NEW, attention_mask=texts.mask, eos_token_id=[])
+        assert texts.difference(got.sequences[:, texts.ids.shape[1] :]) is None, method
 
 
 # ---- faults that the sweep finds ----
