@@ -21,7 +21,7 @@ from support.dflash_files import (
     tensors,
     written,
 )
-from support.generation import unpadded
+from support.generation import assert_as_alone, unpadded
 from support.grammars import Automaton
 from support.small_models import prompts, ragged_prompts, small_model, whole_prompts
 
@@ -484,3 +484,18 @@ def test_a_shorter_length_drafts_less_of_a_shorter_block(load):
     config, found = files("dflash", seed=1)
     method = dataclasses.replace(load(config, found, model), length=2)
     check(model, method, loop("dflash", found, model, block=3), ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rule", "rows"), [("coupled", None), ("coupled", 9), ("rejection", None), ("block", None)])
+def test_a_request_is_drafted_for_in_a_batch_as_alone(load, kind, rule, rows):
+    """Requests that differ in all they can, and some of which end early."""
+    model, (ids, mask) = target(), ragged_prompts(4, seed=2, vocabulary=VOCABULARY)
+    method = dataclasses.replace(load(*files(kind), model), length=3, rows=rows)
+    coldest = 0.0 if rule == "coupled" else 0.2  # alone, a greedy request has candidates of that rule
+    of_each = dict(temperature=[0.5, 1.3, coldest, 0.9], top_k=[0, 5, 3, 4], seeds=[3, 50, 7, 1])
+    for grammar in (None, Automaton(CYCLE)):
+        if grammar is not None:
+            of_each["grammar"] = [grammar, None, Automaton(CYCLE, start=1), grammar]
+        options = dict(rule=rule, max_new_tokens=20, eos_token_id=[] if grammar else [3, 9])
+        assert_as_alone(model, method, ids, mask, of_each, **options)

@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.generation import BUSHY
+from support.generation import BUSHY, assert_as_alone
+from support.grammars import random_automaton
 from support.heads import MASKED, VARIANTS, PlainEagle3, eagle3_checkpoint, plain_loop
 from support.small_models import ragged_prompts, small_model
 
@@ -235,3 +236,16 @@ def test_pauses_keep_the_states(target, head, drafted, monkeypatch):
     for text, part in zip(*drafted[16], strict=True):
         if part is not None:
             assert part.tokens == plain.chain(text, part.tree.max_depth)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block", "traversal"])
+@pytest.mark.parametrize("has_grammar", [False, True])
+def test_a_request_is_drafted_for_in_a_batch_as_alone(target, head, rule, has_grammar):
+    """Requests that differ in all they can, and some of which end early."""
+    ids, mask = ragged_prompts(4, seed=2)
+    coldest = 0.0 if rule == "coupled" else 0.2  # alone, a greedy request has candidates of that rule
+    of_each = dict(temperature=[0.5, 1.3, coldest, 0.9], top_k=[0, 5, 3, 20], seeds=[3, 50, 7, 1])
+    if has_grammar:
+        of_each["grammar"] = [*(random_automaton(97, seed=seed) for seed in range(3)), None]
+    options = dict(rule=rule, max_new_tokens=20, eos_token_id=[] if has_grammar else list(range(5, 12)))
+    assert_as_alone(target, head[0], ids, mask, of_each, **options)
