@@ -97,6 +97,7 @@ STABLE_TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
 
   // linear
   library.def("linear_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  library.def("linear_packed(Tensor x, Tensor weight, Tensor? bias, int outputs) -> Tensor");
 
   // step
   library.def(

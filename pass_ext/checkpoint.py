@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from pass_ext.huge_pages import to_huge_pages
+from pass_ext.weights.gguf import packed_model
 
 MAX_CACHED_BYTES = 2 << 30
 _log = logging.getLogger("pass_ext")
@@ -30,22 +31,26 @@ _SIZES = "sizes.json"  # file name -> bytes, of a cached model
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], dtype: torch.dtype = torch.bfloat16, **model_args: Any
+    path: str | os.PathLike[str], dtype: torch.dtype = torch.bfloat16, *, weights: str = "stored", **model_args: Any
 ) -> tuple[Any, Any]:
     """A transformers model, frozen and in eval mode, and its tokenizer, from a GGUF file, a folder or a name on the Hub.
 
     Args:
         path: a file that ends in .gguf, or what transformers' ``from_pretrained`` takes.
-        dtype: of the parameters.
-        model_args: further keywords of the model's ``from_pretrained``, as quantization_config or device_map. A GGUF file is
-            converted first.
+        dtype: of the parameters; of those that are not quantised, with the weights of a GGUF file.
+        weights: "stored": as the file has them. Those of a GGUF file keep their 4 or 8 bits, for the CPU, and are read at once.
+            "dense": a GGUF file is converted to dtype.
+        model_args: further keywords of the model's ``from_pretrained``, as quantization_config or device_map; of a GGUF file
+            with "dense" alone.
 
-    A GGUF file is converted at the first call, and a model of up to 2 GiB kept in ``$PASS_EXT_CACHE``, else
+    A GGUF file is converted at the first call with "dense", and a model of up to 2 GiB kept in ``$PASS_EXT_CACHE``, else
     ``~/.cache/pass_ext``: so the next call takes seconds. Folders and names are loaded by transformers' own calls. Weights in
     CPU memory are moved to huge pages (``to_huge_pages``).
 
     Raises ImportError for a missing package, OSError or ValueError for what cannot be loaded.
     """
+    if weights not in ("stored", "dense"):
+        raise ValueError(f"load_checkpoint: weights must be 'stored' or 'dense', got {weights!r}")
     file = Path(path)
     _check_is_there(path)
     if file.suffix != ".gguf":
@@ -54,8 +59,15 @@ def load_checkpoint(
 
     if find_spec("gguf") is None:
         raise ImportError(f"load_checkpoint: {file.name} needs the package gguf: pip install gguf")
+    if model_args and weights == "stored":
+        raise ValueError(
+            f"load_checkpoint: {', '.join(model_args)} of from_pretrained need weights='dense' with a GGUF file"
+        )
     if model_args:
         return _load(safetensors_folder(file, dtype), dtype, **model_args)
+    if weights == "stored":
+        model = packed_model(file, dtype)
+        return to_huge_pages(model), AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     cached = _cache_entry(file, dtype)
     if cached.exists() and (loaded := _load_cached(cached, dtype)) is not None:
         return loaded
@@ -85,7 +97,7 @@ def safetensors_folder(path: str | Path, dtype: torch.dtype) -> Path:
     _check_is_there(path)
     if file.suffix != ".gguf":
         return file
-    load_checkpoint(file, dtype)
+    load_checkpoint(file, dtype, weights="dense")
     folder = _cache_entry(file, dtype)
     if not folder.is_dir():
         raise OSError(

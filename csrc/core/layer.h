@@ -23,9 +23,11 @@ struct LayerNorm {
 
 template <typename T>
 struct LayerLinear {
-  const T* weight;  // [outputs, in], rows `row` apart
+  const T* weight;  // [outputs, in], rows `row` apart; or null
   const T* bias;    // or null
   int64_t outputs, in, row;
+  const void* packed = nullptr;  // in place of `weight`
+  PackedForm form = PackedForm::none;
 };
 
 struct LayerOptions {
@@ -71,7 +73,10 @@ struct Rotation {
 // The product of a linear layer.
 template <typename T>
 LinearRows<T> rows_of(const LayerLinear<T>& linear, const T* x, T* out, int64_t rows) {
-  return {x, linear.weight, linear.bias, out, rows, linear.in, linear.outputs, linear.in, linear.row};
+  LinearRows<T> problem{x, linear.weight, linear.bias, out, rows, linear.in, linear.outputs, linear.in, linear.row};
+  problem.packed = linear.packed;
+  problem.form = linear.form;
+  return problem;
 }
 
 // A norm of rows that lie side by side; out may be x.

@@ -18,6 +18,7 @@
 #include "core/convolution.h"
 #include "core/draft.h"
 #include "core/half.h"
+#include "core/linear.h"
 #include "core/lookahead.h"
 #include "core/next.h"
 #include "core/recall.h"
@@ -85,7 +86,7 @@ PASS_EXT_TARGET_END
 #undef PASS_EXT_LEVEL
 
 #define PASS_EXT_LEVEL 3
-PASS_EXT_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+PASS_EXT_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16")
 namespace pass_ext::avx512_bf16 {
 #include "core/elementary-inl.h"
 #include "core/recurrent-inl.h"

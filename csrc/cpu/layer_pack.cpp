@@ -21,10 +21,7 @@ namespace {
 template <typename T>
 StackedLayer<T> pointers_of(const char* op, const LayerTensors& layer) {
   const auto linear = [&](const char* name, const Tensor* weight, const Tensor* bias) {
-    const std::string prefix = name;
-    return LayerLinear<T>{data_of<T>(op, prefix + "_weight", *weight),
-                          bias ? data_of<T>(op, prefix + "_bias", *bias) : nullptr, weight->size(0), weight->size(1),
-                          weight->stride(0)};
+    return pointers_of<T>(op, Linear{name, *weight, bias ? OptionalTensor(*bias) : OptionalTensor()});
   };
   const auto norm = [&](const char* name, const Tensor* weight) {
     return weight ? LayerNorm<T>{data_of<T>(op, name, *weight), weight->size(0)} : LayerNorm<T>{};
@@ -56,7 +53,7 @@ Placement placement_of(const char* op, const WeightName& name, const Tensor& wei
   placement.type = weight.scalar_type();
   placement.dim = weight.dim();
   const auto sizes = weight.sizes(), strides = weight.strides();
-  for (int64_t i = 0; i < std::min<int64_t>(placement.dim, 2); ++i) {
+  for (int64_t i = 0; i < std::min<int64_t>(placement.dim, 3); ++i) {
     placement.sizes[i] = sizes[i];
     placement.strides[i] = strides[i];
   }
@@ -100,12 +97,22 @@ class Registry {
   std::map<const void*, std::shared_ptr<const PackedLayers>> layers_;
 };
 
+// A tensor of the layer in the dtype of its rows, which packed weights do not tell.
+const Tensor& floats_of(const char* op, const LayerTensors& layer) {
+  for (const Tensor* const tensor : {layer.q_weight, layer.input_norm, layer.q_norm, layer.k_norm, layer.attention_norm,
+                                     layer.mlp_norm, layer.output_norm, layer.q_bias})
+    if (tensor && !is_packed(*tensor)) return *tensor;
+  refuse(op, "layers of packed weights must have a norm, whose dtype is that of the rows, got none");
+}
+
 Tensor layer_pack(const std::vector<Tensor>& weights, int64_t parts, int64_t head_dim) {
   constexpr const char* op = "layer_pack";
   if (head_dim < 1) refuse(op, "head_dim must be at least 1, got ", head_dim);
-  const Tensor& like = *layer_tensors_of(op, weights, parts)[0].q_weight;
-  check_rows(op, "q_weight", like, "[out, in]");
-  const int64_t width = like.size(1);
+  const LayerTensors first = layer_tensors_of(op, weights, parts)[0];
+  const Tensor& like = floats_of(op, first);
+  if (!is_packed(*first.q_weight)) check_rows(op, "q_weight", *first.q_weight, "[out, in]");
+  else check_packed_weight(op, "q_weight", *first.q_weight);
+  const int64_t width = inputs_of(*first.q_weight);
   CheckedLayers layers = check_layers(op, weights, parts, head_dim, width, like);
   const int64_t count = static_cast<int64_t>(layers.tensors.size());
   const Tensor key = empty_of_shape(op, like, {count, kLayerParts}, ScalarType::Long);
@@ -126,7 +133,7 @@ Tensor layer_pack(const std::vector<Tensor>& weights, int64_t parts, int64_t hea
 
 bool Placement::operator==(const Placement& other) const {
   return address == other.address && type == other.type && dim == other.dim &&
-         std::equal(sizes, sizes + 2, other.sizes) && std::equal(strides, strides + 2, other.strides);
+         std::equal(sizes, sizes + 3, other.sizes) && std::equal(strides, strides + 3, other.strides);
 }
 
 CheckedLayers check_layers(const char* op, const std::vector<Tensor>& weights, int64_t parts, int64_t head_dim,

@@ -30,11 +30,11 @@ struct CheckedLayers {
 CheckedLayers check_layers(const char* op, const std::vector<Tensor>& weights, int64_t parts, int64_t head_dim,
                            int64_t width, const Tensor& like);
 
-// Where a weight lay when it was packed, and as what. A weight has one dimension or two.
+// Where a weight lay when it was packed, and as what. A weight has one to three dimensions.
 struct Placement {
   const void* address = nullptr;
   ScalarType type{};
-  int64_t dim = 0, sizes[2] = {}, strides[2] = {};
+  int64_t dim = 0, sizes[3] = {}, strides[3] = {};
 
   bool operator==(const Placement& other) const;
 };

@@ -214,11 +214,12 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
   check_norm(op, "final_norm", final_norm, width, 0, input);
   check_places(op, "wanted", wanted, input);
   if (head) check_linear(op, {"head", *head, {}}, width, input);
-  const int64_t heads = layers[0].q_weight->size(0) / head_dim, kv_heads = layers[0].k_weight->size(0) / head_dim;
+  const int64_t heads = outputs_of(*layers[0].q_weight) / head_dim;
+  const int64_t kv_heads = outputs_of(*layers[0].k_weight) / head_dim;
 
   const Tensor x = contiguous_of(op, "x", input);
   const int64_t out_rows = wanted ? wanted->size(0) : rows;
-  const Tensor out = empty_of_shape(op, x, {out_rows, head ? head->size(0) : width});
+  const Tensor out = empty_of_shape(op, x, {out_rows, head ? outputs_of(*head) : width});
   const CodeType codes = codes_of(caches.tensor(0).scalar_type());
   const int64_t row_width = head_dim + (codes == CodeType::none ? 0 : kCodeHeader);  // of a key or value in the caches
   const Tensor fresh_rows = empty_of_shape(op, x, {2 * count, rows, kv_heads, row_width},
@@ -273,7 +274,7 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
     const LayerNorm<T> norm =
         final_norm ? LayerNorm<T>{data_of<T>(op, "final_norm", *final_norm), width} : LayerNorm<T>{};
     LayerLinear<T> logits{};
-    if (head) logits = {data_of<T>(op, "head_weight", *head), nullptr, head->size(0), width, head->stride(0)};
+    if (head) logits = pointers_of<T>(op, Linear{"head", *head, {}});
     const DeepRows<T> deep_rows = deep_rows_of<T>(op, ids, deep);
     const RowsByAdapter slots = slots_of(op, ids, stacked_adapters.count);
     const std::vector<LayerAdapters<T>> added = pointers_of<T>(op, stacked_adapters, slots, adapter_scale, count);

@@ -1,4 +1,4 @@
-// torch.ops.pass_ext.linear_rows on the CPU: checks, parallel split, registration. The inner loops:
+// torch.ops.pass_ext.linear_rows and linear_packed on the CPU: checks, parallel split, registration. The inner loops:
 // cpu/linear_kernels-inl.h.
 #include "cpu/linear.h"
 
@@ -27,7 +27,7 @@ constexpr int64_t kGroupsOfThread = 3;          // the fewest for larger groups,
 // that another thread has just arranged would come from that thread's cache, more slowly than it takes to arrange them
 // again.
 struct ThreadMemory {
-  Buffer rows, hidden, scratch;
+  Buffer rows, digits, hidden, scratch;
   uint64_t job = 0;   // the products whose rows are arranged
   int64_t asked = 0;  // lines of NextAdapters, in this job
 
@@ -67,6 +67,11 @@ void prefetch(const NextAdapters& next, int64_t pieces) {
       __builtin_prefetch(next.from[i] + (asked - first) * 64, 0, 2);
 }
 
+// The rows of a job as its weights need them: in the order of multiplication for dense ones, as digits for packed ones.
+struct ReadyRows {
+  float *arranged, *digits;
+};
+
 // Products of the same rows: how their outputs are cut, and which rows are arranged.
 template <typename T>
 struct Job {
@@ -80,18 +85,28 @@ struct Job {
   int64_t group_outputs() const {
     for (const int64_t large : {kGroupOutputs, kGroupOutputs / 2})
       if (outputs >= large * kGroupsOfThread * thread_count()) return large;
-    const int64_t unit = product_isa() >= Isa::avx512 ? 16 : 24;  // whole tiles, and vectors: parts of them are slow
-    const int64_t unit_bytes = unit * std::max<int64_t>(1, products[0]->in * int64_t{sizeof(T)});
+    // Whole blocks; else whole tiles, and vectors: parts of them are slow.
+    const int64_t unit = packed() || product_isa() >= Isa::avx512 ? kPackedOutputs : 24;
+    const int64_t row_bytes = products[0]->packed ? products[0]->in : products[0]->in * int64_t{sizeof(T)};
+    const int64_t unit_bytes = unit * std::max<int64_t>(1, row_bytes);
     return std::min(kGroupOutputs / 2, unit * ((kGroupBytes + unit_bytes - 1) / unit_bytes));
+  }
+  // How many of the products have packed weights.
+  int packed() const {
+    int found = 0;
+    for (int i = 0; i < count; ++i) found += products[i]->packed != nullptr;
+    return found;
   }
   int64_t groups(int64_t outputs) const { return (outputs + group - 1) / group; }
 
-  // function(arranged rows, scratch, what each product's rows add) with this thread's memory.
+  // function(rows, scratch, what each product's rows add) with this thread's memory.
   template <typename Function>
   void with_memory(Function&& function) const {
     ThreadMemory& memory = ThreadMemory::get();
     const LinearRows<T>& product = *products[0];
-    float* const arranged = memory.rows.at_least(arranged_bytes(rows, product.in) / sizeof(float));
+    const int64_t numbers_of_rows = arranged_bytes(rows, product.in) / sizeof(float);
+    const ReadyRows ready{packed() < count ? memory.rows.at_least(numbers_of_rows) : nullptr,
+                          packed() ? memory.digits.at_least(numbers_of_rows) : nullptr};
     AddedRows<T> added[kMostProducts]{};
     int64_t numbers[kMostProducts + 1]{};
     for (int i = 0; i < count; ++i) {
@@ -100,7 +115,8 @@ struct Job {
     }
     float* const hidden = numbers[count] ? memory.hidden.at_least(numbers[count]) : nullptr;
     const bool is_new = memory.job != number;
-    if (is_new) PASS_EXT_AT_LEVEL(product_isa(), arrange_rows(product, first, rows, arranged));
+    if (is_new && ready.arranged) PASS_EXT_AT_LEVEL(product_isa(), arrange_rows(product, first, rows, ready.arranged));
+    if (is_new && ready.digits) PASS_EXT_AT_ISA(write_digit_rows(product, first, rows, ready.digits));
     for (int i = 0; i < count && hidden != nullptr; ++i) {
       const SlotAdapter<T>* const adapter = products[i]->adapter;
       if (!adapter) continue;
@@ -120,9 +136,19 @@ struct Job {
     memory.job = number;
     const bool has_adapters = hidden != nullptr;
     float* const numbers_of_thread = memory.scratch.at_least(LinearScratch::floats(rows, has_adapters));
-    function(arranged, LinearScratch(numbers_of_thread, rows, has_adapters), added);
+    function(ready, LinearScratch(numbers_of_thread, rows, has_adapters), added);
   }
 };
+
+// The sums of a job's rows for outputs [begin, end) of one of its products.
+template <typename T>
+void multiply_outputs(const LinearRows<T>& product, const Job<T>& job, const ReadyRows& ready,
+                      const LinearScratch& scratch, float* sums, int64_t begin, int64_t end) {
+  if (product.packed)
+    PASS_EXT_AT_ISA(multiply_packed_group(product, job.rows, ready.digits, sums, begin, end));
+  else
+    PASS_EXT_AT_LEVEL(product_isa(), multiply_group(product, job.rows, ready.arranged, scratch, sums, begin, end));
+}
 
 // function(job) for sets of rows that may stay arranged.
 template <typename T, typename Function>
@@ -151,11 +177,10 @@ void multiply(const AdaptedRows<T>* products, int count, const NextAdapters& nex
       for (; piece >= job.groups(products[i].outputs); ++i) piece -= job.groups(products[i].outputs);
       const LinearRows<T>& product = products[i];
       const int64_t begin = piece * job.group, end = std::min(begin + job.group, product.outputs);
-      job.with_memory([&](const float* arranged, const LinearScratch& scratch, const AddedRows<T>* added) {
+      job.with_memory([&](const ReadyRows& ready, const LinearScratch& scratch, const AddedRows<T>* added) {
         prefetch(added[i], begin, end);
         prefetch(next, pieces);
-        PASS_EXT_AT_LEVEL(product_isa(),
-                          multiply_group(product, job.rows, arranged, scratch, scratch.sums, begin, end));
+        multiply_outputs(product, job, ready, scratch, scratch.sums, begin, end);
         PASS_EXT_AT_LEVEL(product_isa(), finish_group(product, added[i], job.first, job.rows, scratch, begin, end));
       });
     });
@@ -169,13 +194,12 @@ void multiply(const GatedRows<T>& product, const NextAdapters& next) {
     const int64_t pieces = job.groups(product.gate.outputs);
     for_each_piece(pieces, [&](int64_t piece) {
       const int64_t begin = piece * job.group, end = std::min(begin + job.group, product.gate.outputs);
-      job.with_memory([&](const float* arranged, const LinearScratch& scratch, const AddedRows<T>* added) {
+      job.with_memory([&](const ReadyRows& ready, const LinearScratch& scratch, const AddedRows<T>* added) {
         float* const up_sums = scratch.sums + job.rows * kGroupOutputs;
         for (int i = 0; i < 2; ++i) prefetch(added[i], begin, end);
         prefetch(next, pieces);
-        PASS_EXT_AT_LEVEL(product_isa(),
-                          multiply_group(product.gate, job.rows, arranged, scratch, scratch.sums, begin, end));
-        PASS_EXT_AT_LEVEL(product_isa(), multiply_group(product.up, job.rows, arranged, scratch, up_sums, begin, end));
+        multiply_outputs<T>(product.gate, job, ready, scratch, scratch.sums, begin, end);
+        multiply_outputs<T>(product.up, job, ready, scratch, up_sums, begin, end);
         PASS_EXT_AT_LEVEL(product_isa(), finish_group(product, added, job.first, job.rows, scratch, begin, end));
       });
     });
@@ -204,4 +228,5 @@ struct OnCpu {
 
 STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("linear_rows", TORCH_BOX(&pass_ext::linear_rows<pass_ext::OnCpu>));
+  library.impl("linear_packed", TORCH_BOX(&pass_ext::linear_packed<pass_ext::OnCpu>));
 }

@@ -346,6 +346,8 @@ void multiply_group(const LinearRows<T>& problem, int64_t rows, const void* arra
   }
 }
 
+#include "cpu/linear_packed-inl.h"
+
 // A product of some neighbouring outputs, rounded: sums [count] and their biases, or null.
 template <typename T>
 inline Floats finished(const float* sums, const T* bias, int64_t count) {

@@ -96,6 +96,14 @@ inline Floats float_of_unsigned(Words a) { PASS_EXT_EACH_LANE(Floats, float_of_u
 inline void multiply_wide(Words a, Words b, Words& high, Words& low) {
   for (int i = 0; i < Words::width; ++i) multiply_wide(a.lane[i], b.lane[i], high.lane[i], low.lane[i]);
 }
+// sum + the products of both halves of each word, as signed numbers of 16 bits
+inline Words add_pairs(Words sum, Words a, Words b) {
+  for (int i = 0; i < Words::width; ++i) {
+    const auto half = [](uint32_t word, int bits) { return static_cast<int32_t>(static_cast<int16_t>(word >> bits)); };
+    sum.lane[i] += static_cast<uint32_t>(half(a.lane[i], 0) * half(b.lane[i], 0) + half(a.lane[i], 16) * half(b.lane[i], 16));
+  }
+  return sum;
+}
 #undef PASS_EXT_EACH_LANE
 
 // Stores the lanes of the mask one behind the other; returns how many. May overwrite up to a vector from `to` on.
@@ -203,6 +211,10 @@ inline Words operator^(Words a, Words b) { return {_mm256_xor_si256(a.lanes, b.l
 inline Words operator~(Words a) { return {_mm256_xor_si256(a.lanes, _mm256_set1_epi32(-1))}; }
 inline Words shift_left(Words a, int bits) { return {_mm256_slli_epi32(a.lanes, bits)}; }
 inline Words shift_right_signed(Words a, int bits) { return {_mm256_srai_epi32(a.lanes, bits)}; }
+// sum + the products of both halves of each word, as signed numbers of 16 bits
+inline Words add_pairs(Words sum, Words a, Words b) {
+  return {_mm256_add_epi32(sum.lanes, _mm256_madd_epi16(a.lanes, b.lanes))};
+}
 inline Words truncated(Floats a) { return {_mm256_cvttps_epi32(a.lanes)}; }
 inline Words bits_of(Floats a) { return {_mm256_castps_si256(a.lanes)}; }
 inline Floats float_of(Words a) { return {_mm256_castsi256_ps(a.lanes)}; }
@@ -333,6 +345,14 @@ inline Words operator^(Words a, Words b) { return {_mm512_xor_si512(a.lanes, b.l
 inline Words operator~(Words a) { return {_mm512_xor_si512(a.lanes, _mm512_set1_epi32(-1))}; }
 inline Words shift_left(Words a, int bits) { return {_mm512_slli_epi32(a.lanes, static_cast<unsigned>(bits))}; }
 inline Words shift_right_signed(Words a, int bits) { return {_mm512_srai_epi32(a.lanes, static_cast<unsigned>(bits))}; }
+// sum + the products of both halves of each word, as signed numbers of 16 bits
+inline Words add_pairs(Words sum, Words a, Words b) {
+#if PASS_EXT_LEVEL == 3
+  return {_mm512_dpwssd_epi32(sum.lanes, a.lanes, b.lanes)};
+#else
+  return {_mm512_add_epi32(sum.lanes, _mm512_madd_epi16(a.lanes, b.lanes))};
+#endif
+}
 inline Words truncated(Floats a) { return {_mm512_cvttps_epi32(a.lanes)}; }
 inline Words bits_of(Floats a) { return {_mm512_castps_si512(a.lanes)}; }
 inline Floats float_of(Words a) { return {_mm512_castsi512_ps(a.lanes)}; }

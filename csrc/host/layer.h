@@ -18,22 +18,31 @@
 
 namespace pass_ext {
 
-// A linear layer of a decoder layer: weight [out, in] and bias [out] or none.
+// A linear layer of a decoder layer: weight [out, in], or packed, and bias [out] or none.
 struct Linear {
   const char* name;
   Tensor weight;
   OptionalTensor bias;
 
-  int64_t outputs() const { return weight.size(0); }
+  int64_t outputs() const { return outputs_of(weight); }
 };
 
 inline void check_linear(const char* op, const Linear& linear, int64_t in, const Tensor& x) {
   const std::string weight = std::string(linear.name) + "_weight", bias = std::string(linear.name) + "_bias";
-  check_dtype(op, weight.c_str(), linear.weight, {x.scalar_type()});
-  check_dim(op, weight.c_str(), linear.weight, 2, "[out, in]");
-  check_size(op, weight.c_str(), linear.weight, 1, in, "in, the width of its input");
-  check_below(op, weight.c_str(), linear.weight, 0, kMostLinearOutputs, "outputs");
-  check_contiguous_rows(op, weight.c_str(), linear.weight);
+  if (is_packed(linear.weight)) {
+    check_packed_weight(op, weight.c_str(), linear.weight);
+    if (inputs_of(linear.weight) != in)
+      refuse(op, weight, " must have blocks of 32 for ", in, " (in, the width of its input) in dimension 1, got ",
+             describe(linear.weight));
+    if (linear.weight.is_cuda())
+      refuse(op, weight, " must be dense on a GPU: packed weights are for the CPU, got ", describe(linear.weight));
+  } else {
+    check_dtype(op, weight.c_str(), linear.weight, {x.scalar_type()});
+    check_dim(op, weight.c_str(), linear.weight, 2, "[out, in]");
+    check_size(op, weight.c_str(), linear.weight, 1, in, "in, the width of its input");
+    check_below(op, weight.c_str(), linear.weight, 0, kMostLinearOutputs, "outputs");
+    check_contiguous_rows(op, weight.c_str(), linear.weight);
+  }
   check_same_device(op, weight.c_str(), linear.weight, "the input", x);
   if (!linear.bias) return;
   check_dtype(op, bias.c_str(), *linear.bias, {x.scalar_type()});
@@ -41,6 +50,13 @@ inline void check_linear(const char* op, const Linear& linear, int64_t in, const
   check_size(op, bias.c_str(), *linear.bias, 0, linear.outputs(), "out, the rows of its weight");
   check_contiguous_rows(op, bias.c_str(), *linear.bias);
   check_same_device(op, bias.c_str(), *linear.bias, "the input", x);
+}
+
+inline void check_outputs(const char* op, const char* argument, const Tensor& weight, int64_t expected,
+                          const char* meaning) {
+  if (outputs_of(weight) != expected)
+    refuse(op, argument, " must have ", expected, " (", meaning, is_packed(weight) ? ") outputs" : ") in dimension 0",
+           ", got ", describe(weight));
 }
 
 // The weight of a norm over `width` numbers, or over `other` if that is not 0.
@@ -100,10 +116,13 @@ inline Rotation rotation_of(const char* op, const OptionalTensor& cos, const Opt
 // The weights of a linear layer and of a norm as pointers.
 template <typename T>
 LayerLinear<T> pointers_of(const char* op, const Linear& linear) {
-  const std::string name = linear.name;
-  return {data_of<T>(op, name + "_weight", linear.weight),
-          linear.bias ? data_of<T>(op, name + "_bias", *linear.bias) : nullptr, linear.outputs(), linear.weight.size(1),
-          linear.weight.stride(0)};
+  const std::string name = linear.name, weight = name + "_weight";
+  const T* const bias = linear.bias ? data_of<T>(op, name + "_bias", *linear.bias) : nullptr;
+  const int64_t outputs = linear.outputs(), in = inputs_of(linear.weight);
+  if (is_packed(linear.weight))
+    return {nullptr, bias, outputs, in, 0, data_of<void>(op, weight, linear.weight),
+            packed_form_of(linear.weight.size(2))};
+  return {data_of<T>(op, weight, linear.weight), bias, outputs, in, linear.weight.stride(0)};
 }
 
 template <typename T>
@@ -184,9 +203,9 @@ Tensor layer_after_attention(const Tensor& attended, const Tensor& residual, con
   check_linear(op, gate, width, attended);
   check_linear(op, up, width, attended);
   check_linear(op, down, gate.outputs(), attended);
-  check_size(op, "o_weight", o.weight, 0, width, "d, the width of residual");
-  check_size(op, "up_weight", up.weight, 0, gate.outputs(), "the rows of gate_weight");
-  check_size(op, "down_weight", down.weight, 0, width, "d, the width of residual");
+  check_outputs(op, "o_weight", o.weight, width, "d, the width of residual");
+  check_outputs(op, "up_weight", up.weight, gate.outputs(), "the rows of gate_weight");
+  check_outputs(op, "down_weight", down.weight, width, "d, the width of residual");
   check_norm(op, "attention_norm", attention_norm, width, 0, attended);
   check_norm(op, "mlp_norm", mlp_norm, width, 0, attended);
   check_norm(op, "output_norm", output_norm, width, 0, attended);

@@ -8,6 +8,7 @@
 
 #include "core/layer.h"
 #include "host/checks.h"
+#include "host/linear.h"
 #include "host/tensor.h"
 
 namespace pass_ext {
@@ -88,8 +89,8 @@ inline AdaptedHalf adapted_half_of(const char* op, const OptionalTensor& ids, co
     check_below(where, "down", down, 0, kInt32Limit, "adapters");
     check_size(where, "up", up, 1, down.size(1), "r, the rank of down");
     check_below(where, "down", down, 1, kMaxAdapterRank + 1, "ranks");
-    check_size(where, "down", down, 2, linear.weight.size(1), "in, of the linear layer");
-    check_size(where, "up", up, 2, linear.weight.size(0), "out, of the linear layer");
+    check_size(where, "down", down, 2, inputs_of(linear.weight), "in, of the linear layer");
+    check_size(where, "up", up, 2, outputs_of(linear.weight), "out, of the linear layer");
     half.of[linear.kind] = {&down, &up, place};
     place += 2;
   }

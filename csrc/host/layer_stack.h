@@ -84,13 +84,13 @@ inline void check_layer(const char* op, int64_t index, const LayerTensors& layer
   const auto linear = [&](const char* name, const Tensor* weight, const Tensor* bias, int64_t outputs, int64_t in,
                           const char* meaning) {
     check_linear(where, {name, *weight, bias ? OptionalTensor(*bias) : OptionalTensor()}, in, x);
-    if (weight->size(0) != outputs)
-      refuse(where, name, "_weight must have ", outputs, " (", meaning, ") in dimension 0, got ", describe(*weight));
+    check_outputs(where, (std::string(name) + "_weight").c_str(), *weight, outputs, meaning);
   };
   const auto norm = [&](const char* name, const Tensor* weight, int64_t numbers, int64_t other) {
     if (weight) check_norm(where, name, *weight, numbers, other, x);
   };
-  const int64_t queries = first.q_weight->size(0), keys = first.k_weight->size(0), inner = layer.gate_weight->size(0);
+  const int64_t queries = outputs_of(*first.q_weight), keys = outputs_of(*first.k_weight);
+  const int64_t inner = outputs_of(*layer.gate_weight);
   if (queries % head_dim != 0 || keys % head_dim != 0)
     refuse(where, "q_weight and k_weight must have multiples of ", head_dim, " (head_dim) in dimension 0, got ",
            describe(*first.q_weight), " and ", describe(*first.k_weight));
@@ -191,8 +191,8 @@ inline StackAdapters stack_adapters_of(const char* op, const std::vector<Tensor>
       const LayerTensors& layer = layers[l];
       const Tensor* const weights[] = {layer.q_weight,    layer.k_weight,  layer.v_weight,   layer.o_weight,
                                        layer.gate_weight, layer.up_weight, layer.down_weight};
-      check_size(where, "down", down, 3, weights[i]->size(1), "in, of the linear layer");
-      check_size(where, "up", up, 3, weights[i]->size(0), "out, of the linear layer");
+      check_size(where, "down", down, 3, inputs_of(*weights[i]), "in, of the linear layer");
+      check_size(where, "up", up, 3, outputs_of(*weights[i]), "out, of the linear layer");
     }
     result.of[i] = {&down, &up, at};
     result.count = down.size(1);

@@ -24,6 +24,8 @@ from pass_ext._library.elf import damage_of
 CPU_ONLY = {
     "layer_pack": "it checks weights for layer_stack, which is for the CPU",
     "layer_stack": "this op is for the CPU; on a GPU attention_tree goes between layer_before_attention and _after_attention",
+    "linear_packed": "packed weights are for the CPU; on a GPU load the model with weights='dense', or by a quantised class of "
+    "transformers",
 }
 """Ops without a CUDA kernel, and the reason."""
 _HERE = Path(__file__).parent.parent

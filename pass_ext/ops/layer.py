@@ -22,6 +22,7 @@ from pass_ext._library import release_layers
 from pass_ext.ops.adapter import check_adapter_ids
 from pass_ext.ops.common.arguments import index_of, integers, typed
 from pass_ext.ops.common.kernels import call, fake_kernel, refuse_gradients
+from pass_ext.ops.linear import shape_of
 from pass_ext.ops.step import ACTIVATIONS, NORM_FORMS
 
 _before_op = _library.ops.layer_before_attention.default
@@ -95,7 +96,7 @@ def layer_before_attention(
 
     Args:
         x: ``[N, d]`` bfloat16, float16 or float32.
-        q_weight, k_weight, v_weight: ``[heads * head_dim, d]`` in x's dtype; rows may be strided, so parts of a joined weight
+        q_weight, k_weight, v_weight: ``[heads * head_dim, d]`` in x's dtype, or on the CPU packed (``pack_weight``) as all weights; rows may be strided, so parts of a joined weight
             will do.
         head_dim: D, numbers of a head.
         q_bias, k_bias, v_bias: ``[heads * head_dim]``.
@@ -408,7 +409,7 @@ def _before_shape(
     sin: Tensor | None, head_dim: int, eps: float, form: int, ids: Tensor | None, adapters: list[Tensor], adapted: int,
     adapter_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v = (x.new_empty((x.shape[0], w.shape[0] // head_dim, head_dim)) for w in (q_weight, k_weight, v_weight))
+    q, k, v = (x.new_empty((x.shape[0], shape_of(w)[0] // head_dim, head_dim)) for w in (q_weight, k_weight, v_weight))
     return q, k, v
 
 
@@ -438,6 +439,6 @@ def _stack_shape(
     attention_scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     rows = x.shape[0] if wanted is None else wanted.shape[0]
-    width = x.shape[1] if head is None else head.shape[0]
+    width = x.shape[1] if head is None else shape_of(head)[0]
     new = caches[0].new_empty((2 * len(windows), x.shape[0], *caches[0].shape[-2:]))
     return x.new_empty((rows, width)), new, x.new_empty((len(taps), *x.shape))

@@ -1,8 +1,9 @@
-"""``linear_rows``: a linear layer for the few rows of a decoding step.
+"""``linear_rows``: a linear layer for the few rows of a decoding step. ``linear_packed``: the same with a weight in 4 or 8 bits.
 
 out[r] = weight @ x[r] + bias. Kernels: csrc/cpu/linear.cpp, csrc/cuda/linear.cuh.
 """
 
+import torch
 from torch import Tensor
 
 from pass_ext._library import ops
@@ -10,6 +11,7 @@ from pass_ext.ops.common.arguments import typed
 from pass_ext.ops.common.kernels import call, fake_kernel, refuse_gradients
 
 _op = ops.linear_rows.default
+_packed_op = ops.linear_packed.default
 
 
 @typed("pass_ext::", page="ops/layer")
@@ -44,6 +46,52 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return out
 
 
+def shape_of(weight: Tensor) -> tuple[int, int]:
+    """(out, in) of a weight, dense or packed; a packed one's out is a multiple of 16."""
+    packs = (16, 32) if weight.dtype is torch.uint8 else (1, 1)
+    return weight.shape[0] * packs[0], weight.shape[1] * packs[1]
+
+
 @fake_kernel("linear_rows")
 def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@typed("pass_ext::", page="ops/layer")
+def linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, outputs: int) -> Tensor:
+    """A linear layer whose weight has 4 or 8 bits for each number, ``[..., in]`` to ``[..., out]``: few rows cost hardly more
+    than one.
+
+    Args:
+        x: ``[..., in]`` bfloat16, float16 or float32.
+        weight: ``[out / 16, in / 32, bytes]`` uint8 as ``pack_weight`` makes it; contiguous.
+        bias: ``[out]`` in x's dtype.
+        outputs: out. The weight has blocks of 16, the last of which may have fewer.
+
+    Returns:
+        ``[..., out]`` in x's dtype.
+
+    The weight's numbers are those of the codes, exactly. Each 32 numbers of a row of x become whole numbers of 16 bits, within
+    1 / 65,534 of the largest among them; their products with codes are added exactly, the rest in fp32, rounded once. A row
+    whose block has a number that is not finite gives NaN; a block whose numbers are all below 2^-100 counts as zeros.
+
+    A row's result has the same bits whatever the other rows are, how many there are, how many threads compute them, and on
+    every instruction set. So it is for any number of rows, those of prompts too. For the CPU only. No gradients, reverse or
+    forward: the op raises if an input requires one.
+
+    Example:
+
+        >>> codes, scale = torch.arange(32, dtype=torch.uint8)[None] % 16, torch.ones(1, 1, dtype=torch.float16)
+        >>> weight = pass_ext.layers.pack_weight(codes, scale, -8 * scale, bits=4)  # -8, -7, …, 7, twice
+        >>> pass_ext.layers.linear_packed(torch.ones(2, 32), weight, outputs=1)
+        tensor([[-16.],
+                [-16.]])
+    """
+    refuse_gradients("linear_packed", x, weight, bias)
+    out: Tensor = call(_packed_op, x, weight, bias, outputs)
+    return out
+
+
+@fake_kernel("linear_packed")
+def _packed_shape(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], outputs))

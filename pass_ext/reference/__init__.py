@@ -8,7 +8,7 @@ from pass_ext.reference.cache import cache_commit_
 from pass_ext.reference.convolution import convolution_tree
 from pass_ext.reference.draft import draft_sample
 from pass_ext.reference.layer import layer_after_attention, layer_before_attention, layer_pack, layer_stack
-from pass_ext.reference.linear import linear_rows
+from pass_ext.reference.linear import linear_packed, linear_rows
 from pass_ext.reference.lookahead import lookahead_embed
 from pass_ext.reference.next import next_rows_, next_tree_
 from pass_ext.reference.quantize import quantize_rows
@@ -34,6 +34,7 @@ __all__ = [
     "layer_before_attention",
     "layer_pack",
     "layer_stack",
+    "linear_packed",
     "linear_rows",
     "lookahead_embed",
     "next_rows_",

@@ -64,11 +64,12 @@ MAY_IMPORT = {
     "distributed": ("_library", "ops"),
     "testing": ("_library",),
     "huge_pages": (),
-    "checkpoint": ("huge_pages",),
+    "weights": ("ops",),
+    "checkpoint": ("huge_pages", "weights"),
     "tree": ("ops",),
     "modules": ("ops",),
-    "decoding": ("checkpoint", "_library", "ops", "distributed", "tree", "modules"),
-    "layers": ("huge_pages", "ops"),
+    "decoding": ("checkpoint", "_library", "ops", "distributed", "tree", "modules", "weights"),
+    "layers": ("huge_pages", "ops", "weights"),
     "drafting": ("ops", "modules", "decoding"),
     "integrations": ("_library", "ops", "tree", "modules", "decoding"),
     "training": ("ops", "checkpoint", "tree", "modules", "decoding"),
@@ -86,7 +87,7 @@ MAY_IMPORT = {
     ),  # pass_ext/__init__.py
     "demo": ("checkpoint", "decoding", "pass_ext"),
     "bench": ("pass_ext",),
-    "__main__": ("_library", "checkpoint", "decoding", "training", "pass_ext", "demo", "bench"),
+    "__main__": ("_library", "checkpoint", "weights", "decoding", "training", "pass_ext", "demo", "bench"),
 }
 # The same for pass_ext/decoding/, where a room may import all rooms of lines above its own.
 DECODING_FLOORS = (

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import pass_ext
 from pass_ext import _library, reference
-from pass_ext.layers import dequantize_rows
+from pass_ext.layers import dequantize_rows, pack_weight
 from pass_ext.ops.quantize import CODE_HEADER, MOST_OF_CODES
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -583,6 +583,24 @@ def linear_rows(draw: Draw):
     exact = reference.linear_rows(**arguments)
     demand(out.shape == exact.shape and out.dtype == exact.dtype, f"out is {out.dtype}{list(out.shape)}")
     if all(is_tame(given) for given in arguments.values() if given is not None):
+        check_close([out], [exact], 0.05)
+
+
+@case
+def linear_packed(draw: Draw):
+    blocks, outs, dtype = draw.pick((0, 1, 3)), draw.pick((1, 16, 33)), draw.pick(FLOATS)
+    shape = [draw.size() for _ in range(draw.pick((0, 1, 1, 2)))]
+    bits, scales, each = draw.pick(((4, torch.float16, 32), (4, torch.float32, 32), (8, torch.float16, 32), (8, torch.float32, 16)))
+    scale, offset = (draw.floats(outs, 32 // each * blocks, dtype=scales) for _ in range(2))
+    codes = torch.randint(0, 1 << bits, (outs, 32 * blocks), generator=draw.torch).to(torch.uint8)
+    arguments = draw.damaged(dict(
+        x=draw.floats(*shape, 32 * blocks, dtype=dtype), weight=pack_weight(codes, scale, offset, bits=bits),
+        bias=draw.floats(outs, dtype=dtype) if draw.chance(0.5) else None, outputs=outs,
+    ))  # fmt: skip
+    out = yield arguments
+    exact = reference.linear_packed(**arguments)
+    demand(out.shape == exact.shape and out.dtype == exact.dtype, f"out is {out.dtype}{list(out.shape)}")
+    if all(is_tame(given) for given in (scale, offset, arguments["x"], arguments["bias"]) if given is not None):
         check_close([out], [exact], 0.05)
 
 

@@ -66,6 +66,8 @@ class OwnForward:
         types = getattr(self._rotary, "rope_type", None)
         self._is_fixed = set(types.values() if isinstance(types, dict) else [types]) <= _FIXED_ROPES
         self._table: tuple[Tensor, Tensor] | None = None  # cosines and sines by position
+        tensors = (*plan.layers[0].before, *plan.layers[0].after)
+        self._dtype = next(each.dtype for each in tensors if each is not None and each.is_floating_point())
         self._packed: PackedLayers | None = None
         self._adapters: tuple[PlacedAdapters, Added | None, list[tuple[Added, Added]] | None] | None = None
         modules = list(model.modules())
@@ -82,8 +84,7 @@ class OwnForward:
 
     def takes(self, rows: Tensor) -> bool:
         """True for rows of the dtype of the layers, which need no gradients."""
-        o_weight: Any = self.plan.layers[0].after[0]
-        return len(rows) > 0 and rows.dtype is o_weight.dtype and not torch.is_grad_enabled()
+        return len(rows) > 0 and rows.dtype is self._dtype and not torch.is_grad_enabled()
 
     def __call__(
         self,

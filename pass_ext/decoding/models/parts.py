@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.module_ops import Norm, gate_of, is_light_linear, is_untouched, norm_of
+from pass_ext.ops.linear import shape_of
+from pass_ext.weights.layers import PackedLinear, is_whole
 
 # ---- the model ----
 
@@ -154,7 +156,13 @@ def _untouched_norm(part: nn.Module | None) -> Norm | None:
 
 
 def _linear_at(parent: nn.Module, name: str) -> Linear | None:
-    part = parent._modules.get(name)
+    return weights_of(parent._modules.get(name))
+
+
+def weights_of(part: nn.Module | None) -> Linear | None:
+    """Weight and bias of a linear layer that the layer ops compute; None: they do not."""
+    if isinstance(part, PackedLinear):
+        return (part.weight, part.bias) if is_untouched(part) and is_whole(part) else None
     return (part.weight, part.bias) if is_light_linear(part) else None
 
 
@@ -162,8 +170,8 @@ def _attention_products(attention: nn.Module) -> tuple[Any, ...]:
     """q, k, v and o, the first three of which may be parts of one; None for one that is missing."""
     o, joined = _linear_at(attention, "o_proj"), _linear_at(attention, "qkv_proj")
     if joined is not None and o is not None:
-        queries = o[0].shape[1]
-        keys = (joined[0].shape[0] - queries) // 2
+        queries = shape_of(o[0])[1]
+        keys = (shape_of(joined[0])[0] - queries) // 2
         return (*_split(joined, (queries, keys, keys)), o) if keys > 0 else (None,)
     return *(_linear_at(attention, name) for name in ("q_proj", "k_proj", "v_proj")), o
 
@@ -174,12 +182,16 @@ def _mlp_products(mlp: nn.Module, *, joined: bool) -> tuple[Any, ...]:
     if not joined:
         return _linear_at(mlp, "gate_proj"), _linear_at(mlp, "up_proj"), down
     both = _linear_at(mlp, "gate_up_proj")
-    return (None,) if both is None or down is None else (*_split(both, (down[0].shape[1],) * 2), down)
+    return (None,) if both is None or down is None else (*_split(both, (shape_of(down[0])[1],) * 2), down)
 
 
-def _split(linear: Linear, sizes: tuple[int, ...]) -> list[Linear]:
+def _split(linear: Linear, sizes: tuple[int, ...]) -> list[Linear | None]:
     weight, bias = linear
-    weights = weight.detach().split(sizes)
+    each = shape_of(weight)[0] // max(1, len(weight))  # outputs that lie together in a packed weight
+    if any(size % each for size in sizes):
+        return [None]
+    rows = [size // each for size in sizes]
+    weights = weight.detach().split(rows)
     return list(zip(weights, [None] * len(sizes) if bias is None else bias.detach().split(sizes), strict=True))
 
 
@@ -276,7 +288,8 @@ def _ends(norm: nn.Module, head: Any, stack: StackArguments | None) -> tuple[Ten
     known = None if "forward" in vars(norm) else norm_of(norm)
     if stack is None or known is None or known[1:] != stack.numbers[1:3]:
         return None, None
-    return (known.weight, head.weight) if is_light_linear(head) and head.bias is None else (None, None)
+    product = weights_of(head)
+    return (None, None) if product is None or product[1] is not None else (known.weight, product[0])
 
 
 def _stack_of(layers: Sequence[LayerParts], attention: Sequence[dict[str, Any]]) -> StackArguments | None:
@@ -296,5 +309,5 @@ def _stack_of(layers: Sequence[LayerParts], attention: Sequence[dict[str, Any]])
     keys = layers[0].before[3]
     assert keys is not None
     return StackArguments(
-        weights, present, [options["window"] for options in attention], numbers, len(keys) // numbers[0]
+        weights, present, [options["window"] for options in attention], numbers, shape_of(keys)[0] // numbers[0]
     )

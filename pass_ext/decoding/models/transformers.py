@@ -58,6 +58,7 @@ from pass_ext.decoding.models.taps import Tap, check_places
 from pass_ext.decoding.models.vocabulary import logit_shards_of
 from pass_ext.decoding.models.way import ModelState, Way, keep_way, known_way, way_of
 from pass_ext.ops.lookahead import lookahead_embed
+from pass_ext.weights.layers import PackedEmbedding, shape_of_table
 
 
 class TransformersModel(Adapted):
@@ -68,7 +69,7 @@ class TransformersModel(Adapted):
         self.name = model.config.model_type
         self.generation_config = getattr(model, "generation_config", None)
         self._embedding = module = model.get_input_embeddings()
-        self.has_table = is_plain(module.weight)
+        self.has_table = not isinstance(module, PackedEmbedding) and is_plain(module.weight)
         self.table = module.weight if self.has_table else _shape_of_table(module, self.name)
         limits.check_model(model, self.name, self.table.dtype)
         text = model.config.get_text_config(decoder=True)
@@ -406,6 +407,8 @@ def _is_ours(error: Exception) -> bool:
 
 def _shape_of_table(embedding: nn.Module, name: str) -> Tensor:
     """A tensor of the weight's shape and dtype, without values, on the device of the embedding's output."""
+    if isinstance(embedding, PackedEmbedding):
+        return shape_of_table(embedding)
     weight: Tensor = embedding.weight  # type: ignore[assignment]
     device: Any = weight.device
     if weight.is_meta:

@@ -1,0 +1,149 @@
+// Packed weights times few rows (core/linear.h), at one instruction set. The 16 outputs of a block are lanes; a pair of
+// digits of a row is one word for all of them. A row has sums of its own, so no other row changes a bit.
+
+// Rows as digits, a block of rows behind the other: digits [block][pair][row], then numbers [block][4][row]: the unit,
+// unit times the sum of the digits, and that of either half.
+struct DigitRows {
+  uint32_t* digits;
+  float* numbers;
+
+  DigitRows(void* memory, int64_t rows, int64_t in)
+      : digits(static_cast<uint32_t*>(memory)), numbers(static_cast<float*>(memory) + rows * in / 2) {}
+};
+
+constexpr int kDigitPairs = kPackedInputs / 2, kDigitNumbers = 4;
+
+// One block of a row; `apart`: words and numbers of neighbouring pairs.
+template <typename T>
+void write_digits(const T* x, int apart, uint32_t* digits, float* numbers) {
+  constexpr int kVectors = kPackedInputs / Floats::width;
+  constexpr uint32_t kAll = (1u << Floats::width) - 1;
+  const Floats infinity = constant(Floats{}, __builtin_inff());
+  Floats value[kVectors], largest = zeros();
+  bool is_finite = true;
+  for (int i = 0; i < kVectors; ++i) {
+    value[i] = load(x + i * Floats::width);
+    const Floats size = maximum(value[i], zeros() - value[i]);
+    is_finite &= bits_of_mask(less(size, infinity)) == kAll;
+    largest = maximum(largest, size);
+  }
+  const float most = largest_lane(largest);
+  const bool has_digits = is_finite && most >= kLeastLargest;
+  const float unit = has_digits ? most / kLargestDigit : is_finite ? 0.0f : __builtin_nanf("");
+  const Floats inverse = constant(Floats{}, has_digits ? kLargestDigit / most : 0.0f);
+  const Floats whole = constant(Floats{}, 0x1.8p23f);  // adding it rounds to the nearest whole number, halves to even
+  uint32_t rounded[kPackedInputs];
+  for (int i = 0; i < kVectors; ++i) {
+    const Floats digit = is_finite ? (value[i] * inverse + whole) - whole : zeros();
+    store_words(rounded + i * Words::width, truncated(digit));
+  }
+  int32_t sum[2] = {};
+  for (int half = 0; half < 2; ++half)
+    for (int i = 0; i < kPackedInputs / 2; ++i) sum[half] += static_cast<int32_t>(rounded[half * kDigitPairs + i]);
+  for (int i = 0; i < kDigitPairs; ++i) digits[i * apart] = (rounded[2 * i] & 0xffffu) | rounded[2 * i + 1] << 16;
+  numbers[0] = unit;
+  numbers[apart] = unit * static_cast<float>(sum[0] + sum[1]);
+  numbers[2 * apart] = unit * static_cast<float>(sum[0]);
+  numbers[3 * apart] = unit * static_cast<float>(sum[1]);
+}
+
+// Rows [first, first + rows) of x.
+template <typename T>
+void write_digit_rows(const LinearRows<T>& problem, int64_t first, int64_t rows, void* memory) {
+  const RowBlocks blocks(rows);
+  const DigitRows to(memory, rows, problem.in);
+  const int64_t steps = problem.in / kPackedInputs;
+  for (int64_t block = 0; block < blocks.count; ++block) {
+    const int64_t begin = blocks.begin(block);
+    const int size = blocks.size(block);
+    for (int r = 0; r < size; ++r)
+      for (int64_t s = 0; s < steps; ++s)
+        write_digits(problem.x + (first + begin + r) * problem.x_row + s * kPackedInputs, size,
+                     to.digits + (begin * steps + s * size) * kDigitPairs + r,
+                     to.numbers + (begin * steps + s * size) * kDigitNumbers + r);
+  }
+}
+
+constexpr int kBlocksAhead = 2048;  // bytes of weights that are asked for before they are needed
+
+// The sums of R rows and the 16 outputs of `block`, to [R, kGroupOutputs].
+template <int R, typename Block>
+void multiply_packed_tile(const Block* block, int64_t steps, const uint32_t* digits, const float* numbers, float* to) {
+  constexpr int kVectors = kPackedOutputs / Floats::width, kWords = Block::kBits / Block::kParts;
+  constexpr int kPairs = 16 / Block::kBits;  // in a word
+  const Words mask = constant(Words{}, Block::kBits == 4 ? 0x000f000fu : 0x00ff00ffu);
+  Floats sum[kVectors][R];
+#pragma GCC unroll 2
+  for (int v = 0; v < kVectors; ++v)
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) sum[v][r] = zeros();
+  for (int64_t s = 0; s < steps; ++s, ++block, digits += kDigitPairs * R, numbers += kDigitNumbers * R) {
+    for (size_t byte = 0; byte < sizeof(Block); byte += 64)
+      __builtin_prefetch(reinterpret_cast<const char*>(block) + kBlocksAhead + byte);
+#pragma GCC unroll 2
+    for (int part = 0; part < Block::kParts; ++part) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        Words dot[R];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) dot[r] = constant(Words{}, 0);
+#pragma GCC unroll 8
+        for (int w = 0; w < kWords; ++w) {
+          const int word = part * kWords + w;
+          const Words codes = load_words(block->codes[word] + v * Words::width);
+#pragma GCC unroll 4
+          for (int pair = 0; pair < kPairs; ++pair) {
+            const Words code = (pair == 0 ? codes : shift_right_signed(codes, Block::kBits * pair)) & mask;
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r)
+              dot[r] = add_pairs(dot[r], code, constant(Words{}, digits[(word * kPairs + pair) * R + r]));
+          }
+        }
+        const Floats scale = load(block->part[part].scale + v * Floats::width);
+        const Floats offset = load(block->part[part].offset + v * Floats::width);
+        const float* const sums_of_digits = numbers + (Block::kParts == 1 ? 1 : 2 + part) * R;
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+          const Floats unit = constant(Floats{}, numbers[r]), digit_sum = constant(Floats{}, sums_of_digits[r]);
+          sum[v][r] = fused(offset, digit_sum, fused(scale * unit, float_of_signed(dot[r]), sum[v][r]));
+        }
+      }
+    }
+  }
+#pragma GCC unroll 2
+  for (int v = 0; v < kVectors; ++v)
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) store(to + r * kGroupOutputs + v * Floats::width, sum[v][r]);
+}
+
+template <typename Block, typename T>
+void multiply_packed_tiles(const LinearRows<T>& problem, int64_t rows, const DigitRows& from, float* sums,
+                           int64_t begin, int64_t end) {
+  const RowBlocks blocks(rows);
+  const int64_t steps = problem.in / kPackedInputs;
+  for (int64_t o = begin; o < end; o += kPackedOutputs) {
+    const Block* const weights = static_cast<const Block*>(problem.packed) + o / kPackedOutputs * steps;
+    for (int64_t b = 0; b < blocks.count; ++b) {
+      const int64_t row = blocks.begin(b);
+      with_rows(blocks.size(b), [&](auto count) {
+        multiply_packed_tile<decltype(count)::value>(weights, steps, from.digits + row * steps * kDigitPairs,
+                                                     from.numbers + row * steps * kDigitNumbers,
+                                                     sums + row * kGroupOutputs + o - begin);
+      });
+    }
+  }
+}
+
+// Computes the sums [rows, kGroupOutputs] of rows of digits for outputs [begin, end), whole blocks.
+template <typename T>
+void multiply_packed_group(const LinearRows<T>& problem, int64_t rows, void* memory, float* sums, int64_t begin,
+                           int64_t end) {
+  const DigitRows from(memory, rows, problem.in);
+  switch (problem.form) {
+    case PackedForm::none: return;
+    case PackedForm::four: return multiply_packed_tiles<PackedFour>(problem, rows, from, sums, begin, end);
+    case PackedForm::four_wide: return multiply_packed_tiles<PackedFourWide>(problem, rows, from, sums, begin, end);
+    case PackedForm::eight: return multiply_packed_tiles<PackedEight>(problem, rows, from, sums, begin, end);
+    case PackedForm::eight_wide: return multiply_packed_tiles<PackedEightWide>(problem, rows, from, sums, begin, end);
+  }
+}

@@ -1,0 +1,137 @@
+"""The packed form of a weight in 4 or 8 bits, which ``linear_packed`` multiplies by: ``pack_weight``, and back.
+
+    weight[o, i] = scale code[o, i] + offset,  scale and offset of output o for the 32 inputs around i, or for 16 of them
+
+A packed weight is ``[out / 16, in / 32, bytes]`` uint8: blocks of 32 inputs of 16 outputs, which lie side by side.
+csrc/core/linear.h has a block's layout. The bytes of a block tell the form.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+OUTPUTS, INPUTS = 16, 32
+"""Of a block."""
+
+_LOW, _HIGH = [0, 4, 1, 5], [2, 6, 3, 7]
+"""The inputs of each byte of a word of eight codes in 4 bits."""
+_BYTES = [0, 2, 1, 3]
+"""The input of each byte of a word of four codes in 8 bits."""
+
+
+class Form(NamedTuple):
+    """What the blocks of a packed weight have."""
+
+    bits: int
+    scales: torch.dtype
+    parts: int
+    """1: scale and offset of 32 inputs; 2: of each half of them."""
+
+    @property
+    def head(self) -> int:
+        """Bytes of scales and offsets."""
+        return self.parts * 2 * OUTPUTS * self.scales.itemsize
+
+    @property
+    def bytes(self) -> int:
+        return self.head + self.bits * INPUTS * OUTPUTS // 8
+
+
+FORMS = (
+    Form(4, torch.float16, 1),
+    Form(4, torch.float32, 1),
+    Form(8, torch.float16, 1),
+    Form(8, torch.float32, 2),
+)
+
+
+def form_of(packed: Tensor) -> Form:
+    """The form of a packed weight. ValueError if it is none."""
+    found = next((form for form in FORMS if packed.dim() == 3 and form.bytes == packed.shape[2]), None)
+    if found is None or packed.dtype != torch.uint8:
+        sizes = ", ".join(str(form.bytes) for form in FORMS)
+        raise ValueError(
+            f"a packed weight must be uint8 [out / 16, in / 32, one of {sizes}], got {packed.dtype}{list(packed.shape)}"
+        )
+    return found
+
+
+def pack_weight(codes: Tensor, scale: Tensor, offset: Tensor, *, bits: int) -> Tensor:
+    """A packed weight.
+
+    Args:
+        codes: ``[out, in]`` uint8, below 16 for 4 bits; ``in`` a multiple of 32.
+        scale, offset: of the blocks of an output: ``[out, in / 32]`` float16, for 4 bits also float32, or ``[out, in / 16]``
+            float32 for 8 bits.
+        bits: 4 or 8.
+
+    Returns:
+        ``[out / 16, in / 32, bytes]`` uint8, out rounded up; outputs behind the last are zeros.
+
+    Example:
+
+        >>> codes, scale = torch.arange(32, dtype=torch.uint8)[None] % 16, torch.ones(1, 1, dtype=torch.float16)
+        >>> packed = pass_ext.layers.pack_weight(codes, scale, -8 * scale, bits=4)
+        >>> list(packed.shape), pass_ext.layers.unpack_weight(packed, 1)[0, :4]
+        ([1, 1, 320], tensor([-8., -7., -6., -5.]))
+    """
+    outputs, width = codes.shape if codes.dim() == 2 else (0, -1)
+    if codes.dtype != torch.uint8 or width < 0 or width % INPUTS:
+        raise ValueError(
+            f"codes must be uint8 [out, in] with in a multiple of {INPUTS}, got {codes.dtype}{list(codes.shape)}"
+        )
+    blocks, groups = width // INPUTS, -(-outputs // OUTPUTS)
+    parts = next((p for p in (1, 2) if scale.shape == (outputs, blocks * p)), 0)
+    form = Form(bits, scale.dtype, parts)
+    if form not in FORMS or scale.shape != offset.shape or scale.dtype != offset.dtype:
+        raise ValueError(
+            f"scale and offset must both be [out, in / 32] float16, for 4 bits also float32, or [out, in / 16] float32 for 8 "
+            f"bits, and bits 4 or 8; got {scale.dtype}{list(scale.shape)}, {offset.dtype}{list(offset.shape)}, {bits}"
+        )
+    if bits == 4 and codes.numel() and int(codes.max()) > 15:
+        raise ValueError(f"codes of 4 bits must be below 16, got {int(codes.max())}")
+    packed = codes.new_zeros(groups, blocks, form.bytes)
+    heads, words = _views(packed, form)
+    missing = groups * OUTPUTS - outputs
+    for place, numbers in enumerate((scale, offset)):
+        numbers = torch.nn.functional.pad(numbers, (0, 0, 0, missing))
+        heads[:, :, :, place] = numbers.reshape(groups, OUTPUTS, blocks, parts).permute(0, 2, 3, 1)
+    each = torch.nn.functional.pad(codes, (0, 0, 0, missing)).reshape(groups, OUTPUTS, blocks, words.shape[2], 8 * 4 // bits)
+    each = each.permute(0, 2, 3, 1, 4)
+    if bits == 8:
+        words.copy_(each[..., _BYTES])
+    else:
+        torch.bitwise_or(each[..., _LOW], each[..., _HIGH] << 4, out=words)
+    return packed
+
+
+def unpack_weight(packed: Tensor, outputs: int) -> Tensor:
+    """The numbers ``[outputs, in]`` of a packed weight, float32."""
+    return unpack_rows(packed, torch.arange(outputs, device=packed.device))
+
+
+def unpack_rows(packed: Tensor, rows: Tensor) -> Tensor:
+    """The numbers ``[n, in]`` float32 of these outputs ``[n]``."""
+    form = form_of(packed)
+    heads, words = _views(packed, form)
+    group, lane = rows // OUTPUTS, rows % OUTPUTS
+    codes = words[group, :, :, lane]
+    if form.bits == 8:
+        inputs = torch.empty_like(codes)
+        inputs[..., _BYTES] = codes
+    else:
+        inputs = codes.new_empty(*codes.shape[:-1], 8)
+        inputs[..., _LOW], inputs[..., _HIGH] = codes & 15, codes >> 4
+    numbers = heads[group, :, :, :, lane].float()  # [n, blocks, parts, 2]
+    inputs = inputs.view(len(rows), packed.shape[1], form.parts, -1)
+    return (inputs * numbers[..., 0, None] + numbers[..., 1, None]).view(len(rows), -1)
+
+
+def _views(packed: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """Scales and offsets [groups, blocks, parts, 2, 16], and codes as the bytes of words [groups, blocks, words, 16, 4]."""
+    groups, blocks = packed.shape[:2]
+    heads = packed[..., : form.head].view(form.scales).view(groups, blocks, form.parts, 2, OUTPUTS)
+    return heads, packed[..., form.head :].view(groups, blocks, form.bits, OUTPUTS, 4)

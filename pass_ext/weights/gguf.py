@@ -1,0 +1,178 @@
+"""``packed_model``: a transformers model whose weights are a GGUF file's own numbers.
+
+    tensor of the file -> rows in transformers' order -> packed, in place of the linear layer or the table of embeddings
+
+Each tensor goes from the mapped file to its packed form, one after the other, so that memory peaks near the file's size. What
+has no packed form (norms, formats that are not read, layers of other classes) becomes dense, as transformers makes it.
+transformers' own tables give the config, the names and the order of rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pass_ext.weights.form import form_of
+from pass_ext.weights.formats import FORMATS, pack_gguf
+from pass_ext.weights.layers import PackedEmbedding, PackedLinear
+
+
+def packed_model(file: Path, dtype: torch.dtype) -> Any:
+    """The model, frozen and in eval mode. dtype: of all that is not packed. ValueError for a file that cannot be read."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    reader = _reader_of(file)
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    with _without_init():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    names, processor = _tables_of(model, file)
+    table, filled = model.get_input_embeddings(), set[str]()
+    whole: dict[str, Any] = {"tensors": {}}  # tensors that the processor makes of several of the file
+    for tensor in reader.tensors:
+        name = names.get(tensor.name)
+        module = None if name is None else _holder(model, name)
+        packed = None
+        if type(module) is nn.Linear or (module is table and type(module) is nn.Embedding):
+            packed = _packed(tensor, processor, module)
+        if packed is not None:
+            layer = _layer_of(module, packed, dtype)
+            model.set_submodule(name.removesuffix(".weight"), layer)
+            filled.add(name)
+            continue
+        made = processor.process(
+            weights=_dense(tensor), name=tensor.name, tensor_key_mapping=names, parsed_parameters=whole
+        )
+        if made.name in names:
+            filled.add(_fill(model, names[made.name], made.weights))
+    filled.update(_fill(model, name, weights) for name, weights in whole["tensors"].items())
+    _tie(model)
+    missing = [name for name, _ in model.named_parameters() if name not in filled]
+    if missing:
+        raise ValueError(f"{file.name} has no tensors for {', '.join(missing[:5])}{', …' * (len(missing) > 5)}")
+    model.save_pretrained = _refuse_to_save
+    return model.eval().requires_grad_(False)
+
+
+def formats_of(model: nn.Module) -> dict[str, int]:
+    """The bytes of a model's weights by what they are: "4 bits", "8 bits", or a dtype."""
+    found: Counter[str] = Counter()
+    holders = {parameter: module for module in model.modules() for parameter in module._parameters.values()}
+    for parameter, module in holders.items():
+        if parameter is not None:
+            is_packed = isinstance(module, (PackedLinear, PackedEmbedding)) and parameter is module.weight
+            kind = f"{form_of(parameter).bits} bits" if is_packed else str(parameter.dtype).removeprefix("torch.")
+            found[kind] += parameter.nbytes
+    return dict(found)
+
+
+def _refuse_to_save(*arguments: Any, **options: Any) -> NoReturn:
+    raise ValueError(
+        "a model whose weights are those of a GGUF file is saved as that file: keep it, or load the model with weights='dense'"
+    )
+
+
+# ---- the file ----
+
+
+def _reader_of(file: Path) -> Any:
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(file)
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise ValueError(f"{file} is no GGUF file, or damaged, or was cut off: {error}") from error
+
+
+def _tables_of(model: Any, file: Path) -> tuple[Mapping[str, str], Any]:
+    """transformers' names of the file's tensors, and what puts a tensor's numbers in its order."""
+    from transformers import modeling_gguf_pytorch_utils as theirs
+
+    config = theirs.load_gguf_checkpoint(str(file))["config"]
+    kinds: dict[str, Any] = theirs.TENSOR_PROCESSORS
+    processor = kinds.get(config.get("model_type", ""), theirs.TensorProcessor)(config=config)
+    return theirs.get_gguf_hf_weights_map(model, processor), processor
+
+
+def _packed(tensor: Any, processor: Any, module: Any) -> Tensor | None:
+    """A tensor of the file, packed; None if it has a format, a shape or an order that has no packed form."""
+    kind, shape = tensor.tensor_type.name, [int(size) for size in reversed(tensor.shape)]
+    if kind not in FORMATS or shape != list(module.weight.shape) or shape[1] % 32:
+        return None
+    order = np.arange(shape[0])[:, None]
+    try:
+        made = processor.process(weights=order, name=tensor.name, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
+    except (ValueError, TypeError, KeyError, IndexError):  # it needs more than rows
+        return None
+    if made.name != tensor.name or made.weights.shape != order.shape or set(made.weights.flat) != set(order.flat):
+        return None
+    try:
+        return pack_gguf(kind, torch.from_numpy(tensor.data[made.weights[:, 0]]))
+    except ValueError as error:
+        raise ValueError(f"tensor {tensor.name}: {error}") from error
+
+
+def _dense(tensor: Any) -> Any:
+    from gguf import dequantize
+
+    try:
+        return dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError as error:
+        raise ValueError(f"tensor {tensor.name} is {tensor.tensor_type.name}, which is not read: {error}") from error
+
+
+# ---- the model ----
+
+
+def _without_init() -> AbstractContextManager[Any]:
+    """Inside, modules get memory that nobody writes to, which takes none until then."""
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # transformers 4
+        from transformers.modeling_utils import no_init_weights
+    context: AbstractContextManager[Any] = no_init_weights()
+    return context
+
+
+def _holder(model: nn.Module, name: str) -> nn.Module | None:
+    """The module whose weight is called so; None: there is none."""
+    place, _, kind = name.rpartition(".")
+    try:
+        return model.get_submodule(place) if kind == "weight" else None
+    except AttributeError:
+        return None
+
+
+def _layer_of(module: Any, packed: Tensor, dtype: torch.dtype) -> nn.Module:
+    if isinstance(module, nn.Linear):
+        return PackedLinear(packed, module.out_features, module.bias)
+    return PackedEmbedding(packed, module.num_embeddings, dtype)
+
+
+def _fill(model: nn.Module, name: str, weights: Any) -> str:
+    """Writes the numbers into the parameter or buffer of this name, which it returns."""
+    place, _, own = name.rpartition(".")
+    target = getattr(model.get_submodule(place), own)
+    numbers = torch.from_numpy(np.ascontiguousarray(weights)) if isinstance(weights, np.ndarray) else weights
+    if target.shape != numbers.shape:
+        raise ValueError(f"{name} must be {list(target.shape)}, and the file has {list(numbers.shape)}")
+    with torch.no_grad():
+        target.copy_(numbers)
+    return name
+
+
+def _tie(model: Any) -> None:
+    """Gives the output layer the weight of the table of embeddings, where the config says so."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not model.config.get_text_config(decoder=True).tie_word_embeddings:
+        return
+    if isinstance(table, PackedEmbedding):
+        model.set_output_embeddings(PackedLinear(table.weight, table.num_embeddings, head.bias))
+    else:
+        head.weight = table.weight
