@@ -36,7 +36,7 @@ def measure(file: Path) -> Counts:
 
 
 def _measure(file: Path) -> Counts:
-    model, tokenizer = load_checkpoint(file, torch.bfloat16)
+    model, tokenizer = load_checkpoint(file, torch.bfloat16, weights="dense")
     exit_draft = pass_ext.EarlyExitDraft(model, adapter="smollm2-135m-instruct")
     methods: dict[str, Any] = {
         name: pass_ext.PaSS(name, rows=8) for name in ("smollm2-135m-instruct-slots", "smollm2-135m-instruct")

@@ -11,11 +11,12 @@ import torch
 
 import pass_ext
 from pass_ext import bench, demo, training
-from pass_ext.checkpoint import demo_model, safetensors_folder
+from pass_ext.checkpoint import demo_model, load_checkpoint, safetensors_folder
 from pass_ext.decoding.drafting.heads.load import about_drafter
 from pass_ext.training.decision import command as decision_command
 from pass_ext.training.draft import command as draft_command
 from pass_ext.training.lookahead import command as lookahead_command
+from pass_ext.weights.gguf import formats_of
 
 
 def info() -> str:
@@ -49,6 +50,8 @@ def _version(package: str) -> str:
 
 
 def _model_of(folder: str) -> Any:
+    if folder.endswith(".gguf"):
+        return load_checkpoint(folder, torch.bfloat16)[0]
     found = safetensors_folder(folder, torch.float32)
     from transformers import AutoModelForCausalLM  # which takes seconds: a path to nothing is named before
 
@@ -56,10 +59,12 @@ def _model_of(folder: str) -> Any:
 
 
 def how_run(folder: str) -> str:
-    """How ``generate`` runs a model, from a folder, a GGUF file or a hub's name: in two steps of a text."""
+    """How ``generate`` runs a model, from a folder, a GGUF file or a hub's name: in two steps of a text; and what its weights
+    are."""
     model = _model_of(folder)
     stats = pass_ext.generate(model, torch.tensor([[1, 2, 3, 4]]), max_new_tokens=2, eos_token_id=[]).stats
-    return f"{model.config.model_type}: {stats.way}"
+    weights = ", ".join(f"{size / 1e6:,.1f} MB in {kind}" for kind, size in formats_of(model).items())
+    return f"{model.config.model_type}: {stats.way}\nweights: {weights}"
 
 
 def about_head(drafter: str, folder: str | None) -> str:

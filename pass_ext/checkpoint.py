@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from pass_ext.huge_pages import to_huge_pages
-from pass_ext.weights.gguf import packed_model
+from pass_ext.weights.gguf import packed_model, read_once
 
 MAX_CACHED_BYTES = 2 << 30
 _log = logging.getLogger("pass_ext")
@@ -66,8 +66,12 @@ def load_checkpoint(
     if model_args:
         return _load(safetensors_folder(file, dtype), dtype, **model_args)
     if weights == "stored":
-        model = packed_model(file, dtype)
-        return to_huge_pages(model), AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        with read_once():
+            model, tokenizer = (
+                packed_model(file, dtype),
+                AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name),
+            )
+        return to_huge_pages(model), tokenizer
     cached = _cache_entry(file, dtype)
     if cached.exists() and (loaded := _load_cached(cached, dtype)) is not None:
         return loaded

@@ -345,7 +345,7 @@ def load(options: argparse.Namespace) -> tuple[Any, Any, Any, Drafts]:
             path = demo_model()
         except FileNotFoundError as error:
             raise SystemExit(str(error)) from error
-    model, tokenizer = load_checkpoint(path, DTYPES[options.dtype])
+    model, tokenizer = load_checkpoint(path, DTYPES[options.dtype], weights="dense")
     model = model.to(options.device)
     name = options.lookahead
     embedding = pass_ext.LookaheadEmbedding

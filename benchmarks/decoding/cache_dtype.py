@@ -36,7 +36,7 @@ LENGTHS, STEPS, ROUNDS = (128, 1024), 32, 5
 
 def measure() -> list[dict[str, Any]]:
     """A row for each dtype of the cache."""
-    model, tokenizer = load_checkpoint(demo_model(), torch.bfloat16)
+    model, tokenizer = load_checkpoint(demo_model(), torch.bfloat16, weights="dense")
     prompts = [torch.tensor([each.ids]) for name in DOMAINS for each in read_prompts(name, tokenizer, PROMPTS)]
     methods: dict[str, Any] = {
         "Plain": pass_ext.Plain(),
@@ -68,7 +68,7 @@ def measure() -> list[dict[str, Any]]:
 
 def measure_steps() -> list[dict[str, Any]]:
     """A row for each dtype of the cache and length of the text before."""
-    model, tokenizer = load_checkpoint(demo_model(), torch.bfloat16)
+    model, tokenizer = load_checkpoint(demo_model(), torch.bfloat16, weights="dense")
     prose = itertools.chain.from_iterable(each.ids for each in read_prompts("prose", tokenizer, 64))
     whole = torch.tensor([list(itertools.islice(itertools.cycle(tuple(prose)), max(LENGTHS)))])
     methods: dict[str, Any] = {"Plain": pass_ext.Plain(), "PaSS": pass_ext.PaSS("smollm2-135m-instruct", rows=8)}

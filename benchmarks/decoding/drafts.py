@@ -92,7 +92,7 @@ def _draft(name: str, options: argparse.Namespace, model: Any, tokenizer: Any) -
     from pass_ext.checkpoint import load_checkpoint
     from pass_ext.decoding.models.vocabulary import check_tokenizers
 
-    draft, draft_tokenizer = load_checkpoint(name, DTYPES[options.dtype])
+    draft, draft_tokenizer = load_checkpoint(name, DTYPES[options.dtype], weights="dense")
     check_tokenizers(tokenizer, draft_tokenizer)
     draft = draft.to(options.device)
     return lambda target: draft

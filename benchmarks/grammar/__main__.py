@@ -61,7 +61,7 @@ def grammars(tokenizer: Any, vocabulary: int) -> dict[str, dict[str, Grammar]]:
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Writes every text and returns the result."""
     dtype = getattr(torch, options.dtype)
-    model, tokenizer = load_checkpoint(options.model, dtype)
+    model, tokenizer = load_checkpoint(options.model, dtype, weights="dense")
     slots = LookaheadEmbedding.from_pretrained(SLOTS)
     methods = {
         page.PLAIN: Plain(),

@@ -32,7 +32,7 @@ WIDTH = 25  # steps of the running mean
 
 def measure(model_file: str, run: Path) -> dict[str, Any]:
     """Tokens per call, prompts' calls included, by kind of prompt, temperature and method."""
-    model, _ = load_checkpoint(model_file, torch.bfloat16)
+    model, _ = load_checkpoint(model_file, torch.bfloat16, weights="dense")
     embed = model.get_input_embeddings()
     trained = pass_ext.LookaheadEmbedding.load(run / "lookahead.safetensors", table=embed.weight)
     torch.manual_seed(0)

@@ -39,7 +39,7 @@ def measure() -> dict[str, Any]:
         "versions": machine.describe_versions(),
     }
     path = demo_model()
-    model, tokenizer = load_checkpoint(path, torch.bfloat16)
+    model, tokenizer = load_checkpoint(path, torch.bfloat16, weights="dense")
     prompts = in_turn([read_prompts(domain, tokenizer, PROMPTS) for domain in DOMAINS])[:PROMPTS]
     result |= {"model": path.name, "prompts": len(prompts), "tokens": TOKENS, "temperature": TEMPERATURE}
 

@@ -61,7 +61,7 @@ def interleaved(prompts: Sequence[Sequence[Any]]) -> list[Any]:
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Starts the servers, measures in turn, and returns the result."""
-    _, tokenizer = load_checkpoint(options.model, torch.bfloat16)
+    _, tokenizer = load_checkpoint(options.model, torch.bfloat16, weights="dense")
     model = safetensors_folder(options.model, torch.bfloat16)
     most = max(CONCURRENCIES.values())
     prompts = interleaved([read_prompts(domain, tokenizer, most) for domain in DOMAINS])[:most]

@@ -117,7 +117,7 @@ def _kinds() -> dict[str, dict[str, int]]:
 
 def _texts() -> dict[str, dict[str, int]]:
     path = demo_model()
-    model, tokenizer = load_checkpoint(path, torch.bfloat16)
+    model, tokenizer = load_checkpoint(path, torch.bfloat16, weights="dense")
     prompts = [prompt for domain in ("prose", "chat") for prompt in read_prompts(domain, tokenizer, PROMPTS)]
     file = "smollm2-135m-instruct"
     methods: dict[str, Any] = {

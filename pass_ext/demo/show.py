@@ -31,7 +31,7 @@ EXACT_ROWS = 16  # rows of a PaSS step in fp32, because a plan by times may have
 def load_model(path: str) -> tuple[Any, Any]:
     """The model in bfloat16 and its tokenizer."""
     try:
-        return load_checkpoint(path, torch.bfloat16)
+        return load_checkpoint(path, torch.bfloat16, weights="dense")
     except FileNotFoundError as error:
         raise SystemExit(str(error)) from error
     except (OSError, ValueError) as error:

@@ -29,6 +29,7 @@ from pass_ext.modules.files import (
     trained_file,
 )
 from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters, read_peft_folder
+from pass_ext.ops.linear import linear_packed, shape_of
 from pass_ext.ops.lookahead import lookahead_embed
 
 _FORMAT = "pass_ext.lookahead.1"
@@ -233,10 +234,19 @@ class LookaheadEmbedding(nn.Module):
         return embedding
 
     def transition_tables(self, table: Tensor) -> tuple[Tensor, Tensor]:
-        """``table @ left`` and ``table @ right``, fp32 ``[V, r]`` each: the score of c after p is ``left[p] · right[c]``."""
-        _check_table(table)
+        """``table @ left`` and ``table @ right``, fp32 ``[V, r]`` each: the score of c after p is ``left[p] · right[c]``.
+
+        table: ``[V, d]``, or packed (``pack_weight``), then with rows up to a multiple of 16.
+        """
+        is_packed = table.dtype is torch.uint8
+        if not is_packed:
+            _check_table(table)
         if self.transition_left is None or self.transition_right is None:
             raise ValueError("these look-ahead embeddings have no transition score (their rank is 0)")
+        if is_packed:
+            sides = (side.t().float().contiguous() for side in (self.transition_left, self.transition_right))
+            left, right = (linear_packed(side, table, outputs=shape_of(table)[0]).t().contiguous() for side in sides)
+            return left, right
         wide = table.to(torch.float32)
         return wide @ self.transition_left.to(wide), wide @ self.transition_right.to(wide)
 

@@ -96,8 +96,8 @@ def layer_before_attention(
 
     Args:
         x: ``[N, d]`` bfloat16, float16 or float32.
-        q_weight, k_weight, v_weight: ``[heads * head_dim, d]`` in x's dtype, or on the CPU packed (``pack_weight``) as all weights; rows may be strided, so parts of a joined weight
-            will do.
+        q_weight, k_weight, v_weight: ``[heads * head_dim, d]`` in x's dtype; rows may be strided, so parts of a joined weight
+            will do. On the CPU each may be packed (``pack_weight``).
         head_dim: D, numbers of a head.
         q_bias, k_bias, v_bias: ``[heads * head_dim]``.
         input_norm: ``[d]``, the weight of a norm in front; None: none.

@@ -1,4 +1,4 @@
-"""``linear_rows``: a linear layer for the few rows of a decoding step. ``linear_packed``: the same with a weight in 4 or 8 bits.
+"""``linear_rows``: a linear layer for the few rows of a decoding step. ``linear_packed``: with a weight in 4 or 8 bits.
 
 out[r] = weight @ x[r] + bias. Kernels: csrc/cpu/linear.cpp, csrc/cuda/linear.cuh.
 """

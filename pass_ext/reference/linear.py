@@ -12,8 +12,13 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return (out if bias is None else out + bias.to(exact)).to(x.dtype)
 
 
-_FORMS = {320: (4, torch.float16, 1), 384: (4, torch.float32, 1), 576: (8, torch.float16, 1), 768: (8, torch.float32, 2)}
-"""Bytes of a block of 32 inputs and 16 outputs -> bits of a code, dtype of scales and offsets, how many of them an output has."""
+_FORMS = {
+    320: (4, torch.float16, 1),
+    384: (4, torch.float32, 1),
+    576: (8, torch.float16, 1),
+    768: (8, torch.float32, 2),
+}
+"""Bytes of a block of 32 inputs and 16 outputs -> bits of a code; dtype of scales and offsets, and how many an output has."""
 
 
 def linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, outputs: int) -> Tensor:
@@ -22,10 +27,14 @@ def linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, outp
     bits, scales, parts = _FORMS[size]
     head = parts * 2 * 16 * scales.itemsize
     numbers = weight[..., :head].view(scales).view(groups, blocks, parts, 2, 16).double()
-    words = weight[..., head:].reshape(groups, blocks, bits, 16, 4).long() << torch.arange(0, 32, 8, device=weight.device)
+    words = weight[..., head:].reshape(groups, blocks, bits, 16, 4).long() << torch.arange(
+        0, 32, 8, device=weight.device
+    )
     words = words.sum(-1)  # [groups, blocks, words, 16]
     shifts = [bits * (i // 2) + 16 * (i % 2) for i in range(32 // bits)]  # of each code: even ones in the lower half
-    codes = torch.stack([words >> shift & ((1 << bits) - 1) for shift in shifts], dim=3).view(groups, blocks, parts, -1, 16)
+    codes = torch.stack([words >> shift & ((1 << bits) - 1) for shift in shifts], dim=3).view(
+        groups, blocks, parts, -1, 16
+    )
     dense = codes * numbers[:, :, :, None, 0] + numbers[:, :, :, None, 1]  # [groups, blocks, parts, inputs, 16]
     dense = dense.permute(0, 4, 1, 2, 3).reshape(groups * 16, blocks * 32)[:outputs]
     out = x.double() @ dense.T

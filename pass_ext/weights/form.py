@@ -99,13 +99,30 @@ def pack_weight(codes: Tensor, scale: Tensor, offset: Tensor, *, bits: int) -> T
     for place, numbers in enumerate((scale, offset)):
         numbers = torch.nn.functional.pad(numbers, (0, 0, 0, missing))
         heads[:, :, :, place] = numbers.reshape(groups, OUTPUTS, blocks, parts).permute(0, 2, 3, 1)
-    each = torch.nn.functional.pad(codes, (0, 0, 0, missing)).reshape(groups, OUTPUTS, blocks, words.shape[2], 8 * 4 // bits)
-    each = each.permute(0, 2, 3, 1, 4)
-    if bits == 8:
-        words.copy_(each[..., _BYTES])
-    else:
-        torch.bitwise_or(each[..., _LOW], each[..., _HIGH] << 4, out=words)
+    codes = torch.nn.functional.pad(codes, (0, 0, 0, missing)).contiguous()
+    each = _words_of_fours(codes) if bits == 4 else _words_of_eights(codes)
+    words.copy_(each.view(groups, OUTPUTS, blocks, bits).permute(0, 2, 3, 1))
     return packed
+
+
+def _words_of_fours(codes: Tensor) -> Tensor:
+    """A word of each eight codes: their lower halves' bits are those of the even ones."""
+    eight = codes.view(torch.int64)
+    halves = []
+    for each in (eight & 0x000F000F000F000F, (eight >> 8).bitwise_and_(0x000F000F000F000F)):
+        each |= each >> 12
+        each &= 0x000000FF000000FF
+        each |= each >> 24
+        halves.append(each.bitwise_and_(0xFFFF))
+    return (halves[0] | halves[1] << 16).to(torch.int32)
+
+
+def _words_of_eights(codes: Tensor) -> Tensor:
+    """A word of each four codes, whose second and third change places."""
+    four = codes.view(torch.int32)
+    return (
+        (four & -0xFFFF01).bitwise_or_((four >> 8).bitwise_and_(0xFF00)).bitwise_or_((four << 8).bitwise_and_(0xFF0000))
+    )
 
 
 def unpack_weight(packed: Tensor, outputs: int) -> Tensor:
@@ -118,7 +135,7 @@ def unpack_rows(packed: Tensor, rows: Tensor) -> Tensor:
     form = form_of(packed)
     heads, words = _views(packed, form)
     group, lane = rows // OUTPUTS, rows % OUTPUTS
-    codes = words[group, :, :, lane]
+    codes = words.view(torch.uint8).unflatten(-1, (OUTPUTS, 4))[group, :, :, lane]
     if form.bits == 8:
         inputs = torch.empty_like(codes)
         inputs[..., _BYTES] = codes
@@ -130,8 +147,17 @@ def unpack_rows(packed: Tensor, rows: Tensor) -> Tensor:
     return (inputs * numbers[..., 0, None] + numbers[..., 1, None]).view(len(rows), -1)
 
 
+def packed_rows(packed: Tensor, rows: Tensor) -> Tensor:
+    """A packed weight of these outputs ``[n]``, in their order."""
+    form, places = form_of(packed), torch.arange(len(rows), device=packed.device)
+    result = packed.new_zeros(-(-len(rows) // OUTPUTS), *packed.shape[1:])
+    for old, new in zip(_views(packed, form), _views(result, form), strict=True):
+        new.movedim(-1, 1)[places // OUTPUTS, places % OUTPUTS] = old.movedim(-1, 1)[rows // OUTPUTS, rows % OUTPUTS]
+    return result
+
+
 def _views(packed: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    """Scales and offsets [groups, blocks, parts, 2, 16], and codes as the bytes of words [groups, blocks, words, 16, 4]."""
+    """Scales and offsets [groups, blocks, parts, 2, 16], and codes as words [groups, blocks, words, 16]."""
     groups, blocks = packed.shape[:2]
     heads = packed[..., : form.head].view(form.scales).view(groups, blocks, form.parts, 2, OUTPUTS)
-    return heads, packed[..., form.head :].view(groups, blocks, form.bits, OUTPUTS, 4)
+    return heads, packed[..., form.head :].view(torch.int32).view(groups, blocks, form.bits, OUTPUTS)

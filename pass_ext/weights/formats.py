@@ -50,7 +50,10 @@ def _halves(blocks: Tensor, start: int, stop: int) -> Tensor:
 
 def _nibbles(stored: Tensor) -> Tensor:
     """The lower four bits of all bytes, and then the upper four."""
-    return torch.cat([stored & 15, stored >> 4], dim=-1)
+    codes = stored.new_empty(*stored.shape[:-1], 2, stored.shape[-1])
+    torch.bitwise_and(stored, 15, out=codes[..., 0, :])
+    torch.bitwise_right_shift(stored, 4, out=codes[..., 1, :])
+    return codes.flatten(-2)
 
 
 def _fifth_bits(stored: Tensor) -> Tensor:

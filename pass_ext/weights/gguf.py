@@ -10,8 +10,11 @@ transformers' own tables give the config, the names and the order of rows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,12 +35,12 @@ def packed_model(file: Path, dtype: torch.dtype) -> Any:
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     with _without_init():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    names, processor = _tables_of(model, file)
+    names, processor = _tables_of(model, reader)
     table, filled = model.get_input_embeddings(), set[str]()
     whole: dict[str, Any] = {"tensors": {}}  # tensors that the processor makes of several of the file
     for tensor in reader.tensors:
-        name = names.get(tensor.name)
-        module = None if name is None else _holder(model, name)
+        name = names.get(tensor.name, "")
+        module = _holder(model, name)
         packed = None
         if type(module) is nn.Linear or (module is table and type(module) is nn.Embedding):
             packed = _packed(tensor, processor, module)
@@ -85,19 +88,31 @@ def _reader_of(file: Path) -> Any:
     from gguf import GGUFReader
 
     try:
-        return GGUFReader(file)
+        return GGUFReader(str(file))
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise ValueError(f"{file} is no GGUF file, or damaged, or was cut off: {error}") from error
 
 
-def _tables_of(model: Any, file: Path) -> tuple[Mapping[str, str], Any]:
+def _tables_of(model: Any, reader: Any) -> tuple[Mapping[str, str], Any]:
     """transformers' names of the file's tensors, and what puts a tensor's numbers in its order."""
     from transformers import modeling_gguf_pytorch_utils as theirs
 
-    config = theirs.load_gguf_checkpoint(str(file))["config"]
+    architecture = theirs.read_field(reader, "general.architecture")[0]
     kinds: dict[str, Any] = theirs.TENSOR_PROCESSORS
-    processor = kinds.get(config.get("model_type", ""), theirs.TensorProcessor)(config=config)
+    processor = kinds.get(architecture, theirs.TensorProcessor)(config=model.config.to_dict())
     return theirs.get_gguf_hf_weights_map(model, processor), processor
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Inside, transformers reads a GGUF file once, and a table of names: else each of its calls would do so anew."""
+    gguf: Any = import_module("gguf")
+    former = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader, gguf.get_tensor_name_map = cache(former[0]), cache(former[1])
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = former
 
 
 def _packed(tensor: Any, processor: Any, module: Any) -> Tensor | None:
@@ -107,7 +122,9 @@ def _packed(tensor: Any, processor: Any, module: Any) -> Tensor | None:
         return None
     order = np.arange(shape[0])[:, None]
     try:
-        made = processor.process(weights=order, name=tensor.name, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
+        made = processor.process(
+            weights=order, name=tensor.name, tensor_key_mapping={}, parsed_parameters={"tensors": {}}
+        )
     except (ValueError, TypeError, KeyError, IndexError):  # it needs more than rows
         return None
     if made.name != tensor.name or made.weights.shape != order.shape or set(made.weights.flat) != set(order.flat):
@@ -132,11 +149,9 @@ def _dense(tensor: Any) -> Any:
 
 def _without_init() -> AbstractContextManager[Any]:
     """Inside, modules get memory that nobody writes to, which takes none until then."""
-    try:
-        from transformers.initialization import no_init_weights
-    except ImportError:  # transformers 4
-        from transformers.modeling_utils import no_init_weights
-    context: AbstractContextManager[Any] = no_init_weights()
+    is_new = find_spec("transformers.initialization") is not None  # transformers 5
+    there = import_module("transformers.initialization" if is_new else "transformers.modeling_utils")
+    context: AbstractContextManager[Any] = there.no_init_weights()
     return context
 
 
@@ -159,7 +174,7 @@ def _fill(model: nn.Module, name: str, weights: Any) -> str:
     """Writes the numbers into the parameter or buffer of this name, which it returns."""
     place, _, own = name.rpartition(".")
     target = getattr(model.get_submodule(place), own)
-    numbers = torch.from_numpy(np.ascontiguousarray(weights)) if isinstance(weights, np.ndarray) else weights
+    numbers = torch.from_numpy(np.array(weights)) if isinstance(weights, np.ndarray) else weights
     if target.shape != numbers.shape:
         raise ValueError(f"{name} must be {list(target.shape)}, and the file has {list(numbers.shape)}")
     with torch.no_grad():

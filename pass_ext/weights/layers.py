@@ -70,8 +70,11 @@ class PackedEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
-def shape_of_table(embedding: PackedEmbedding) -> Tensor:
-    """A tensor of the table's shape and dtype, without values."""
+def table_of(embedding: Any) -> Tensor:
+    """The table ``[V, d]`` of a module of embeddings; of a packed one its shape and dtype, without values."""
+    if not isinstance(embedding, PackedEmbedding):
+        table: Tensor = embedding.weight
+        return table
     like: Any = embedding.like
     return like.new_empty(1, 1).expand(embedding.num_embeddings, embedding.embedding_dim)
 

@@ -1,5 +1,5 @@
-"""linear_rows on every backend: values against float64, bits of a row that do not depend on other rows, and
-memory that must not be read. Also `computes_by_ops`, which gives the op to a model's layers.
+"""linear_rows and linear_packed on every backend: values against float64, bits of a row that do not depend on other rows, and
+memory that must not be read. Also `computes_by_ops`, which gives linear_rows to a model's layers.
 """
 
 import sys
@@ -7,11 +7,12 @@ import sys
 import pytest
 import torch
 from support.each import each
+from support.samples import packed_weight
 from torch import nn
 from torch.nn import functional
 
 import pass_ext
-from pass_ext import reference
+from pass_ext import _library, reference
 from pass_ext.decoding.models import module_ops
 from pass_ext.decoding.models.module_ops import are_few, computes_by_ops, most_few_rows
 from pass_ext.testing import assert_error_within, assert_same_bits, cpu_backends
@@ -204,6 +205,163 @@ REFUSALS = [
 def test_bad_input_is_refused_in_words(arguments, message):
     with pytest.raises(RuntimeError, match="pass_ext::linear_rows: " + message):
         pass_ext.layers.linear_rows(*arguments)
+
+
+# ---- packed weights ----
+
+SIZES = (320, 384, 576, 768)
+
+
+@pytest.fixture
+def cpu_only(backend):
+    if not backend.name.startswith("cpu"):
+        pytest.skip(_library.CPU_ONLY["linear_packed"])
+
+
+def packed_case(rows, width, outputs, size, dtype=torch.float32):
+    torch.manual_seed(rows * 7919 + width * 31 + outputs + size)
+    x = torch.randn(rows, width, dtype=torch.float64).to(dtype)
+    return x, packed_weight("cpu", outputs, width, size), torch.randn(outputs).to(dtype)
+
+
+@pytest.mark.usefixtures("cpu_only")
+@pytest.mark.parametrize("size", SIZES)
+@each("width", [32, 64, 1440])
+@each("outputs", [1, 15, 16, 83])
+def test_packed_products_are_within_the_stated_error(backend, size, width, outputs):
+    """Half a unit for each number of x times its weight, and fp32's rounding of a few sums."""
+    x, weight, bias = packed_case(11, width, outputs, size)
+    exact = reference.linear_packed(x.double(), weight, bias.double(), outputs=outputs)
+    got = pass_ext.layers.linear_packed(x, weight, bias, outputs=outputs)
+    dense = pass_ext.layers.unpack_weight(weight, outputs).double()
+    largest = x.double().abs().view(11, -1, 32).amax(-1).repeat_interleave(32, -1)
+    bound = largest @ dense.abs().T / 65534
+    sums = largest @ (dense.abs() + 300 * 0.125).T * 2**-22  # codes times scales are larger than the weights they make
+    assert bool(((got.double() - exact).abs() <= bound + sums + 1e-6).all())
+    rounded = functional.linear(x.double(), dense.bfloat16().double(), bias.double())
+    if outputs > 1:  # enough numbers to compare two sums of errors
+        assert (got.double() - exact).norm() < 0.1 * (rounded - exact).norm(), "a tenth of weights in bfloat16"
+
+
+def packed_bits():
+    """The products of many cases, as the best instruction set gives them."""
+    return {
+        (size, dtype, rows): pass_ext.layers.linear_packed(*packed_case(rows, 352, 83, size, dtype), outputs=83)
+        for size in SIZES
+        for dtype in FLOATS
+        for rows in (1, 9, 40)
+    }
+
+
+@pytest.fixture(scope="module")
+def bits_of_portable():
+    _library.limit_cpu_isa("portable")
+    try:
+        return packed_bits()
+    finally:
+        _library.limit_cpu_isa("")
+
+
+@pytest.mark.usefixtures("cpu_only")
+def test_packed_products_have_the_same_bits_on_every_instruction_set(backend, bits_of_portable):
+    for case, got in packed_bits().items():
+        assert_same_bits(got, bits_of_portable[case])
+
+
+@pytest.mark.usefixtures("cpu_only")
+@pytest.mark.parametrize("size", SIZES)
+def test_a_row_of_a_packed_product_has_the_bits_that_it_has_alone(backend, size):
+    """In calls of any number of rows, more than stay ready at once, by any number of threads."""
+    x, weight, bias = packed_case(600, 1600, 70, size, torch.bfloat16)
+    whole = pass_ext.layers.linear_packed(x, weight, bias, outputs=70)
+    for first, rows in ((0, 1), (3, 2), (10, 5), (590, 10), (100, 17), (0, 33)):
+        got = pass_ext.layers.linear_packed(x[first : first + rows], weight, bias, outputs=70)
+        assert_same_bits(got, whole[first : first + rows])
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert_same_bits(pass_ext.layers.linear_packed(x[:40], weight, bias, outputs=70), whole[:40])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("cpu_only")
+def test_a_packed_weight_is_the_numbers_that_it_was_made_of(backend):
+    """Rows of the unit matrix times the largest digit are exact: each product is one weight."""
+    for bits, scales, parts in (
+        (4, torch.float16, 1),
+        (4, torch.float32, 1),
+        (8, torch.float16, 1),
+        (8, torch.float32, 2),
+    ):
+        codes = torch.randint(0, 1 << bits, (21, 96), dtype=torch.uint8)
+        scale, offset = (torch.randint(-4, 5, (21, 3 * parts)).to(scales) / 8 for _ in range(2))
+        weight = pass_ext.layers.pack_weight(codes, scale, offset, bits=bits)
+        each_input = 32 // parts
+        dense = codes * scale.double().repeat_interleave(each_input, 1) + offset.double().repeat_interleave(
+            each_input, 1
+        )
+        assert torch.equal(pass_ext.layers.unpack_weight(weight, 21).double(), dense)
+        assert torch.equal(reference.linear_packed(torch.eye(96).double(), weight, outputs=21), dense.T)
+        got = pass_ext.layers.linear_packed(torch.eye(96) * 32767, weight, outputs=21)
+        assert (got / 32767 - dense.T).abs().max() < 256 * 0.5 * 2**-22, "the rounding of a code times its scale"
+
+
+@pytest.mark.usefixtures("cpu_only")
+def test_packed_rows_that_are_not_finite_tiny_or_empty(backend):
+    x, weight, bias = packed_case(5, 64, 20, 320)
+    clean = pass_ext.layers.linear_packed(x, weight, bias, outputs=20)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        for place in (0, 31, 40):
+            spoiled = x.clone()
+            spoiled[2, place] = bad
+            got = pass_ext.layers.linear_packed(spoiled, weight, bias, outputs=20)
+            assert got[2].isnan().all()
+            assert_same_bits(got[torch.arange(5) != 2], clean[torch.arange(5) != 2])
+    assert_same_bits(pass_ext.layers.linear_packed(x * 0, weight, bias, outputs=20), bias.expand(5, 20))
+    assert_same_bits(pass_ext.layers.linear_packed(x * 1e-35, weight, bias, outputs=20), bias.expand(5, 20))
+    small, large = (pass_ext.layers.linear_packed(x * 2.0**power, weight, outputs=20) for power in (-80, 100))
+    assert_same_bits(small * 2.0**80, large * 2.0**-100)
+    for shape in ((0, 64), (2, 0, 64), (64,), (2, 3, 64)):
+        rows = torch.randn(shape)
+        got = pass_ext.layers.linear_packed(rows, weight, bias, outputs=20)
+        assert got.shape == (*shape[:-1], 20)
+        assert_same_bits(got.view(-1, 20), pass_ext.layers.linear_packed(rows.view(-1, 64), weight, bias, outputs=20))
+
+
+PACKED = torch.zeros(2, 3, 320, dtype=torch.uint8)
+PACKED_REFUSALS = [
+    ((X.new_zeros(2, 96).double(), PACKED, None, 32), r"x must be bfloat16, float16 or float32, got float64"),
+    ((X.new_zeros(2, 96), PACKED.int(), None, 32), r"weight must be uint8, got int32"),
+    (
+        (X.new_zeros(2, 96), PACKED[0], None, 32),
+        r"weight must have shape \[out / 16, in / 32, bytes\], got uint8\[3, 320\]",
+    ),
+    (
+        (X.new_zeros(2, 96), PACKED[..., :100].contiguous(), None, 32),
+        r"weight must have 320, 384, 576 or 768 \(bytes of a bl",
+    ),
+    ((X.new_zeros(2, 96), PACKED.transpose(0, 1), None, 48), r"weight must be contiguous"),
+    ((X.new_zeros(2, 90), PACKED, None, 32), r"x must have 96 \(in, 32 for each block of weight\) in dimension 1"),
+    ((X.new_zeros(2, 96), PACKED, None, 33), r"outputs must be at most 32 and more than 16 .* got 33"),
+    ((X.new_zeros(2, 96), PACKED, None, 16), r"outputs must be at most 32 and more than 16 .* got 16"),
+    ((X.new_zeros(2, 96), PACKED, torch.zeros(32), 31), r"bias must have 31 \(outputs\) in dimension 0"),
+    ((X.new_zeros(2, 96), PACKED, torch.zeros(32).half(), 32), r"bias must be float32, got float16"),
+    ((torch.tensor(1.0), PACKED, None, 32), r"x must have shape \[\.\.\., in\]"),
+    (
+        (X.new_zeros(2, 96), PACKED.new_zeros(1921)[1:].view(2, 3, 320), None, 32),
+        r"weight must lie at a multiple",
+    ),
+]
+
+
+@pytest.mark.usefixtures("cpu_only")
+@pytest.mark.parametrize(("arguments", "message"), PACKED_REFUSALS, ids=[m[:30] for _, m in PACKED_REFUSALS])
+def test_bad_packed_input_is_refused_in_words(backend, arguments, message):
+    x, weight, bias, outputs = arguments
+    with pytest.raises(RuntimeError, match="pass_ext::linear_packed: " + message):
+        pass_ext.layers.linear_packed(x, weight, bias, outputs=outputs)
 
 
 # ---- a model's layers ----

@@ -50,11 +50,11 @@ def same(model, other):
 
 
 def test_a_gguf_file_is_converted_once(file, cache, monkeypatch):
-    model, tokenizer = load_checkpoint(file, torch.float32)
+    model, tokenizer = load_checkpoint(file, torch.float32, weights="dense")
     (folder,) = (cache / "models").iterdir()
     assert folder.name.startswith("tiny-") and not hasattr(model.config, "quantization_config")
     monkeypatch.setattr(checkpoint, "plain_copy", None)  # a second conversion would raise
-    again, same_tokenizer = load_checkpoint(str(file), torch.float32)
+    again, same_tokenizer = load_checkpoint(str(file), torch.float32, weights="dense")
     assert same(model, again) and not any(weight.requires_grad for weight in again.parameters())
     text = "cab <end> naïve ab"
     assert tokenizer(text).input_ids == same_tokenizer(text).input_ids
@@ -63,16 +63,16 @@ def test_a_gguf_file_is_converted_once(file, cache, monkeypatch):
 
 
 def test_another_dtype_or_another_file_is_another_model(file, cache):
-    load_checkpoint(file, torch.float32)
-    assert load_checkpoint(file, torch.bfloat16)[0].dtype == torch.bfloat16
+    load_checkpoint(file, torch.float32, weights="dense")
+    assert load_checkpoint(file, torch.bfloat16, weights="dense")[0].dtype == torch.bfloat16
     assert len(list((cache / "models").iterdir())) == 2
     os.utime(file, (1, 1))
-    load_checkpoint(file, torch.float32)
+    load_checkpoint(file, torch.float32, weights="dense")
     assert len(list((cache / "models").iterdir())) == 3
 
 
 def test_the_public_name_loads_bfloat16(file):
-    model, tokenizer = pass_ext.load_checkpoint(file)
+    model, tokenizer = pass_ext.load_checkpoint(file, weights="dense")
     assert model.dtype == torch.bfloat16 and not model.training
     ids = tokenizer("cab", return_tensors="pt").input_ids
     texts = [
@@ -91,8 +91,8 @@ def test_loading_leaves_the_logging_of_transformers_as_it_is(source, file, conve
         theirs.set_verbosity_info()
         theirs.enable_progress_bar()
         if source == "a kept conversion":
-            load_checkpoint(file, torch.float32)
-        load_checkpoint(converted[2] if source == "a folder" else file, torch.float32)
+            load_checkpoint(file, torch.float32, weights="dense")
+        load_checkpoint(converted[2] if source == "a folder" else file, torch.float32, weights="dense")
         assert (theirs.get_verbosity(), theirs.is_progress_bar_enabled()) == (logging.INFO, True)
     finally:
         theirs.set_verbosity(before[0])
@@ -116,7 +116,7 @@ def test_commands_are_quiet_unless_the_user_says_otherwise(chosen, converted):
 
 def test_large_models_are_not_kept(file, cache, monkeypatch):
     monkeypatch.setattr(checkpoint, "MAX_CACHED_BYTES", 1000)
-    load_checkpoint(file, torch.float32)
+    load_checkpoint(file, torch.float32, weights="dense")
     assert not cache.exists()
 
 
@@ -142,7 +142,7 @@ def converted(gguf_file, tmp_path_factory):
     """A converted GGUF file: model, tokenizer, and the folder in which they are stored."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PASS_EXT_CACHE", str(tmp_path_factory.mktemp("converted")))
-        model, tokenizer = load_checkpoint(gguf_file, torch.float32)
+        model, tokenizer = load_checkpoint(gguf_file, torch.float32, weights="dense")
         return model, tokenizer, checkpoint._cache_entry(gguf_file, torch.float32)
 
 
@@ -162,7 +162,7 @@ def test_a_full_disk_does_not_keep_a_model_from_loading(file, converted, cache, 
             keep(*arguments)
 
     monkeypatch.setattr(checkpoint, "_cache", keep)
-    assert same(load_checkpoint(file, torch.float32)[0], converted[0])
+    assert same(load_checkpoint(file, torch.float32, weights="dense")[0], converted[0])
     assert list((cache / "models").iterdir()) == []
 
 
@@ -227,10 +227,10 @@ def test_a_damaged_kept_model_is_converted_again(file, converted, cache, damage,
     kept = checkpoint._cache_entry(file, torch.float32)
     shutil.copytree(converted[2], kept)
     DAMAGES[damage](kept)
-    assert same(load_checkpoint(file, torch.float32)[0], converted[0])
+    assert same(load_checkpoint(file, torch.float32, weights="dense")[0], converted[0])
     assert "converting it again" in caplog.text
     caplog.clear()
-    again, tokenizer = load_checkpoint(file, torch.float32)
+    again, tokenizer = load_checkpoint(file, torch.float32, weights="dense")
     assert same(again, converted[0]) and not caplog.text, "what replaced it is whole"
     assert (
         again.generation_config.eos_token_id == VOCABULARY - 1 and tokenizer.decode(tokenizer("cab").input_ids) == "cab"

@@ -6,8 +6,9 @@ import numpy as np
 HIDDEN, LAYERS, FFN, VOCABULARY = 32, 2, 64, 258
 
 
-def write_gguf(path):
-    """Writes a llama of two small layers with a token per byte; returns the path."""
+def write_gguf(path, kind="F32", *, tied=False, missing=()):
+    """Writes a llama of two small layers with a token per byte, its matrices in this format; returns the path. missing: tensors
+    that it leaves out."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     writer = gguf.GGUFWriter(path, "llama")
@@ -31,10 +32,17 @@ def write_gguf(path):
     random = np.random.default_rng(0)
 
     def add(name, *shape):
-        writer.add_tensor(name, (random.standard_normal(shape) / 5).astype(np.float32))
+        numbers, own = (random.standard_normal(shape) / 5).astype(np.float32), gguf.GGMLQuantizationType[kind]
+        if name in missing:
+            return
+        if kind == "F32" or len(shape) == 1:
+            writer.add_tensor(name, numbers)
+        else:
+            writer.add_tensor(name, gguf.quantize(numbers, own), raw_dtype=own)
 
     add("token_embd.weight", VOCABULARY, HIDDEN)
-    add("output.weight", VOCABULARY, HIDDEN)
+    if not tied:
+        add("output.weight", VOCABULARY, HIDDEN)
     add("output_norm.weight", HIDDEN)
     for layer in range(LAYERS):
         for name in ("attn_q", "attn_k", "attn_v", "attn_output"):

@@ -251,14 +251,21 @@ def linear_rows(device):
 def packed_weight(device, outputs, width, size):
     """A packed weight whose blocks have so many bytes: any codes, and scales that are finite."""
     blocks = torch.randint(0, 256, (-(-outputs // 16), width // 32, size), dtype=torch.uint8)
-    head, scales = {320: (64, torch.float16), 384: (128, torch.float32), 576: (64, torch.float16), 768: (256, torch.float32)}[size]
+    head, scales = {
+        320: (64, torch.float16),
+        384: (128, torch.float32),
+        576: (64, torch.float16),
+        768: (256, torch.float32),
+    }[size]
     blocks[..., :head].view(scales).copy_(torch.randn(*blocks.shape[:2], head // scales.itemsize) / 8)
     return blocks.to(device)
 
 
 @sample
 def linear_packed(device):
-    for size, dtype in zip((320, 384, 576, 768), (torch.float32, torch.bfloat16, torch.float16, torch.bfloat16), strict=True):
+    for size, dtype in zip(
+        (320, 384, 576, 768), (torch.float32, torch.bfloat16, torch.float16, torch.bfloat16), strict=True
+    ):
         random = numbers(device, dtype)
         x, weight, bias = random(2, 3, 64), packed_weight(device, 23, 64, size), random(23)
         yield x, weight, None, 23

@@ -29,7 +29,7 @@ def file():
 
 @pytest.fixture(scope="module")
 def loaded(file):
-    return load_checkpoint(file, torch.float32)
+    return load_checkpoint(file, torch.float32, weights="dense")
 
 
 @pytest.fixture(scope="module")

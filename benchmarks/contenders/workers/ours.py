@@ -34,7 +34,7 @@ def method(name: str) -> Any:
 def start(options: dict[str, Any]) -> tuple[Any, Answer]:
     """Loads the model, and makes the contender."""
     torch.set_num_threads(options["threads"])
-    model, _ = load_checkpoint(options["model"], torch.bfloat16)
+    model, _ = load_checkpoint(options["model"], torch.bfloat16, weights="dense")
     model = model.to(DTYPES[options["dtype"]])
     model.generation_config.eos_token_id = None  # every text has its full length
     # Step times of this run: a folder that is empty unless a worker of this run measured them.

@@ -102,7 +102,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """The result."""
     from rich.progress import track
 
-    model, tokenizer = load_checkpoint(options.model, torch.bfloat16)
+    model, tokenizer = load_checkpoint(options.model, torch.bfloat16, weights="dense")
     texts = [
         text
         for domain in DOMAINS

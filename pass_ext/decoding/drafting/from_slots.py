@@ -128,7 +128,8 @@ class LookaheadDrafter(Drafter):
         self._lookahead, self._slots, self._context, self._choice = lookahead, slots, context, choice
         self._probe = Candidates(_ROOT, groups=((0, slots),))
         options = context.sampling, context.rule, context.target.logit_shards, context.guides
-        self._filler = TreeFiller(lookahead, self.tree, table, *options, recalls=recalls)
+        stored = context.target.stored_table
+        self._filler = TreeFiller(lookahead, self.tree, table, *options, recalls=recalls, stored=stored)
         self._offers = self._filler.offers
         self._texts = GrowingTexts(table.device) if self._offers.recalls else None
         if choice is not None:
@@ -279,7 +280,7 @@ def lookahead_drafter(method: PaSS, context: DraftContext, *, is_alone: bool = T
     target = context.target
     method.lookahead.check_fits(target.table, embed=None if target.has_table else target.embed_tokens)
     shards = target.logit_shards
-    if method.lookahead.rank and not target.has_table and (shards is None or shards.table_part is None):
+    if method.lookahead.rank and target.stored_table is None and (shards is None or shards.table_part is None):
         state = "quantised or offloaded" if shards is None else "not divided among the ranks as the logits are"
         raise ValueError(
             f"PaSS: look-ahead slots with transitions (rank {method.lookahead.rank}) compute with the model's embedding "

@@ -43,14 +43,24 @@ class SlotTokens:
         table: the model's input embeddings.
         shards: the ranks that hold the columns of the logits; None: this process has all.
         recalls: tokens that the text recalls rise.
+        stored: the table's numbers where ``table`` has none, packed; None: those of ``table``.
     """
 
     def __init__(
-        self, lookahead: LookaheadEmbedding, tree: Tree, table: Tensor, shards: LogitShards | None, *, recalls: bool
+        self,
+        lookahead: LookaheadEmbedding,
+        tree: Tree,
+        table: Tensor,
+        shards: LogitShards | None,
+        *,
+        recalls: bool,
+        stored: Tensor | None = None,
     ) -> None:
         self._draw = draft_sample if shards is None else shards.draft_sample
-        tables = transition_tables(lookahead, table, shards) if lookahead.rank else None
-        self.transition = None if tables is None else (tables[0].detach(), tables[1].detach())
+        numbers = table if stored is None else stored
+        tables = transition_tables(lookahead, numbers, shards) if lookahead.rank else None
+        tokens = table.shape[0]
+        self.transition = None if tables is None else (tables[0].detach()[:tokens], tables[1].detach()[:tokens])
         self.recalls = recalls
         widest = max(len(tree.children(node)) for node in range(tree.num_nodes))
         self.shortlist = min(max(_SHORTLIST, widest), table.shape[0])
@@ -122,7 +132,7 @@ class TreeFiller:
     """Fills a tree of candidates from the logits of look-ahead slots.
 
     Args:
-        lookahead, tree, table, shards, recalls: as for ``SlotTokens``.
+        lookahead, tree, table, shards, recalls, stored: as for ``SlotTokens``.
         sampling, rule: of the generation.
         guides: the grammars of the texts; None: none has one.
     """
@@ -138,9 +148,10 @@ class TreeFiller:
         guides: Guides | None = None,
         *,
         recalls: bool = False,
+        stored: Tensor | None = None,
     ) -> None:
         self.tree = tree
-        self.offers = SlotTokens(lookahead, tree, table, shards, recalls=recalls)
+        self.offers = SlotTokens(lookahead, tree, table, shards, recalls=recalls, stored=stored)
         self._sampling, self._shards, self._guides = sampling, shards, guides
         self._mode = drawing_mode(sampling, rule)
         self._are_judged_by_logits = are_judged_by_logits(sampling, rule)

@@ -23,6 +23,8 @@ from pass_ext.decoding.models.slots import CallSlots
 from pass_ext.decoding.models.transformers import TransformersModel
 from pass_ext.modules.exit_adapter import ExitAdapter
 from pass_ext.modules.files import HitRates
+from pass_ext.weights.form import packed_rows
+from pass_ext.weights.layers import PackedLinear, table_of
 
 _OF_ALL_LAYERS = {
     "hidden_size_per_layer_input": "has one table of embeddings for all its layers",
@@ -41,7 +43,7 @@ class ExitParts(NamedTuple):
     decoder: Any
     layers: nn.ModuleList
     norm: nn.Module
-    head: nn.Linear
+    head: nn.Linear | PackedLinear
 
 
 def exit_parts(model: Any) -> ExitParts:
@@ -57,7 +59,7 @@ def exit_parts(model: Any) -> ExitParts:
         for part, is_there in {
             "decoder.layers": isinstance(layers, nn.ModuleList),
             "decoder.norm": isinstance(norm, nn.Module),
-            "a linear head": type(head) is nn.Linear,
+            "a linear head": type(head) in (nn.Linear, PackedLinear),
             "its decoder as a direct part": getattr(model, model.base_model_prefix, None) is decoder,
         }.items()
         if not is_there
@@ -114,8 +116,9 @@ class EarlyExitDraft:
             )
         if adapter is not None:
             embedding = model.get_input_embeddings()
-            embed = None if is_plain(embedding.weight) else embedding
-            adapter.check_fits(embedding.weight, len(parts.layers), embed=embed)
+            table = table_of(embedding)
+            embed = None if table is embedding.weight and is_plain(table) else embedding
+            adapter.check_fits(table, len(parts.layers), embed=embed)
             if layers not in (None, adapter.layers):
                 raise ValueError(f"layers is {layers}, but the adapter was trained after layer {adapter.layers}")
             layers = adapter.layers
@@ -150,7 +153,8 @@ class EarlyExitModel(TransformersModel):
         head = exit_parts(draft.model).head
         cut = first_layers(draft.model, draft.layers)
         if draft.adapter is not None:
-            adapter = copy.deepcopy(draft.adapter).to(head.weight.device, head.weight.dtype).requires_grad_(False)
+            dtype = table_of(draft.model.get_input_embeddings()).dtype
+            adapter = copy.deepcopy(draft.adapter).to(head.weight.device, dtype).requires_grad_(False)
             decoder = cut.get_decoder()
             decoder.norm = nn.Sequential(adapter, decoder.norm)
             if adapter.vocabulary is not None:
@@ -164,7 +168,7 @@ class EarlyExitModel(TransformersModel):
                 cut.set_output_embeddings(rows_of_head(head, self.vocabulary))
         super().__init__(cut)
         self._tokens = (
-            draft.model.get_input_embeddings().weight.shape[0] if self.vocabulary is None else head.out_features
+            table_of(draft.model.get_input_embeddings()).shape[0] if self.vocabulary is None else head.out_features
         )
 
     def __call__(
@@ -177,8 +181,11 @@ class EarlyExitModel(TransformersModel):
         return logits.new_full((len(logits), self._tokens), -torch.inf).index_copy_(1, self.vocabulary, logits)
 
 
-def rows_of_head(head: nn.Linear, vocabulary: Tensor) -> nn.Linear:
+def rows_of_head(head: nn.Linear | PackedLinear, vocabulary: Tensor) -> nn.Linear | PackedLinear:
     """A head for these tokens only, in their order; its weights are a copy."""
+    if isinstance(head, PackedLinear):
+        bias = None if head.bias is None else head.bias.detach()[vocabulary]
+        return PackedLinear(packed_rows(head.weight, vocabulary), len(vocabulary), bias)
     fewer = nn.Linear(head.in_features, len(vocabulary), bias=head.bias is not None, device="meta")
     fewer.weight = nn.Parameter(head.weight.detach()[vocabulary], requires_grad=False)
     if head.bias is not None:

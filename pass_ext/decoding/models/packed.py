@@ -253,6 +253,11 @@ class Adapted:
         """How its calls are computed, and why so, in words."""
         return "its own __call__"
 
+    @property
+    def stored_table(self) -> Tensor | None:
+        """The numbers of the table, ``[V, d]`` or packed; None where they cannot be read."""
+        return self.table if self.has_table else None
+
     def embed(self, ids: Tensor, slots: Tensor) -> Tensor:
         """The embedding rows of ids ``[N]``; -1 - i is look-ahead slot i."""
         return lookahead_embed(ids, self.table, slots)

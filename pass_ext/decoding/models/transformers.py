@@ -58,7 +58,7 @@ from pass_ext.decoding.models.taps import Tap, check_places
 from pass_ext.decoding.models.vocabulary import logit_shards_of
 from pass_ext.decoding.models.way import ModelState, Way, keep_way, known_way, way_of
 from pass_ext.ops.lookahead import lookahead_embed
-from pass_ext.weights.layers import PackedEmbedding, shape_of_table
+from pass_ext.weights.layers import PackedEmbedding, table_of
 
 
 class TransformersModel(Adapted):
@@ -101,6 +101,10 @@ class TransformersModel(Adapted):
         self._state: ModelState | None = None
         self._way: Way | None = None
         self._own: OwnForward | None = None
+
+    @property
+    def stored_table(self) -> Tensor | None:
+        return self._embedding.weight if isinstance(self._embedding, PackedEmbedding) else super().stored_table
 
     def embed(self, ids: Tensor, slots: Tensor) -> Tensor:
         """The embedding rows of ids ``[N]``, by the model's own module if that does more than look up."""
@@ -408,7 +412,7 @@ def _is_ours(error: Exception) -> bool:
 def _shape_of_table(embedding: nn.Module, name: str) -> Tensor:
     """A tensor of the weight's shape and dtype, without values, on the device of the embedding's output."""
     if isinstance(embedding, PackedEmbedding):
-        return shape_of_table(embedding)
+        return table_of(embedding)
     weight: Tensor = embedding.weight  # type: ignore[assignment]
     device: Any = weight.device
     if weight.is_meta:

@@ -26,7 +26,7 @@ _DIGESTED = 64  # elements of a parameter, evenly spread
 def load_frozen(path: str, dtype: torch.dtype, model_args: Mapping[str, Any]) -> tuple[Any, Any]:
     """A causal model without gradients, and its tokenizer; an error ends the program with a sentence."""
     try:
-        model, tokenizer = load_checkpoint(path, dtype, **model_args)
+        model, tokenizer = load_checkpoint(path, dtype, weights="dense", **model_args)
     except Exception as error:
         if model_args and not isinstance(
             error, FileNotFoundError

@@ -30,7 +30,7 @@ def with_pass(drafts, slots=SLOTS, **settings):
 @pytest.fixture(scope="session")
 def loaded(gguf):
     """The transformers model and its tokenizer."""
-    return load_checkpoint(gguf, torch.float32)
+    return load_checkpoint(gguf, torch.float32, weights="dense")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,75 @@
+"""GGUF formats as packed weights: the numbers are those that gguf reads, and what is no weight is refused."""
+
+import numpy as np
+import pytest
+import torch
+
+from pass_ext.layers import pack_weight, unpack_weight
+from pass_ext.weights.form import form_of, packed_rows, unpack_rows
+from pass_ext.weights.formats import FORMATS, pack_gguf
+
+gguf = pytest.importorskip("gguf")
+
+SCALES = {"Q6_K": (208, 1), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+"""Format -> where a block has its float16 numbers, and how many; all other formats have one at the beginning."""
+
+
+def stored(name, rows=37, blocks=6):
+    """Random blocks of a format, with scales that are finite."""
+    random, size = np.random.default_rng(len(name)), FORMATS[name][0]
+    raw = random.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
+    place, count = SCALES.get(name, (0, 1))
+    scales = random.normal(size=(rows, blocks, count)).astype(np.float16)
+    raw[..., place : place + 2 * count] = scales.view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_has_the_numbers_that_gguf_reads(name):
+    raw = stored(name)
+    expected = gguf.dequantize(raw, gguf.GGMLQuantizationType[name])
+    packed = pack_gguf(name, torch.from_numpy(raw))
+    assert form_of(packed).bits == (8 if name[1] in "568" or name == "IQ4_NL" else 4)
+    assert np.array_equal(unpack_weight(packed, 37).numpy(), expected)
+    rows = torch.tensor([36, 0, 15, 16, 16])
+    assert np.array_equal(unpack_rows(packed, rows).numpy(), expected[rows.numpy()])
+    assert np.array_equal(unpack_weight(packed_rows(packed, rows), 5).numpy(), expected[rows.numpy()])
+
+
+def test_formats_and_scales_that_cannot_be_read_are_refused():
+    with pytest.raises(ValueError, match=r"the format IQ2_XXS is not read as it is; Q4_0, .* are"):
+        pack_gguf("IQ2_XXS", torch.zeros(1, 66, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="a row of Q4_0 must have a multiple of 18 bytes, got 19"):
+        pack_gguf("Q4_0", torch.zeros(1, 19, dtype=torch.uint8))
+    for name in ("Q4_0", "Q8_0", "Q4_K"):
+        raw = torch.from_numpy(stored(name))
+        raw[3, :2] = torch.tensor([0x00, 0x7E], dtype=torch.uint8)  # NaN
+        with pytest.raises(ValueError, match=f"scales of {name} must be finite"):
+            pack_gguf(name, raw)
+    raw = torch.from_numpy(stored("Q8_0"))
+    raw[3, :2] = torch.tensor([60000.0], dtype=torch.float16).view(torch.uint8)  # -128 of them are no float16
+    with pytest.raises(ValueError, match="scales of Q8_0 must be finite"):
+        pack_gguf("Q8_0", raw)
+    zero = torch.zeros(16, 18, dtype=torch.uint8)
+    assert torch.equal(unpack_weight(pack_gguf("Q4_0", zero), 16), torch.zeros(16, 32)), "scales of 0 are numbers"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((2, 33), torch.uint8, (2, 1), torch.float16, 4), "codes must be uint8 .* multiple of 32"),
+        (((2, 32), torch.int8, (2, 1), torch.float16, 4), "codes must be uint8"),
+        (((2, 32), torch.uint8, (2, 3), torch.float16, 4), "scale and offset must both be"),
+        (((2, 32), torch.uint8, (2, 1), torch.float32, 8), "scale and offset must both be"),
+        (((2, 32), torch.uint8, (2, 1), torch.float16, 5), "scale and offset must both be"),
+    ],
+)
+def test_numbers_that_have_no_packed_form_are_refused(arguments, message):
+    shape, dtype, scales, kind, bits = arguments
+    scale = torch.zeros(scales, dtype=kind)
+    with pytest.raises(ValueError, match=message):
+        pack_weight(torch.zeros(shape, dtype=dtype), scale, scale, bits=bits)
+    with pytest.raises(ValueError, match="codes of 4 bits must be below 16, got 16"):
+        pack_weight(torch.full((1, 32), 16, dtype=torch.uint8), *[torch.zeros(1, 1, dtype=torch.float16)] * 2, bits=4)
+    with pytest.raises(ValueError, match="a packed weight must be uint8"):
+        unpack_weight(torch.zeros(2, 3, 321, dtype=torch.uint8), 32)
