@@ -27,7 +27,9 @@ sys.path.insert(0, str(ROOT / "csrc" / "build"))
 from ninja_build import Ninja, build_file, find_ninja, quote
 from toolkit import DEFAULT_ARCHITECTURES
 
-SHIPPED = ("_library", "distributed", "huge_pages.py", "layers.py", "ops", "tree")
+SHIPPED = (
+    "_library", "distributed", "huge_pages.py", "layers.py", "ops", "tree", "weights/__init__.py", "weights/form.py",
+)  # fmt: skip
 """What the ops are in pass_ext/: they import torch, the standard library and each other."""
 VERSION = int(version_of(ROOT).split(".")[0])  # 0: not stable yet, by the Hub's convention too
 STABLE_ABI = "2.10"

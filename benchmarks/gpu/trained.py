@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--seconds", type=float, default=30, help="begin no prompt after these")
     options = parser.parse_args()
-    model, tokenizer = load_checkpoint(demo_model(), torch.bfloat16)
+    model, tokenizer = load_checkpoint(demo_model(), torch.bfloat16, weights="dense")
     result = measure(model.to(options.device), tokenizer, options.seconds)
     for row in result["rows"]:
         print(json.dumps(row), flush=True)

@@ -38,7 +38,7 @@ def measure(slots: str, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
     from rich.progress import track
 
     path = demo_model()
-    model, tokenizer = load_checkpoint(path, torch.bfloat16)
+    model, tokenizer = load_checkpoint(path, torch.bfloat16, weights="dense")
     most = max(sizes) * rounds
     prompts = in_turn([read_prompts(domain, tokenizer, most) for domain in DOMAINS])
     lookahead = pass_ext.LookaheadEmbedding.from_pretrained(slots)

@@ -21,8 +21,8 @@ constexpr int64_t kPackedOutputs = 16, kPackedInputs = 32;  // of a block
 constexpr float kLargestDigit = 32767.0f;
 constexpr float kLeastLargest = 0x1p-100f;  // a block of x without larger numbers counts as zeros
 
-// 32 inputs of 16 outputs, which lie side by side. A word has the codes of one output: of inputs 8t .. 8t + 7 in 4 bits,
-// of inputs 4t .. 4t + 3 in 8 bits. Its lower half has the even ones, its upper half the odd ones.
+// 32 inputs of 16 outputs, which lie side by side. A word has the codes of one output: of inputs 8t .. 8t + 7 in 4
+// bits, of inputs 4t .. 4t + 3 in 8 bits. Its lower half has the even ones, its upper half the odd ones.
 template <typename Scale, int bits, int parts>
 struct PackedBlock {
   static constexpr int kBits = bits, kParts = parts;
@@ -54,12 +54,12 @@ template <typename T>
 struct LinearRows {
   const T* x;
   const T* weight;  // or null
-  const T* bias;  // or null
-  T* out;         // [rows, outputs]
+  const T* bias;    // or null
+  T* out;           // [rows, outputs]
   int64_t rows, in, outputs;
-  int64_t x_row, weight_row;    // strides
-  const T* residual = nullptr;  // [rows, outputs], or null
-  float scale = 1.0f;           // of the product before it is added
+  int64_t x_row, weight_row;     // strides
+  const T* residual = nullptr;   // [rows, outputs], or null
+  float scale = 1.0f;            // of the product before it is added
   const void* packed = nullptr;  // the weight as blocks [outputs / 16, in / 32], in place of `weight`
   PackedForm form = PackedForm::none;
 };

@@ -110,8 +110,10 @@ Tensor layer_pack(const std::vector<Tensor>& weights, int64_t parts, int64_t hea
   if (head_dim < 1) refuse(op, "head_dim must be at least 1, got ", head_dim);
   const LayerTensors first = layer_tensors_of(op, weights, parts)[0];
   const Tensor& like = floats_of(op, first);
-  if (!is_packed(*first.q_weight)) check_rows(op, "q_weight", *first.q_weight, "[out, in]");
-  else check_packed_weight(op, "q_weight", *first.q_weight);
+  if (!is_packed(*first.q_weight))
+    check_rows(op, "q_weight", *first.q_weight, "[out, in]");
+  else
+    check_packed_weight(op, "q_weight", *first.q_weight);
   const int64_t width = inputs_of(*first.q_weight);
   CheckedLayers layers = check_layers(op, weights, parts, head_dim, width, like);
   const int64_t count = static_cast<int64_t>(layers.tensors.size());

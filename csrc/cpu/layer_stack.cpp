@@ -4,8 +4,8 @@
 //   x <- layer_after_attention(attention_tree(q, k, v), x)   q, k, v = layer_before_attention(x)
 //        with quantize_rows of k and v                       if the caches are in 8 bits
 //        with adapter_rows_ behind each product              for rows of slots
-//   states[i] = x                                            in front of layer taps[i]; taps[i] = layers: behind the last
-//   out = head normed(x[wanted])                             behind the last layer
+//   states[i] = x                                            in front of layer taps[i]; taps[i] = layers: behind the
+//   last out = head normed(x[wanted])                             behind the last layer
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -181,8 +181,8 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
                     const std::vector<int64_t>& windows, const OptionalTensor& ids, const OptionalTensor& deep,
                     const std::vector<Tensor>& adapters, int64_t adapted, double adapter_scale,
                     const OptionalTensor& final_norm, const OptionalTensor& head, const OptionalTensor& wanted,
-                    const std::vector<int64_t>& taps, int64_t head_dim, double eps, int64_t form, int64_t activation, double scale,
-                    double attention_scale, double softcap) {
+                    const std::vector<int64_t>& taps, int64_t head_dim, double eps, int64_t form, int64_t activation,
+                    double scale, double attention_scale, double softcap) {
   constexpr const char* op = "layer_stack";
   check_rows(op, "x", input, "[N, d]");
   const int64_t rows = input.size(0), width = input.size(1);

@@ -70,7 +70,8 @@ constexpr int kBlocksAhead = 2048;  // bytes of weights that are asked for befor
 template <int R, typename Block>
 void multiply_packed_tile(const Block* block, int64_t steps, const uint32_t* digits, const float* numbers, float* to) {
   constexpr int kVectors = kPackedOutputs / Floats::width, kWords = Block::kBits / Block::kParts;
-  constexpr int kPairs = 16 / Block::kBits;  // in a word
+  constexpr int kPairs = 16 / Block::kBits;             // in a word
+  constexpr int kChains = R == 1 ? 4 : R <= 3 ? 2 : 1;  // integer sums side by side, else each waits for the one before
   const Words mask = constant(Words{}, Block::kBits == 4 ? 0x000f000fu : 0x00ff00ffu);
   Floats sum[kVectors][R];
 #pragma GCC unroll 2
@@ -84,9 +85,11 @@ void multiply_packed_tile(const Block* block, int64_t steps, const uint32_t* dig
     for (int part = 0; part < Block::kParts; ++part) {
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
-        Words dot[R];
+        Words dot[kChains][R];
+#pragma GCC unroll 4
+        for (int c = 0; c < kChains; ++c)
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) dot[r] = constant(Words{}, 0);
+          for (int r = 0; r < R; ++r) dot[c][r] = constant(Words{}, 0);
 #pragma GCC unroll 8
         for (int w = 0; w < kWords; ++w) {
           const int word = part * kWords + w;
@@ -95,8 +98,10 @@ void multiply_packed_tile(const Block* block, int64_t steps, const uint32_t* dig
           for (int pair = 0; pair < kPairs; ++pair) {
             const Words code = (pair == 0 ? codes : shift_right_signed(codes, Block::kBits * pair)) & mask;
 #pragma GCC unroll 16
-            for (int r = 0; r < R; ++r)
-              dot[r] = add_pairs(dot[r], code, constant(Words{}, digits[(word * kPairs + pair) * R + r]));
+            for (int r = 0; r < R; ++r) {
+              Words& sum_of_pairs = dot[(word * kPairs + pair) % kChains][r];
+              sum_of_pairs = add_pairs(sum_of_pairs, code, constant(Words{}, digits[(word * kPairs + pair) * R + r]));
+            }
           }
         }
         const Floats scale = load(block->part[part].scale + v * Floats::width);
@@ -104,8 +109,10 @@ void multiply_packed_tile(const Block* block, int64_t steps, const uint32_t* dig
         const float* const sums_of_digits = numbers + (Block::kParts == 1 ? 1 : 2 + part) * R;
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+          for (int c = 1; c < kChains; ++c) dot[0][r] = dot[0][r] + dot[c][r];
           const Floats unit = constant(Floats{}, numbers[r]), digit_sum = constant(Floats{}, sums_of_digits[r]);
-          sum[v][r] = fused(offset, digit_sum, fused(scale * unit, float_of_signed(dot[r]), sum[v][r]));
+          sum[v][r] = fused(offset, digit_sum, fused(scale * unit, float_of_signed(dot[0][r]), sum[v][r]));
         }
       }
     }

@@ -100,7 +100,8 @@ inline void multiply_wide(Words a, Words b, Words& high, Words& low) {
 inline Words add_pairs(Words sum, Words a, Words b) {
   for (int i = 0; i < Words::width; ++i) {
     const auto half = [](uint32_t word, int bits) { return static_cast<int32_t>(static_cast<int16_t>(word >> bits)); };
-    sum.lane[i] += static_cast<uint32_t>(half(a.lane[i], 0) * half(b.lane[i], 0) + half(a.lane[i], 16) * half(b.lane[i], 16));
+    sum.lane[i] +=
+        static_cast<uint32_t>(half(a.lane[i], 0) * half(b.lane[i], 0) + half(a.lane[i], 16) * half(b.lane[i], 16));
   }
   return sum;
 }

@@ -120,8 +120,8 @@ LayerLinear<T> pointers_of(const char* op, const Linear& linear) {
   const T* const bias = linear.bias ? data_of<T>(op, name + "_bias", *linear.bias) : nullptr;
   const int64_t outputs = linear.outputs(), in = inputs_of(linear.weight);
   if (is_packed(linear.weight))
-    return {nullptr, bias, outputs, in, 0, data_of<void>(op, weight, linear.weight),
-            packed_form_of(linear.weight.size(2))};
+    return {
+        nullptr, bias, outputs, in, 0, data_of<void>(op, weight, linear.weight), packed_form_of(linear.weight.size(2))};
   return {data_of<T>(op, weight, linear.weight), bias, outputs, in, linear.weight.stride(0)};
 }
 

@@ -49,7 +49,8 @@ inline void check_packed_weight(const char* op, const char* argument, const Tens
   check_below(op, argument, weight, 0, kMostLinearOutputs / kPackedOutputs, "groups of outputs");
   if (!weight.is_contiguous()) refuse(op, argument, " must be contiguous, got ", describe(weight), " with strides");
   if (reinterpret_cast<uintptr_t>(data_of<void>(op, argument, weight)) % alignof(uint32_t))
-    refuse(op, argument, " must lie at a multiple of ", alignof(uint32_t), " bytes (clone() it), got ", describe(weight));
+    refuse(op, argument, " must lie at a multiple of ", alignof(uint32_t), " bytes (clone() it), got ",
+           describe(weight));
 }
 
 inline bool is_packed(const Tensor& weight) { return weight.scalar_type() == ScalarType::Byte; }
@@ -71,8 +72,8 @@ inline void check_linear_packed(const Tensor& x, const Tensor& weight, const Opt
   check_same_device(op, "weight", weight, "x", x);
   const int64_t most = weight.size(0) * kPackedOutputs;
   if (outputs > most || outputs < 0 || outputs + kPackedOutputs <= most)
-    refuse(op, "outputs must be at most ", most, " and more than ", most - kPackedOutputs, " (16 for each group of weight), got ",
-           outputs);
+    refuse(op, "outputs must be at most ", most, " and more than ", most - kPackedOutputs,
+           " (16 for each group of weight), got ", outputs);
   check_linear_bias(op, bias, outputs, "outputs", x);
 }
 

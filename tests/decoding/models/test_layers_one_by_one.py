@@ -229,6 +229,8 @@ def test_info_says_how_a_model_is_run(tmp_path, capsys):
         folder = tmp_path / architecture
         small_model(architecture).save_pretrained(folder)
         assert main(["info", str(folder)]) == 0
-        assert capsys.readouterr().out.splitlines()[-1].startswith(f"{architecture}: {words}")
+        way, weights = capsys.readouterr().out.splitlines()[-2:]
+        assert way.startswith(f"{architecture}: {words}")
+        assert weights.startswith("weights: ") and weights.endswith(" MB in float32")
     with pytest.raises(SystemExit, match="pass_ext info: "):
         main(["info", str(tmp_path / "none")])

@@ -1,0 +1,118 @@
+"""SmolLM2's own file with its 4 and 8 bits (``load_checkpoint``: "stored") beside its conversion to bfloat16 ("dense").
+
+    load           seconds and most megabytes of a process that imports, loads and ends; for "dense" with and without a kept
+                   conversion
+    tokens/s       whole texts, prompts included, by Plain and PaSS with the shipped slots: medians of the rounds, the weights
+                   in turn
+    prompt         tokens/s of a call that reads a prompt
+
+`python -m benchmarks.decoding.stored_weights` keeps the result in stored-weights.json of the machine's folder of results.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from statistics import median
+from typing import Any
+
+import torch
+
+import pass_ext
+from benchmarks import CORES, ROOT
+from benchmarks.decoding.prompts import read_prompts
+from benchmarks.harness import machine
+from pass_ext.checkpoint import demo_model, load_checkpoint
+
+FORMS = ("stored", "dense")
+PROMPTS, TOKENS, ROUNDS = 3, 64, 3
+READ = 1200  # tokens of the prompt that is read
+
+
+def load(form: str) -> None:
+    """Prints seconds and megabytes of a load in this process."""
+    begun = time.perf_counter()
+    load_checkpoint(demo_model(), torch.bfloat16, weights=form)
+    seconds = time.perf_counter() - begun
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"seconds": round(seconds, 2), "megabytes": round(most)}))
+
+
+def loads() -> list[dict[str, Any]]:
+    """A row for each way to load, in a process of its own."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for form, kept in (("stored", ""), ("dense", "no"), ("dense", "yes")):
+            command = [sys.executable, "-m", "benchmarks.decoding.stored_weights", "load", form]
+            done = subprocess.run(
+                command,
+                env={**os.environ, "PASS_EXT_CACHE": folder},
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+                preexec_fn=_on_all_cores if CORES else None,
+            )
+            rows.append({"weights": form, "kept conversion": kept} | json.loads(done.stdout.splitlines()[-1]))
+            print(json.dumps(rows[-1]))
+    return rows
+
+
+def texts() -> list[dict[str, Any]]:
+    """A row for each form of the weights."""
+    if CORES:
+        _on_all_cores()
+    models = {}
+    for form in FORMS:
+        models[form], tokenizer = load_checkpoint(demo_model(), torch.bfloat16, weights=form)
+    prompts = [torch.tensor([each.ids]) for each in read_prompts("chat", tokenizer, PROMPTS)]
+    long = torch.cat([torch.tensor([each.ids]) for each in read_prompts("prose", tokenizer, 64)], 1)[:, :READ]
+    methods: dict[str, Any] = {"Plain": pass_ext.Plain(), "PaSS": pass_ext.PaSS("smollm2-135m-instruct")}
+    rates: dict[Any, list[float]] = {}
+    same = dict.fromkeys(FORMS, 0)
+    for number in range(ROUNDS + 1):
+        for form in FORMS:
+            written: dict[str, list[Any]] = {}
+            for name, method in methods.items():
+                begun, tokens = time.perf_counter(), 0
+                for ids in prompts:
+                    result = pass_ext.generate(models[form], ids, method, max_new_tokens=TOKENS, eos_token_id=[])
+                    written.setdefault(name, []).append(result.sequences)
+                    tokens += TOKENS
+                rates.setdefault((form, name), []).append(tokens / (time.perf_counter() - begun))
+            same[form] += sum(map(torch.equal, written["Plain"], written["PaSS"]))
+            begun = time.perf_counter()
+            pass_ext.generate(models[form], long, max_new_tokens=1, eos_token_id=[])
+            rates.setdefault((form, "prompt"), []).append(long.shape[1] / (time.perf_counter() - begun))
+        print(f"round {number} of {ROUNDS}", file=sys.stderr)
+    rows = []
+    for form in FORMS:
+        # The first round warms up.
+        medians = {name: round(median(rates[form, name][1:]), 1) for name in (*methods, "prompt")}
+        rows.append({"weights": form, "tokens/s": medians, "same texts": f"{same[form]} of {PROMPTS * (ROUNDS + 1)}"})
+        print(json.dumps(rows[-1]))
+    return rows
+
+
+def _on_all_cores() -> None:
+    os.sched_setaffinity(0, CORES)  # this process is pinned to one, which a child would inherit
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["load"]:
+        load(sys.argv[2])
+    else:
+        result = {
+            "date": machine.now(),
+            "commit": machine.commit(),
+            "machine": machine.describe_cpu(),
+            "versions": machine.describe_versions(),
+            "load": loads(),
+            "texts": texts(),
+        }
+        folder = ROOT / "benchmarks" / "results" / machine.device_slug("cpu")
+        (folder / "stored-weights.json").write_text(json.dumps(result, indent=1) + "\n")
