@@ -56,6 +56,13 @@ def adapters_for(case, ranks, count, ids, *, scale=0.7, id_dtype=torch.int64):
 # ---- the ops one by one ----
 
 
+def linear(x, weight, bias=None):
+    """Of a dense weight or a packed one."""
+    if weight.dtype == torch.uint8:
+        return pass_ext.layers.linear_packed(x, weight, bias, outputs=len(weight) * 16)
+    return pass_ext.layers.linear_rows(x, weight, bias)
+
+
 def with_adapter(name, out, x, ids, adapters, scale):
     if adapters and name in adapters:
         pass_ext.layers.adapter_rows_(out, x, ids, *adapters[name], scale)
@@ -70,7 +77,7 @@ def before_by_ops(x, q_weight, k_weight, v_weight, *, head_dim, q_bias=None, k_b
     products = []
     parts = ((q_weight, q_bias, q_norm), (k_weight, k_bias, k_norm), (v_weight, v_bias, None))
     for name, (weight, bias, scale) in zip("qkv", parts, strict=True):
-        rows = with_adapter(name, pass_ext.layers.linear_rows(x, weight, bias), x, ids, adapters, adapter_scale)
+        rows = with_adapter(name, linear(x, weight, bias), x, ids, adapters, adapter_scale)
         if scale is not None:
             rows = pass_ext.layers.step_rms_norm(rows.unflatten(1, (-1, len(scale))), scale, **norm)[0].flatten(1)
         products.append(rows.unflatten(1, (-1, head_dim)))
@@ -83,7 +90,7 @@ def after_by_ops(attended, residual, o_weight, gate_weight, up_weight, down_weig
                  up_bias=None, down_bias=None, attention_norm=None, mlp_norm=None, output_norm=None, activation="silu",
                  scale=1.0, ids=None, adapters=None, adapter_scale=1.0, **norm):  # fmt: skip
     def product(name, rows, weight, bias):
-        return with_adapter(name, pass_ext.layers.linear_rows(rows, weight, bias), rows, ids, adapters, adapter_scale)
+        return with_adapter(name, linear(rows, weight, bias), rows, ids, adapters, adapter_scale)
 
     def added(before, product, weight):
         if weight is not None:

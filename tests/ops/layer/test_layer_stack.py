@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from layer_cases import Numbers, after_by_ops, before_by_ops
+from layer_cases import Numbers, after_by_ops, before_by_ops, linear
 from torch.nn import functional
 
 import pass_ext
@@ -110,7 +110,7 @@ def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head
     tapped = torch.stack([states[tap] for tap in taps]) if taps else x.new_empty(0, *x.shape)
     x = x if wanted is None else x[wanted]
     x = x if final_norm is None else pass_ext.layers.step_rms_norm(x, final_norm, **norm)[0]
-    return x if head is None else pass_ext.layers.linear_rows(x, head), torch.stack(new), tapped
+    return x if head is None else linear(x, head), torch.stack(new), tapped
 
 
 def assert_same(got, expected):
