@@ -2,7 +2,8 @@
 ``demo_model``; and ``cache_folder``, where converted models and measured step times are kept.
 
 transformers converts a GGUF file slowly, so a small converted model is cached in ``cache_folder()``; a damaged cache entry is
-converted again. A model with the file's own numbers (``pass_ext/weights``) needs no conversion. transformers is imported inside the functions: ``import pass_ext`` works without it.
+converted again. A model with the file's own numbers (``pass_ext/weights``) needs no conversion. transformers is imported inside
+the functions: ``import pass_ext`` works without it.
 """
 
 from __future__ import annotations
