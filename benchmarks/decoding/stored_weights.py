@@ -5,6 +5,8 @@
     tokens/s       whole texts, prompts included, by Plain and PaSS with the shipped slots: medians of the rounds, the weights
                    in turn
     prompt         tokens/s of a call that reads a prompt
+    products       milliseconds for weights that no cache holds, 134 million numbers of random ones: `linear_rows` in bfloat16,
+                   `linear_packed` in 4 and 8 bits, in turn, medians
 
 `python -m benchmarks.decoding.stored_weights` keeps the result in stored-weights.json of the machine's folder of results.
 """
@@ -27,11 +29,13 @@ import pass_ext
 from benchmarks import CORES, ROOT
 from benchmarks.decoding.prompts import read_prompts
 from benchmarks.harness import machine
+from benchmarks.ops.linear import packed
 from pass_ext.checkpoint import demo_model, load_checkpoint
 
 FORMS = ("stored", "dense")
 PROMPTS, TOKENS, ROUNDS = 3, 64, 3
 READ = 1200  # tokens of the prompt that is read
+SHAPES, ROWS, NUMBERS, TURNS = ((4096, 4096), (1536, 576)), (1, 2, 4, 8, 16), 1 << 27, 7
 
 
 def load(form: str) -> None:
@@ -98,6 +102,35 @@ def texts() -> list[dict[str, Any]]:
     return rows
 
 
+def products() -> list[dict[str, Any]]:
+    """A row for each shape and number of rows."""
+    rows = []
+    for outputs, width in SHAPES:
+        count = NUMBERS // (outputs * width)
+        weights: dict[str, list[Any]] = {"bfloat16": [], "4 bits": [], "8 bits": []}
+        for _ in range(count):
+            dense = torch.randn(outputs, width)
+            weights["bfloat16"].append(dense.bfloat16())
+            weights["4 bits"].append(packed(dense, 4))
+            weights["8 bits"].append(packed(dense, 8))
+        for few in ROWS:
+            x = torch.randn(few, width).bfloat16()
+            times: dict[str, list[float]] = {name: [] for name in weights}
+            for _ in range(TURNS):
+                for name, each in weights.items():
+                    begun = time.perf_counter()
+                    for weight in each:
+                        if name == "bfloat16":
+                            pass_ext.layers.linear_rows(x, weight)
+                        else:
+                            pass_ext.layers.linear_packed(x, weight, outputs=outputs)
+                    times[name].append(1e3 * (time.perf_counter() - begun))
+            medians = {name: round(median(each), 2) for name, each in times.items()}
+            rows.append({"weight": f"{outputs} × {width}", "rows": few, "ms": medians})
+            print(json.dumps(rows[-1], ensure_ascii=False))
+    return rows
+
+
 def _on_all_cores() -> None:
     os.sched_setaffinity(0, CORES)  # this process is pinned to one, which a child would inherit
 
@@ -113,6 +146,7 @@ if __name__ == "__main__":
             "versions": machine.describe_versions(),
             "load": loads(),
             "texts": texts(),
+            "products": products(),
         }
         folder = ROOT / "benchmarks" / "results" / machine.device_slug("cpu")
         (folder / "stored-weights.json").write_text(json.dumps(result, indent=1) + "\n")

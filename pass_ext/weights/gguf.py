@@ -108,13 +108,15 @@ def _tables_of(model: Any, reader: Any) -> tuple[Mapping[str, str], Any]:
 def read_once() -> Iterator[None]:
     """Inside, transformers reads a GGUF file once, and a table of names: else each of its calls would do so anew.
 
-    The reader cuts the file into some hundred thousand arrays. As plain arrays they take a third of the time and of the memory
-    of mapped ones.
+    The reader cuts the file into some hundred thousand arrays: plain ones take less time and memory than mapped ones.
     """
     gguf: Any = import_module("gguf")
-    former = gguf.GGUFReader, gguf.get_tensor_name_map
+    theirs: Any = gguf.GGUFReader
+    former = theirs, gguf.get_tensor_name_map
 
-    class Reader(former[0]):  # type: ignore[misc]
+    class Reader(theirs):  # type: ignore[misc]
+        data: Any
+
         def _get(self, *place: Any, **options: Any) -> Any:
             self.data = np.asarray(self.data)
             return super()._get(*place, **options)
