@@ -29,7 +29,7 @@ import pass_ext
 from benchmarks import CORES, ROOT
 from benchmarks.decoding.prompts import read_prompts
 from benchmarks.harness import machine
-from benchmarks.ops.linear import packed
+from benchmarks.harness.packed_weights import packed
 from pass_ext.checkpoint import demo_model, load_checkpoint
 
 FORMS = ("stored", "dense")

@@ -19,6 +19,7 @@ import pass_ext
 from benchmarks.harness.aims import NOT_MEASURED, at_least, rows_of_ours, share_of, times_of
 from benchmarks.harness.cases import OURS, Case, Contender, Row
 from benchmarks.harness.command import parse, run
+from benchmarks.harness.packed_weights import packed
 from benchmarks.harness.plan import DTYPES, Aim, Plan
 from benchmarks.harness.results import line_name, lines_of
 from pass_ext.testing import assert_error_within
@@ -87,15 +88,6 @@ def check_errors(case: Case) -> None:
             own = functional.linear(x.double(), pass_ext.layers.unpack_weight(packed, len(weight)).double())
             got = pass_ext.layers.linear_packed(x.float(), packed, outputs=len(weight)).double()
             assert (got - own).norm() < 3e-5 * own.norm()
-
-
-def packed(weight: Tensor, bits: int) -> Tensor:
-    """The weight in so many bits, as Q4_0 and Q8_0 round."""
-    most = (1 << bits - 1) - 1
-    blocks = weight.unflatten(1, (-1, 32))
-    scale = (blocks.abs().amax(-1) / most).half()
-    codes = (blocks / scale[..., None].float()).round().clamp(-most, most) + (most + 1)
-    return pass_ext.layers.pack_weight(codes.to(torch.uint8).flatten(1), scale, -(most + 1) * scale, bits=bits)
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
