@@ -83,10 +83,10 @@ def check_errors(case: Case) -> None:
     x, weight, weights = case.inputs[0]
     exact = functional.linear(x.double(), weight.double())
     assert_error_within(ours(*case.inputs[0]), plain(*case.inputs[0]), exact)
-    for packed in (weights.four, weights.eight):
-        if packed is not None:
-            own = functional.linear(x.double(), pass_ext.layers.unpack_weight(packed, len(weight)).double())
-            got = pass_ext.layers.linear_packed(x.float(), packed, outputs=len(weight)).double()
+    for fewer in (weights.four, weights.eight):
+        if fewer is not None:
+            own = functional.linear(x.double(), pass_ext.layers.unpack_weight(fewer, len(weight)).double())
+            got = pass_ext.layers.linear_packed(x.float(), fewer, outputs=len(weight)).double()
             assert (got - own).norm() < 3e-5 * own.norm()
 
 
