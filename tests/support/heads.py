@@ -22,12 +22,12 @@ MASKED = dict(speculators_model_type="peagle", architectures=["PEagleSpeculator"
 
 def eagle3_checkpoint(
     folder, target, form="speculators", *, drafted=DRAFT_VOCABULARY, taps=TAPS, layers=1, model_type="llama", biases=False,
-    embeds=False, seed=0, sharpness=3.0, **settings,
+    embeds=False, dim=16, seed=0, sharpness=3.0, **settings,
 ):  # fmt: skip
     """Writes a head for a target -> ``(config, tensors)`` in the speculators form. drafted: tokens; None: all, without d2t."""
     generator = torch.Generator().manual_seed(seed)
     text = target.config.get_text_config(decoder=True)
-    d, vocabulary, heads, key_heads, dim, inner = text.hidden_size, text.vocab_size, 4, 2, 16, 80
+    d, vocabulary, heads, key_heads, inner = text.hidden_size, text.vocab_size, 4, 2, 80
 
     def random(*shape):
         return torch.randn(*shape, generator=generator) * sharpness / shape[-1] ** 0.5
@@ -227,3 +227,22 @@ def plain_loop(head, target, prompt, new_tokens, length):
         text += [*drafts[:accepted], right[accepted]]
         drafted.append(drafts)
     return text, 1 + len(drafted), drafted
+
+
+def learn(plain, texts):
+    """Some steps on the texts, of drafts of the first level among the tokens that the head knows."""
+    with torch.no_grad():
+        hidden = [plain.hidden(text) for text in texts]
+    weights = [tensor.requires_grad_() for tensor in plain.tensors.values() if tensor.is_floating_point()]
+    optimizer, numbers = torch.optim.Adam(weights, 0.02), torch.full((len(plain.embeddings),), -100)
+    numbers[plain.tokens] = torch.arange(len(plain.tokens))
+    for _ in range(25):
+        loss = 0
+        for text, states in zip(texts, hidden, strict=True):
+            logits, _ = plain.rows(torch.tensor(text[1:]), plain.taken(states))
+            loss = loss + torch.nn.functional.cross_entropy(logits[:-1], numbers[text[2:]])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for weight in weights:
+        weight.requires_grad_(False)

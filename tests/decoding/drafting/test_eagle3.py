@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from support.generation import BUSHY, assert_as_alone
 from support.grammars import random_automaton
-from support.heads import MASKED, VARIANTS, PlainEagle3, eagle3_checkpoint, plain_loop
+from support.heads import MASKED, VARIANTS, PlainEagle3, eagle3_checkpoint, learn, plain_loop
 from support.small_models import ragged_prompts, small_model
 
 from pass_ext import Eagle3, NGram, Plain, Session, Tree, generate, load_drafter
@@ -37,25 +37,6 @@ def head(target, tmp_path_factory):
     method = load_drafter(folder, target)
     method.head.load_state_dict(plain.tensors)
     return replace(method, length=4), plain
-
-
-def learn(plain, texts):
-    """Some steps on the texts, of drafts of the first level among the tokens that the head knows."""
-    with torch.no_grad():
-        hidden = [plain.hidden(text) for text in texts]
-    weights = [tensor.requires_grad_() for tensor in plain.tensors.values() if tensor.is_floating_point()]
-    optimizer, numbers = torch.optim.Adam(weights, 0.02), torch.full((97,), -100)
-    numbers[plain.tokens] = torch.arange(len(plain.tokens))
-    for _ in range(25):
-        loss = 0
-        for text, states in zip(texts, hidden, strict=True):
-            logits, _ = plain.rows(torch.tensor(text[1:]), plain.taken(states))
-            loss = loss + torch.nn.functional.cross_entropy(logits[:-1], numbers[text[2:]])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    for weight in weights:
-        weight.requires_grad_(False)
 
 
 @pytest.fixture
