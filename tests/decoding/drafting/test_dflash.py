@@ -331,8 +331,20 @@ def test_other_rules_write_whole_texts(rule, load):
     assert found.lengths == (24,) * 3
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_drafts_are_drawn_from_what_a_grammar_allows(kind, load):
+    model, ids = target(), whole_prompts(2, 20, vocabulary=VOCABULARY)
+    spy = Spy(load(*files(kind, seed=1), model))
+    plain, found = (
+        generate(model, ids, each, grammar=Automaton(CYCLE), temperature=0.9, seeds=4, **LIMITS)
+        for each in (Plain(), spy)
+    )
+    assert torch.equal(found.sequences, plain.sequences)
+    assert {token for chains in spy.chains for chain in chains for token in chain} <= {1, 3, 4, 5, 6, 7}
+
+
 def test_an_8_bit_cache_a_grammar_and_ngrams(load):
-    """The target's cache, not the head's; under a grammar drafts are drawn from what it allows."""
+    """The target's cache, not the head's."""
     model, ids = target(), whole_prompts(2, 20, vocabulary=VOCABULARY)
     method = dataclasses.replace(load(*files("dspark", seed=1), model), ngram=NGram(shortest=1))
     for more in (

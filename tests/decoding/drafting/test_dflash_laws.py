@@ -13,6 +13,7 @@ from support.dflash_files import settings, tensors, written
 from support.drafted import PROMPT, Judged, emitted, replayed, variation
 from support.enumeration import EXACT, FAULTY, World, outcomes
 from support.generation import distribution_of_texts
+from support.grammars import Automaton
 from support.small_models import small_model
 
 import pass_ext.decoding.drafting.heads.block_drafter as block_drafter
@@ -108,6 +109,33 @@ def test_batches_by_chi_square(kind, rule, model, tmp_path):
     for prompt, texts in zip(prompts, found.sequences[:, 3:].split(samples), strict=True):
         expected = distribution_of_texts(model, prompt, VOCABULARY, 3, 1.5)
         assert chi_square_tail(counted(texts, VOCABULARY), expected) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_batches_under_a_grammar_by_chi_square(kind, model, tmp_path):
+    """Texts are judged under the masks that their own drafts were drawn under."""
+    head, table = head_of(kind, model, tmp_path, False), {0: {0: 1, 2: 0, 3: 1}, 1: {1: 0, 4: 1, 3: 0}}
+    prompts, samples = [[2, 0, 1], [3, 3, 4]], 1200
+    found = generate(
+        model, torch.tensor(prompts), DFlash(head), max_new_tokens=3, num_return_sequences=samples, temperature=1.5, seeds=7,
+        rule="rejection", eos_token_id=[], attention_mask=torch.ones(2, 3, dtype=torch.int64), grammar=Automaton(table),
+    )  # fmt: skip
+    texts = torch.cartesian_prod(*[torch.arange(VOCABULARY)] * 3)
+    for prompt, drawn in zip(prompts, found.sequences[:, 3:].split(samples), strict=True):
+        logits = (
+            model(torch.cat([torch.tensor(prompt).expand(len(texts), -1), texts], 1)).logits[:, 2:-1].double() / 1.5
+        )
+        expected = torch.ones(len(texts), dtype=torch.float64)
+        for i, text in enumerate(texts.tolist()):
+            state = 0
+            for token, row in zip(text, logits[i], strict=True):
+                allowed = table.get(state, {})
+                if token not in allowed:
+                    expected[i] = 0.0
+                    break
+                expected[i] *= row[list(allowed)].softmax(0)[list(allowed).index(token)]
+                state = allowed[token]
+        assert chi_square_tail(counted(drawn, VOCABULARY), expected) > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash2"])
