@@ -56,6 +56,7 @@ class BlockDrafter(Drafter):
         if head.targets is not None:
             self._numbers[head.targets] = torch.arange(len(head.targets), device=context.device)
         self._pending: list[list[Tensor]] = [[] for _ in context.texts]
+        """The target's states of each text that the network has not read; while drafting pauses they wait."""
         self._held = [0] * len(context.texts)
 
     def begin(self, session: Session) -> None:
@@ -65,7 +66,7 @@ class BlockDrafter(Drafter):
     def propose(self, batch: Batch) -> Proposal:
         for pending, states in zip(self._pending, batch.hidden, strict=True):
             if len(states):
-                pending.append(self._model.features(states))
+                pending.append(states)
         depths = [min(levels, self.max_depth) for levels in batch.levels]
         going = [b for b, depth in enumerate(depths) if depth]
         if not going:
@@ -90,7 +91,10 @@ class BlockDrafter(Drafter):
 
     def _call(self, going: Sequence[int]) -> Tensor:
         """Calls the network on the new features of these requests and a block each -> logits ``[n, length, Vd]``."""
-        unread = [torch.cat(self._pending[b]) if b in going else None for b in range(len(self._held))]
+        given = [[] if b not in going else self._pending[b] for b in range(len(self._held))]
+        counts = [sum(map(len, pieces)) for pieces in given]
+        features = self._model.features(torch.cat([states for pieces in given for states in pieces])).split(counts)
+        unread = [new if b in going else None for b, new in enumerate(features)]
         while any(new is not None and len(new) > _MAX_PIECE for new in unread):
             pieces = [None if new is None or len(new) <= _MAX_PIECE else new[:_MAX_PIECE] for new in unread]
             self._read(pieces, has_blocks=False)
