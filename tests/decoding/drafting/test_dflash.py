@@ -28,6 +28,7 @@ from support.small_models import prompts, ragged_prompts, small_model, whole_pro
 from benchmarks.architectures.models import tiny_model
 from pass_ext import DFlash, NGram, Plain, Session, Tree, custom_generate, generate, load_drafter
 from pass_ext.decoding.drafting.candidates import draw_children
+from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.heads.best_paths import best_paths
 from pass_ext.decoding.drafting.heads.block_drafter import dflash_drafters
 from pass_ext.decoding.sampling import SamplingParams
@@ -74,12 +75,14 @@ class Spy:
     def drafters(self, context):
         drafters = dflash_drafters(self.method, context)
         self.chains, propose = [[] for _ in context.texts], drafters[0].propose
+        self.places = [[] for _ in context.texts]  # lengths of the texts
 
         def kept(batch):
             proposal = propose(batch)
-            for chains, candidates in zip(self.chains, proposal.candidates, strict=True):
+            for b, candidates in enumerate(proposal.candidates):
                 if candidates is not None:
-                    chains.append(self.keeps(candidates))
+                    self.chains[b].append(self.keeps(candidates))
+                    self.places[b].append(len(batch.texts[b]))
             return proposal
 
         drafters[0].propose = kept
@@ -365,17 +368,35 @@ def test_inside_transformers(load):
     )
 
 
-def test_drafting_pauses_while_it_does_not_pay(load, monkeypatch, tmp_path):
-    """Random drafts do not."""
-    monkeypatch.setenv("PASS_EXT_CACHE", str(tmp_path))
-    model, ids = target(), whole_prompts(2, 20, vocabulary=VOCABULARY)
-    method = load(*files("dspark", seed=3), model)
-    always, auto = (
-        generate(model, ids, dataclasses.replace(method, length=length), max_new_tokens=96, eos_token_id=[])
-        for length in (None, "auto")
-    )
-    assert torch.equal(always.sequences, auto.sequences)
-    assert auto.stats.num_draft_tokens < 0.7 * always.stats.num_draft_tokens
+class EveryThird:
+    """A pace at which every third step drafts."""
+
+    steps = 0
+
+    def may_draft(self):
+        return self.steps % 3 == 0
+
+    def add(self, *given, **named):
+        self.steps += 1
+
+    def prices(self, *given):
+        return None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_wait_while_drafting_pauses(kind, load, monkeypatch):
+    """With length "auto" it pauses at the pace of the generation. Later drafts are those of a head that has read all along."""
+    monkeypatch.setattr(DraftContext, "pace", lambda self: EveryThird())
+    model, (ids, mask) = target(), ragged_prompts(3, vocabulary=VOCABULARY)
+    config, found = files(kind, seed=1)
+    spy = Spy(dataclasses.replace(load(config, found, model), length="auto"))
+    texts = unpadded(generate(model, ids, spy, attention_mask=mask, **LIMITS).sequences, mask)
+    assert texts == unpadded(generate(model, ids, Plain(), attention_mask=mask, **LIMITS).sequences, mask)
+    draft = loop(kind, found, model)
+    for text, chains, places in zip(texts, spy.chains, spy.places, strict=True):
+        assert 3 < len(chains) < 10
+        for chain, place in zip(chains, places, strict=True):
+            assert chain == draft(states_of(model, text[: place - 1]), text[place - 1], len(text) - place - 1)
 
 
 # ---- trees ----
