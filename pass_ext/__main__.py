@@ -15,6 +15,7 @@ from pass_ext.checkpoint import demo_model, load_checkpoint, safetensors_folder
 from pass_ext.decoding.drafting.heads.load import about_drafter
 from pass_ext.training.decision import command as decision_command
 from pass_ext.training.draft import command as draft_command
+from pass_ext.training.head import command as head_command
 from pass_ext.training.lookahead import command as lookahead_command
 from pass_ext.weights.gguf import formats_of
 
@@ -100,6 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, options, what in (
         ("train", lookahead_command, "look-ahead embeddings for a model of yours (needs pass_ext[hf,train])"),
         ("train-draft", draft_command, "an early-exit draft for a model of yours (the same extras)"),
+        ("train-head", head_command, "an EAGLE-3 head for a model of yours (the same extras)"),
         ("train-decision", decision_command, "when a draft should stop drafting (the same extras)"),
     ):
         usage = f"pass_ext {name} --model MODEL --out FOLDER [options]"  # all of them would hide the error below

@@ -1,4 +1,4 @@
-"""Training beside a frozen model: look-ahead embeddings, exit adapters, decision models.
+"""Training beside a frozen model: look-ahead embeddings, exit adapters, EAGLE-3 heads, decision models.
 
 Each command has a folder: ``command`` (its options), ``pipeline`` (a whole run, and its card), ``loop`` (the loss of a step)
 and ``evaluation`` (on held-out text). ``common`` is their skeleton:
@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
-FOLDERS = {"train": "lookahead", "train-draft": "draft", "train-decision": "decision"}
+FOLDERS = {"train": "lookahead", "train-draft": "draft", "train-head": "head", "train-decision": "decision"}
 """Command -> its folder."""
 
 

@@ -189,7 +189,7 @@ def card(name: str, facts: dict[str, Any], picture: str) -> str:
         opening=f"Decides after each level of drafting whether {facts['draft_model']} drafts on for {facts['base_model']}, "
         f"from {_READS[settings['kind']]}",
         command="train-decision",
-        module="DecisionModel",
+        record="DecisionModel.training_record",
         effort=f"{facts['seconds'] / 60:.1f} minutes for samples, places, {facts['steps']} steps and the evaluation",
         caption="loss, and what stopping saves",
         sections=sections,

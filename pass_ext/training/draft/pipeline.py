@@ -57,7 +57,7 @@ def train(run: Run) -> Path:
     if len(training) < ranks.count:
         raise SystemExit(f"{ranks.count} ranks cannot share {len(training)} texts: each needs one")
     part = f"-{ranks.rank}-of-{ranks.count}" if ranks.count > 1 else ""
-    hidden = _hidden(run, ranks.share_of(training), layers, run.out / f"hidden{part}.safetensors", identity)
+    hidden = hidden_of(run, ranks.share_of(training), layers, run.out / f"hidden{part}.safetensors", identity)
     vocabulary = None
     if options.vocabulary:
         tokens = torch.tensor([token for text in training for token in text])
@@ -128,7 +128,7 @@ def _parts(run: Run) -> Any:
         raise SystemExit(f"--model {run.options.model!r}: {error}") from error
 
 
-def _hidden(run: Run, texts: Sequence[Sequence[int]], layers: Sequence[int], path: Path, identity: str) -> Hidden:
+def hidden_of(run: Run, texts: Sequence[Sequence[int]], layers: Sequence[int], path: Path, identity: str) -> Hidden:
     """Hidden states from the file if they are this run's, else computed and kept there."""
     try:
         hidden = load_hidden(path, identity, layers)
@@ -181,7 +181,7 @@ def card(name: str, facts: dict[str, Any], picture: str) -> str:
         picture,
         opening=f"Exit adapter for {facts['base_model']}",
         command="train-draft",
-        module="ExitAdapter",
+        record="ExitAdapter.training_record",
         effort=f"{facts['seconds'] / 60:.0f} minutes of training, {facts['steps']} steps for each of {len(exits)} exits",
         sections=[_evaluation(evaluation, layers), _exits(exits, layers)] if evaluation["places"] else [],
     )

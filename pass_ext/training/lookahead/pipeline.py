@@ -221,7 +221,7 @@ def card(name: str, facts: dict[str, Any], picture: str) -> str:
         picture,
         opening=f"Look-ahead embeddings for {facts['base_model']}",
         command="train",
-        module="LookaheadEmbedding",
+        record="LookaheadEmbedding.training_record",
         effort=f"{facts['seconds'] / 60:.0f} minutes of training for {facts['steps']} steps",
         sections=[
             *([_earlier(facts["earlier_runs"])] if "earlier_runs" in facts else []),

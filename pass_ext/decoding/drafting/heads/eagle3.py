@@ -90,7 +90,7 @@ class Eagle3Head(HeadModule):
         settings = {name: config.get(name, default) for name, default in _SETTINGS.items()}
         layer = layer_config(config["transformer_layer_config"])
         width, eps = layer.hidden_size, layer.rms_norm_eps
-        self.taps = tuple(settings["eagle_aux_hidden_state_layer_ids"] or _default_taps(target))
+        self.taps = tuple(settings["eagle_aux_hidden_state_layer_ids"] or default_taps(target))
         self.target_width, self.target_vocabulary = settings["target_hidden_size"] or width, layer.vocab_size
         self.embedding_width = self.state_width = width
         self.num_layers = layer.num_hidden_layers
@@ -145,13 +145,19 @@ class Eagle3Head(HeadModule):
         return logits
 
 
-def save_eagle3(head: Eagle3Head, folder: str | os.PathLike[str]) -> None:
-    """Writes the head as a checkpoint in the speculators form, which ``load_drafter``, speculators and vLLM read."""
+def save_eagle3(
+    head: Eagle3Head,
+    folder: str | os.PathLike[str],
+    file: str = "model.safetensors",
+    notes: Mapping[str, str] | None = None,
+) -> None:
+    """Writes the head as a checkpoint in the speculators form, which ``load_drafter``, speculators and vLLM read. notes: go
+    into the file's metadata."""
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     (place / "config.json").write_text(json.dumps(head.config, indent=2))
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-    write_tensors(place / "model.safetensors", tensors, {"format": "pt"})
+    write_tensors(place / file, tensors, {"format": "pt", **(notes or {})})
 
 
 def read_eagle3(checkpoint: HeadCheckpoint, target: TargetFacts, kind: type[Eagle3Head] = Eagle3Head) -> Eagle3Head:
@@ -193,7 +199,7 @@ def _speculators_form(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     return config
 
 
-def _default_taps(target: TargetFacts) -> tuple[int, int, int]:
+def default_taps(target: TargetFacts) -> tuple[int, int, int]:
     """Near the first, the middle and the last layer: their inputs."""
     assert target.layers is not None
     return 2, target.layers // 2, target.layers - 3

@@ -1,0 +1,1 @@
+"""``train-head``: an EAGLE-3 head for a model of the user's."""

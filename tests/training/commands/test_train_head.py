@@ -1,0 +1,103 @@
+"""train-head: the passes of training are the drafts of decoding, row by row; the command's head loads, drafts and is exact."""
+
+import json
+import shlex
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.small_models import BYTES, byte_tokenizer, small_model
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+
+from support.heads import PlainEagle3, eagle3_checkpoint
+
+from pass_ext import Plain, generate, load_drafter
+from pass_ext.__main__ import main
+from pass_ext.training.head.loop import passes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model of four small layers with a token per byte, and texts."""
+    path = tmp_path_factory.mktemp("tiny")
+    ids = dict.fromkeys(("eos_token_id", "pad_token_id", "bos_token_id"), BYTES)
+    small_model("llama", vocab_size=BYTES + 1, num_hidden_layers=4, **ids).save_pretrained(path / "model")
+    byte_tokenizer().save_pretrained(path / "model")
+    (path / "texts").mkdir()
+    for number in range(30):
+        (path / f"texts/part {number}.txt").write_text(f"line {number} of a text\n" * 40)
+    return path
+
+
+def run(folder, out, *more):
+    line = (
+        f"train-head --model {folder}/model --data {folder}/texts --out {out} --taps 1 2 3 --vocabulary 60 --inner 80"
+    )
+    line += " --document-tokens 500 --continuations 10 --sample-tokens 16 --length 24 --batch 2 --warm-up 1"
+    main([*shlex.split(line), *more])
+    return out / "model.safetensors"
+
+
+@pytest.mark.parametrize("settings", [{}, dict(norm_before_residual=True, fc_norm=True, norm_output=True)], ids=str)
+def test_the_passes_of_training_are_the_drafts_of_decoding(tmp_path, settings):
+    """Row j of pass k has the logits that the head has after text[:j + 2] and the k - 1 next tokens as drafts."""
+    target = small_model("llama", num_hidden_layers=4)
+    config, tensors = eagle3_checkpoint(tmp_path, target, **settings)
+    plain, head = PlainEagle3(config, tensors, target), load_drafter(tmp_path, target).head
+    text = torch.randint(3, 97, (12,), generator=torch.Generator().manual_seed(0)).tolist()
+    with torch.no_grad():
+        found = passes(head, target.get_input_embeddings()(torch.tensor(text)), plain.hidden([*text, 0]), 3)
+        for k, rows in enumerate(found, 1):
+            assert len(rows) == len(text) - k
+            for j in (0, 3, len(rows) - 1):
+                expected = plain.logits(text[: j + 2], text[j + 2 : j + 1 + k])[plain.tokens]
+                torch.testing.assert_close(head.logits(rows[j]), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_is_trained_loaded_and_exact(folder, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+
+    file = run(folder, tmp_path / "out", "--steps", "40")
+    said = capsys.readouterr().out
+    assert "tokens a call" in said and (tmp_path / "out/config.json").exists()
+    record = json.loads((tmp_path / "out/model.json").read_text())
+    losses = record["losses"]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert record["evaluation"]["tokens_per_call"] > 1.0
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    for place in (tmp_path / "out", file):
+        method = load_drafter(place, model)
+        assert method.length == 4 and method.head.taps == (1, 2, 3)
+    ids = torch.tensor([list(b"line 3 of a text\nline 3"), list(b"a text\nline 7 of a text")])
+    options = dict(max_new_tokens=24, eos_token_id=[])
+    got, want = (generate(model, ids, each, **options) for each in (method, Plain()))
+    assert torch.equal(got.sequences, want.sequences)
+
+
+def test_a_run_that_stopped_goes_on(folder, tmp_path, capsys):
+    whole = run(folder, tmp_path / "whole", "--steps", "6")
+    run(folder, tmp_path / "part", "--steps", "6")
+    capsys.readouterr()
+    again = run(folder, tmp_path / "part", "--steps", "6")
+    assert "going on from step 6 of 6" in capsys.readouterr().out
+    mine, theirs = load_file(again), load_file(whole)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--taps", "1", "2", "2"), "three different numbers from 1 to 4"),
+        (("--taps", "1", "2", "5"), "three different numbers from 1 to 4"),
+        (("--unroll", "30"), "--length must be more than --unroll"),
+        (("--decay", "-1"), "--decay must be at least 0"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_trained_is_refused(folder, tmp_path, more, message):
+    with pytest.raises(SystemExit, match=message):
+        run(folder, tmp_path / "out", *more)
