@@ -8,7 +8,7 @@ import pytest
 import pass_ext
 from pass_ext.__main__ import main
 
-COMMANDS = ("info", "demo", "bench", "convert", "train", "train-draft", "train-decision")
+COMMANDS = ("info", "demo", "bench", "convert", "train", "train-draft", "train-head", "train-decision")
 
 
 def said(capsys, *words):
