@@ -27,20 +27,10 @@ if TYPE_CHECKING:
     from pass_ext import drafting as drafting
     from pass_ext import layers as layers
     from pass_ext.checkpoint import load_checkpoint
-    from pass_ext.decoding.drafting.drafter import Drafter, DraftingMethod
+    from pass_ext.decoding.drafting.drafter import Drafter
     from pass_ext.decoding.drafting.heads.load import load_drafter
     from pass_ext.decoding.generation import generate
-    from pass_ext.decoding.methods import (
-        Assistant,
-        DFlash,
-        Eagle3,
-        Mtp,
-        MultiCandidate,
-        NGram,
-        PaSS,
-        Plain,
-        Speculative,
-    )
+    from pass_ext.decoding.methods import MultiCandidate, NGram, PaSS, Plain, Speculative
     from pass_ext.decoding.models.early_exit import EarlyExitDraft
     from pass_ext.decoding.models.packed import PackedModel
     from pass_ext.decoding.requests.grammar import Grammar
@@ -55,15 +45,10 @@ except PackageNotFoundError:  # imported from a source tree that was never insta
 __all__ = [
     "RULES",
     "AcceptResult",
-    "Assistant",
-    "DFlash",
     "Drafter",
-    "DraftingMethod",
-    "Eagle3",
     "EarlyExitDraft",
     "Grammar",
     "LookaheadEmbedding",
-    "Mtp",
     "MultiCandidate",
     "NGram",
     "PaSS",
@@ -96,14 +81,9 @@ __all__ = [
 # Loaded at first use: users of the ops alone do not pay for importing the decoder, and custom_generate needs transformers.
 _MODULES = ("distributed", "drafting", "layers")
 _LATER = {
-    "Assistant": "decoding.methods",
-    "DFlash": "decoding.methods",
     "Drafter": "decoding.drafting.drafter",
-    "DraftingMethod": "decoding.drafting.drafter",
-    "Eagle3": "decoding.methods",
     "EarlyExitDraft": "decoding.models.early_exit",
     "Grammar": "decoding.requests.grammar",
-    "Mtp": "decoding.methods",
     "MultiCandidate": "decoding.methods",
     "NGram": "decoding.methods",
     "PackedModel": "decoding.models.packed",

@@ -1,10 +1,11 @@
-"""What a drafting method of your own is made of, and what the built-in ones take.
+"""What a drafting method of your own is made of, what the built-in ones take, and the methods that ``load_drafter`` gives.
 
-``Drafter`` and ``DraftingMethod``, the protocols, are at the top of ``pass_ext``; docs/guide/speculative.md shows a method.
+``Drafter``, the protocol of a method's drafters, is at the top of ``pass_ext``; docs/guide/speculative.md shows a method.
 """
 
 from pass_ext.decoding.drafting.candidates import Batch, Candidates, Proposal
-from pass_ext.decoding.drafting.drafter import DraftContext
+from pass_ext.decoding.drafting.drafter import DraftContext, DraftingMethod
+from pass_ext.decoding.methods import Assistant, DFlash, Eagle3, Mtp
 from pass_ext.decoding.planning.calibration import calibrate
 from pass_ext.decoding.planning.plan import plan
 from pass_ext.decoding.requests.corpus import Corpus
@@ -14,13 +15,18 @@ from pass_ext.modules.exit_adapter import ExitAdapter
 from pass_ext.ops.recall import recall_scores
 
 __all__ = [
+    "Assistant",
     "Batch",
     "Candidates",
     "Corpus",
+    "DFlash",
     "DecisionModel",
     "DraftContext",
     "DraftLevel",
+    "DraftingMethod",
+    "Eagle3",
     "ExitAdapter",
+    "Mtp",
     "Proposal",
     "SyntheticAcceptance",
     "calibrate",

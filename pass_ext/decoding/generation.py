@@ -89,7 +89,7 @@ def generate(
         input_ids: ``[B, T]`` integers.
         max_new_tokens: of each text, 1 or more.
         method: ``Plain()`` (the default: nothing is drafted), ``NGram(...)``, ``PaSS(...)``, ``Speculative(...)``,
-            ``MultiCandidate(...)``, what ``load_drafter(...)`` gives, or any ``pass_ext.DraftingMethod``.
+            ``MultiCandidate(...)``, what ``load_drafter(...)`` gives, or any ``pass_ext.drafting.DraftingMethod``.
         num_return_sequences: texts of each prompt, side by side in the result. Text k, from 0, has the prompt's seed plus k.
         attention_mask: ``[B, T]``, 1 for a prompt's tokens and 0 for padding, left or right. None: every pad token (of the
             generation_config) is padding, as transformers infers it; none, if that token is an end token too.

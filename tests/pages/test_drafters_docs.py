@@ -40,7 +40,7 @@ def test_the_blocks_of_the_page_run(monkeypatch, tmp_path, one_thread):
     assert len(made) == 8 and all(torch.equal(each.sequences, want) for each in made)
 
 
-@pytest.mark.parametrize("method", [pass_ext.Eagle3, pass_ext.DFlash, pass_ext.Assistant])
+@pytest.mark.parametrize("method", [pass_ext.drafting.Eagle3, pass_ext.drafting.DFlash, pass_ext.drafting.Assistant])
 def test_the_page_names_every_setting(method):
     page = PAGE.read_text()
     parameters = inspect.signature(method).parameters.values()

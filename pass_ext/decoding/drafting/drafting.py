@@ -207,7 +207,8 @@ def _make(method: Any, context: DraftContext) -> Sequence[Drafter]:
     if isinstance(method, type) or not callable(make):
         raise TypeError(
             "generate: method must be Plain(), NGram(...), PaSS(...), Speculative(...), MultiCandidate(...), what "
-            f"load_drafter(...) gives, or an object with drafters(context) (pass_ext.DraftingMethod), got {type_of(method)}"
+            "load_drafter(...) gives, or an object with drafters(context) (pass_ext.drafting.DraftingMethod), got "
+            f"{type_of(method)}"
         )
     return make(context)
 

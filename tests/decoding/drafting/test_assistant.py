@@ -12,8 +12,9 @@ from support.chi_square import chi_square_tail, counted, law_of_two
 from support.heads import plain_loop
 from support.small_models import WIDE, ragged_prompts, small_model
 
-from pass_ext import Assistant, NGram, Plain, Session, generate, load_drafter
+from pass_ext import NGram, Plain, Session, generate, load_drafter
 from pass_ext.decoding.drafting.heads.assistant import AssistantDrafter
+from pass_ext.drafting import Assistant
 
 if not hasattr(transformers, "Gemma4AssistantForCausalLM"):
     pytest.skip("transformers has no assistant of Gemma 4", allow_module_level=True)

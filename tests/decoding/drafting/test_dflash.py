@@ -26,12 +26,13 @@ from support.grammars import Automaton
 from support.small_models import prompts, ragged_prompts, small_model, whole_prompts
 
 from benchmarks.architectures.models import tiny_model
-from pass_ext import DFlash, NGram, Plain, Session, Tree, custom_generate, generate, load_drafter
+from pass_ext import NGram, Plain, Session, Tree, custom_generate, generate, load_drafter
 from pass_ext.decoding.drafting.candidates import draw_children
 from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.heads.best_paths import best_paths
 from pass_ext.decoding.drafting.heads.block_drafter import dflash_drafters
 from pass_ext.decoding.sampling import SamplingParams
+from pass_ext.drafting import DFlash
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

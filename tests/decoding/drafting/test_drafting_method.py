@@ -1,4 +1,4 @@
-"""Drafting methods from outside the package: objects after ``pass_ext.DraftingMethod`` work as the package's own methods do."""
+"""Drafting methods from outside the package: objects with ``drafters(context)`` work as the package's own methods do."""
 
 import contextlib
 import time

@@ -12,8 +12,9 @@ from support.grammars import random_automaton
 from support.heads import MASKED, VARIANTS, PlainEagle3, eagle3_checkpoint, learn, plain_loop
 from support.small_models import ragged_prompts, small_model
 
-from pass_ext import Eagle3, NGram, Plain, Session, Tree, generate, load_drafter
+from pass_ext import NGram, Plain, Session, Tree, generate, load_drafter
 from pass_ext.decoding.drafting.heads.head_drafter import HeadDrafter
+from pass_ext.drafting import Eagle3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,7 +17,7 @@ from support.heads import PlainEagle3, eagle3_checkpoint
 from support.small_models import small_model
 
 import pass_ext.decoding.drafting.from_draft_model as model_drafter
-from pass_ext import Eagle3, Tree, generate, load_drafter
+from pass_ext import Tree, generate, load_drafter
 from pass_ext.decoding.drafting.candidates import Batch
 from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.heads.head import Head
@@ -25,6 +25,7 @@ from pass_ext.decoding.drafting.heads.head_drafter import HeadDrafter
 from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session.session import Session
+from pass_ext.drafting import Eagle3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,9 +14,10 @@ from support.heads import PlainEagle3, eagle3_checkpoint
 from support.small_models import small_model
 
 import pass_ext
-from pass_ext import Eagle3, generate, load_drafter
+from pass_ext import generate, load_drafter
 from pass_ext.__main__ import main
 from pass_ext.decoding.drafting.heads.eagle3 import save_eagle3
+from pass_ext.drafting import Eagle3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -193,7 +194,7 @@ def test_rules_that_it_cannot_serve_are_refused(folder, target):
     options = dict(max_new_tokens=3, temperature=1.0, seeds=1)
     with pytest.raises(ValueError, match="longest_branch"):
         generate(target, torch.tensor([[3, 4, 5]]), method, rule="longest_branch", **options)
-    tree = pass_ext.Eagle3(method.head, branching=(2, 1))
+    tree = pass_ext.drafting.Eagle3(method.head, branching=(2, 1))
     with pytest.raises(ValueError, match="takes chains"):
         generate(target, torch.tensor([[3, 4, 5]]), tree, rule="block", **options)
 

@@ -15,8 +15,9 @@ from support.heads import plain_loop
 from support.mtp import model_with_mtp
 from support.small_models import ragged_prompts
 
-from pass_ext import Mtp, NGram, Plain, Session, generate, load_drafter
+from pass_ext import NGram, Plain, Session, generate, load_drafter
 from pass_ext.decoding.drafting.heads.head_drafter import HeadDrafter
+from pass_ext.drafting import Mtp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

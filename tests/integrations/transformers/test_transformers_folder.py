@@ -126,7 +126,7 @@ def test_a_head_is_read_once_for_its_model(llama, loops, tmp_path):
         got = run(llama, one_prompt(), folder=True, drafter=str(tmp_path / "head"), method_settings=settings)
         assert torch.equal(got, run(llama, one_prompt()))
     first, second = (loop.method for loop in loops)
-    assert isinstance(first, pass_ext.Eagle3) and first.head is second.head
+    assert isinstance(first, pass_ext.drafting.Eagle3) and first.head is second.head
     assert first.length == 5 and first.ngram == pass_ext.NGram(tokens=3)
     for more, words in (
         ({"slots": "x"}, "slots must be left out with drafter"),
