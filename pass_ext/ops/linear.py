@@ -59,8 +59,8 @@ def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @typed("pass_ext::", page="ops/layer")
 def linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, outputs: int) -> Tensor:
-    """A linear layer whose weight has 4 or 8 bits for each number, ``[..., in]`` to ``[..., out]``: few rows cost hardly more
-    than one.
+    """A linear layer whose weight has 4 or 8 bits for each number, ``[..., in]`` to ``[..., out]``: reads the weight once for
+    few rows.
 
     Args:
         x: ``[..., in]`` bfloat16, float16 or float32.
