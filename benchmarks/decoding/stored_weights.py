@@ -148,5 +148,5 @@ if __name__ == "__main__":
             "texts": texts(),
             "products": products(),
         }
-        folder = ROOT / "benchmarks" / "results" / machine.deviceslug("cpu")
+        folder = ROOT / "benchmarks" / "results" / machine.device_slug("cpu")
         (folder / "stored-weights.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -122,7 +122,7 @@ def now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def deviceslug(device: str) -> str:
+def device_slug(device: str) -> str:
     """The name of a machine's results folder: cpu-<model>, or the GPU's name."""
     gpu = describe_gpu()
     if device == "cuda":
@@ -158,7 +158,7 @@ def main() -> None:
     )
     device = parser.parse_args().slug
     everything = {"date": now(), "commit": commit(), "machine": describe_machine(), "versions": describe_versions()}
-    print(deviceslug(device) if device else json.dumps(everything, indent=1))
+    print(device_slug(device) if device else json.dumps(everything, indent=1))
 
 
 if __name__ == "__main__":
