@@ -100,7 +100,7 @@ def test_without_matplotlib_there_is_no_picture(folder, tmp_path, capsys, monkey
     ("arguments", "message"),
     [
         (["no/such.gguf"], "no such model file: no/such.gguf"),
-        (["no/such/folder"], "no/such/folder cannot be loaded"),
+        (["no/such/folder"], "no such model folder: no/such/folder"),
         (["FOLDER", "--lookahead", "nothing"], "--lookahead nothing: 'nothing' is neither a file nor"),
         (["FOLDER", "--prompt", ""], "at least one token"),
         (["FOLDER", "--new-tokens", "1"], "--new-tokens must be 2 or more, got 1"),
