@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from pass_ext.huge_pages import to_huge_pages
-from pass_ext.weights.gguf import packed_model, read_once
+from pass_ext.weights.gguf import read_once, stored_model
 
 MAX_CACHED_BYTES = 2 << 30
 _log = logging.getLogger("pass_ext")
@@ -69,7 +69,7 @@ def load_checkpoint(
     if weights == "stored":
         with read_once():
             model, tokenizer = (
-                packed_model(file, dtype),
+                stored_model(file, dtype),
                 AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name),
             )
         return to_huge_pages(model), tokenizer

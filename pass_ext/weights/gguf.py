@@ -1,4 +1,4 @@
-"""``packed_model``: a transformers model whose weights are a GGUF file's own numbers.
+"""``stored_model``: a transformers model whose weights are a GGUF file's own numbers.
 
     tensor of the file -> rows in transformers' order -> packed, in place of the linear layer or the table of embeddings
 
@@ -27,7 +27,7 @@ from pass_ext.weights.formats import FORMATS, pack_gguf
 from pass_ext.weights.layers import PackedEmbedding, PackedLinear
 
 
-def packed_model(file: Path, dtype: torch.dtype) -> Any:
+def stored_model(file: Path, dtype: torch.dtype) -> Any:
     """The model, frozen and in eval mode. dtype: of all that is not packed. ValueError for a file that cannot be read."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
