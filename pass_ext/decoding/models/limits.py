@@ -29,7 +29,8 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
             f"{name} adds a bias by the distance of tokens to its attention (alibi), which pass_ext does not implement, so it "
             "cannot decode this model"
         )
-    if getattr(inner, "_is_stateful", False) and not states.keeps_states(text):
+    # Of a class that names the kinds of its layers, this model may have none that keeps a state.
+    if getattr(inner, "_is_stateful", False) and not states.kinds_of(text):
         raise ValueError(
             f"{name} keeps a state of each text in code of its own, so pass_ext cannot continue it along the branches of a tree"
         )

@@ -292,4 +292,4 @@ def test_biases_that_are_looked_up_otherwise_are_not_believed(change):
 @pytest.mark.parametrize("name", ["inkling2_text", "inkling2_loop_text"])
 def test_biases_of_other_modules(name):
     with pytest.raises(ValueError, match=f"{name}.*hands down 'position_bias'"):
-        generate(tiny_model(name), ragged_prompts(1)[0], max_new_tokens=2)
+        generate(tiny_model(name, layer_types=["full_attention"] * 2), ragged_prompts(1)[0], max_new_tokens=2)
