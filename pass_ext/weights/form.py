@@ -84,9 +84,11 @@ def pack_weight(codes: Tensor, scale: Tensor, offset: Tensor, *, bits: int) -> T
             f"codes must be uint8 [out, in] with in a multiple of {INPUTS}, got {codes.dtype}{list(codes.shape)}"
         )
     blocks, groups = width // INPUTS, -(-outputs // OUTPUTS)
-    parts = next((p for p in (1, 2) if scale.shape == (outputs, blocks * p)), 0)
-    form = Form(bits, scale.dtype, parts)
-    if form not in FORMS or scale.shape != offset.shape or scale.dtype != offset.dtype:
+    known = (
+        f for f in FORMS if (f.bits, f.scales) == (bits, scale.dtype) and scale.shape == (outputs, blocks * f.parts)
+    )
+    form = next(known, None)
+    if form is None or scale.shape != offset.shape or scale.dtype != offset.dtype:
         raise ValueError(
             f"scale and offset must both be [out, in / 32] float16, for 4 bits also float32, or [out, in / 16] float32 for 8 "
             f"bits, and bits 4 or 8; got {scale.dtype}{list(scale.shape)}, {offset.dtype}{list(offset.shape)}, {bits}"
@@ -98,7 +100,7 @@ def pack_weight(codes: Tensor, scale: Tensor, offset: Tensor, *, bits: int) -> T
     missing = groups * OUTPUTS - outputs
     for place, numbers in enumerate((scale, offset)):
         numbers = torch.nn.functional.pad(numbers, (0, 0, 0, missing))
-        heads[:, :, :, place] = numbers.reshape(groups, OUTPUTS, blocks, parts).permute(0, 2, 3, 1)
+        heads[:, :, :, place] = numbers.reshape(groups, OUTPUTS, blocks, form.parts).permute(0, 2, 3, 1)
     codes = torch.nn.functional.pad(codes, (0, 0, 0, missing)).contiguous()
     each = _words_of_fours(codes) if bits == 4 else _words_of_eights(codes)
     words.copy_(each.view(groups, OUTPUTS, blocks, bits).permute(0, 2, 3, 1))

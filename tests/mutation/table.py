@@ -106,6 +106,7 @@ _CPP = _files_of_families() | {
     "cpu/attention_kernels-inl.h": (["attention"], [*_ATTENTION, *_CODES]),
     "cpu/attention_tiles.h": (["attention"], _ATTENTION),
     "cpu/linear_kernels-inl.h": (["linear"], ["tests/ops/test_linear.py", "tests/ops/layer"]),
+    "cpu/linear_packed-inl.h": (["linear"], ["tests/ops/test_linear.py", "tests/ops/layer"]),
     "cpu/layer.cpp": (["layer"], ["tests/ops/layer"]),
     "core/layer.h": (["layer"], ["tests/ops/layer/test_layer.py"]),
     "cpu/layer.h": (["layer", "layer_pack", "layer_stack"], ["tests/ops/layer"]),

