@@ -170,7 +170,10 @@ def accept_tree(
         >>> result.emitted, result.path, result.num_accepted
         (tensor([[3, 1]]), tensor([[0, 2]], dtype=torch.int32), tensor([1], dtype=torch.int32))
     """
-    op, batch = "accept_tree", (max(cu_nodes.shape[0] - 1, 0), target_logits.device)  # the op refuses bounds without a row
+    op, batch = (
+        "accept_tree",
+        (max(cu_nodes.shape[0] - 1, 0), target_logits.device),
+    )  # the op refuses bounds without a row
     return _call(
         _tree_op, target_logits, _dense(op, "tokens", tokens, torch.int64), _dense(op, "parents", parents),
         _dense(op, "cu_nodes", cu_nodes), max_depth, index_of(op, "rule", rule, _RULE_NAMES), draft_logits,

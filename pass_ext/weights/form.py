@@ -78,8 +78,8 @@ def pack_weight(codes: Tensor, scale: Tensor, offset: Tensor, *, bits: int) -> T
         >>> list(packed.shape), pass_ext.layers.unpack_weight(packed, 1)[0, :4]
         ([1, 1, 320], tensor([-8., -7., -6., -5.]))
     """
-    outputs, width = codes.shape if codes.dim() == 2 else (0, -1)
-    if codes.dtype != torch.uint8 or width < 0 or width % INPUTS:
+    outputs, width = codes.shape if codes.dim() == 2 else (0, 0)
+    if codes.dtype != torch.uint8 or width == 0 or width % INPUTS:
         raise ValueError(
             f"codes must be uint8 [out, in] with in a multiple of {INPUTS}, got {codes.dtype}{list(codes.shape)}"
         )

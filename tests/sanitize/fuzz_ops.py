@@ -588,7 +588,7 @@ def linear_rows(draw: Draw):
 
 @case
 def linear_packed(draw: Draw):
-    blocks, outs, dtype = draw.pick((0, 1, 3)), draw.pick((1, 16, 33)), draw.pick(FLOATS)
+    blocks, outs, dtype = draw.pick((1, 1, 3)), draw.pick((1, 16, 33)), draw.pick(FLOATS)
     shape = [draw.size() for _ in range(draw.pick((0, 1, 1, 2)))]
     bits, scales, each = draw.pick(
         ((4, torch.float16, 32), (4, torch.float32, 32), (8, torch.float16, 32), (8, torch.float32, 16))
