@@ -201,7 +201,7 @@ class _Shape(NamedTuple):
 def _slots_behind(ids: list[int], parents: list[int], node: int, most: int) -> list[int]:
     """The rows of the slots that foresee what follows a node."""
     passed = 0
-    while node >= 0:
+    while 0 <= node < len(ids):  # a path may lead anywhere
         starts = [row for row in range(node + 1, len(ids)) if ids[row] == -1 and parents[row] == node]
         if starts:
             group = starts[:1]

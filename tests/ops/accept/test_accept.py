@@ -811,6 +811,7 @@ REFUSALS = [
     ({"tokens": torch.zeros(4).long()}, r"tokens must have 3 \(one for each row of target_logits\) in dimension 0"),
     ({"parents": torch.zeros(2).int()}, r"parents must have 3 \(one for each row of target_logits\)"),
     ({"cu_nodes": torch.zeros(0).int()}, r"cu_nodes must have shape \[B \+ 1\]"),
+    ({"cu_nodes": torch.zeros(0).int(), "temperature": 1.0}, r"cu_nodes must have shape \[B \+ 1\]"),
     ({"max_depth": -1}, r"max_depth must be in \[0, 1024\), got -1"),
     ({"max_depth": 1024}, r"max_depth must be in \[0, 1024\), got 1024"),
     ({"temperature": torch.ones(2)}, r"temperature must have 1 \(one for each request\) in dimension 0"),
