@@ -127,7 +127,7 @@ def bits(result: dict[str, Any]) -> str:
     words = (
         "What is computed beside a row must not change it. Texts are 64 tokens of SmolLM2-135M-Instruct in bfloat16, greedy or "
         "by rule coupled at temperature 0.8. Batches have their prompts read by our products if no prompt has many rows, else "
-        "in a call of its own ([exactness](guide/pass.md#exactness))."
+        "in a call of its own ([exactness](guide/exactness.md#exactness))."
     )
     below = f"Instruction sets: {', '.join(result['isas'])}. {measured('bits', result)}"
     missing = (

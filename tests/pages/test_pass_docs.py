@@ -1,4 +1,5 @@
-"""docs/guide/pass.md and the first block of README.md: they run, on small files of models, and give the model's own text."""
+"""docs/guide/pass.md, the pages that go on from it, and the first block of README.md: they run, on small files of models, and give the
+model's own text."""
 
 import re
 
@@ -16,6 +17,7 @@ from support.gguf_files import write_gguf
 from support.paths import ROOT
 
 PAGE, README = ROOT / "docs/guide/pass.md", ROOT / "README.md"
+FURTHER = [ROOT / f"docs/guide/{name}.md" for name in ("sessions", "exactness", "models")]
 
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="an sdist has no docs")
 
@@ -41,11 +43,15 @@ def check_text(names):
 
 def test_the_blocks_of_the_page_run(names, capsys):
     blocks = [block for block in blocks_of(PAGE) if block[0] == "python"]
-    assert len(blocks) == 6
+    assert len(blocks) == 3
     run_blocks(PAGE, blocks[:1], names)
     check_text(names)
     first = names.pop("model")
     run_blocks(PAGE, blocks[1:], names)
+    for page in FURTHER:
+        further = [block for block in blocks_of(page) if block[0] == "python"]
+        assert len(further) == 1, page
+        run_blocks(page, further, names)
     assert names["model"] is not first and names["model"].dtype == torch.bfloat16
     assert str(names["plan"]) in capsys.readouterr().out
     assert names["session"].prefix_lens.tolist() == [names["result"].sequences.shape[1] - 1]
