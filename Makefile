@@ -1,6 +1,6 @@
 # make demo | test | test-all | test-engines | sanitize | mutants | lint | docs | bench | gpu | clean. Each sets up what it needs in .venv and is
 # quick when repeated. demo builds for this machine alone: no CUDA without a GPU. The others build the CUDA library for
-# TORCH_CUDA_ARCH_LIST wherever there is nvcc; demo then leaves that library as it is.
+# TORCH_CUDA_ARCH_LIST wherever there is nvcc: sm_90 alone, and all of EVERY_ARCHITECTURE for test-all. demo leaves that library as it is.
 # test-engines: vLLM and SGLang themselves with pass_ext in them, each in an environment of its own (.venv-vllm, .venv-sglang).
 # sanitize: the op tests and random calls under AddressSanitizer, UBSan and ThreadSanitizer; test-all does it too.
 # mutants: planted faults, and which of them the tests notice.
@@ -105,7 +105,9 @@ gpu:
 	@$(PYTHON) -m benchmarks.gpu
 
 # Both builds compile only what changed, and share the CPU library.
-build $(VENV)/.dev: export TORCH_CUDA_ARCH_LIST ?= 8.0;9.0;10.0+PTX
+EVERY_ARCHITECTURE := 8.0;9.0;10.0+PTX
+test-all: export TORCH_CUDA_ARCH_LIST ?= $(EVERY_ARCHITECTURE)
+build $(VENV)/.dev: export TORCH_CUDA_ARCH_LIST ?= 9.0
 build: $(VENV)/.torch
 	@echo "== Building the CPU library and, where there is nvcc, the CUDA library for $(TORCH_CUDA_ARCH_LIST)"
 	@$(BUILD)

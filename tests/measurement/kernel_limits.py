@@ -186,7 +186,7 @@ def needs_code(kernels: Iterable[Kernel], limits: Iterable[Limit] = LIMITS) -> l
 
 
 def breaches(kernels: list[Kernel], code: Mapping[Kernel, Code], limits: tuple[Limit, ...] = LIMITS) -> list[str]:
-    """A sentence for each number beyond its limit, and for each line that applies to no kernel of the library."""
+    """A sentence for each number beyond its limit, and for each line that applies to no kernel of a library with its architectures."""
     sentences, used = [], set()
     for kernel in kernels:
         for number, limit in limits_of(kernel, limits).items():
@@ -199,6 +199,6 @@ def breaches(kernels: list[Kernel], code: Mapping[Kernel, Code], limits: tuple[L
                 )
     present = {kernel.architecture for kernel in kernels}
     for limit in limits:
-        if limit not in used and present & set(limit.architectures.split()):
+        if limit not in used and present >= set(limit.architectures.split()):
             sentences.append(f"{limit.kernel}, {limit.architectures}: the line for {limit.number} is about no kernel")
     return sentences

@@ -75,8 +75,8 @@ def test_too_few_loads_in_flight_are_a_breach():
     assert sentence == "scan, sm_90: loads in flight 1, allowed at least 4 (latency)"
 
 
-def test_a_line_about_no_kernel_is_a_breach_if_its_architecture_was_built():
-    limits = (Limit("gone*", "sm_90", "stack", 0, ""), Limit("gone*", "sm_120", "stack", 0, ""))
+def test_a_line_about_no_kernel_is_a_breach_if_its_architectures_were_built():
+    limits = (Limit("gone*", "sm_90", "stack", 0, ""), Limit("gone*", "sm_90 sm_120", "stack", 0, ""))
     assert kernel_limits.breaches([kernel()], {}, limits) == ["gone*, sm_90: the line for stack is about no kernel"]
 
 
