@@ -5,7 +5,7 @@
                     instructions run while the bytes come
 
 The constants have the least squares of relative errors over the steps of draft and accept, with the paths of the kernels that
-the GPU ran (`PATHS`). Rounds are counted as the fewest, instructions in the middle.
+the GPU ran (`PATHS`).
 """
 
 from __future__ import annotations
@@ -44,13 +44,11 @@ class Constants(NamedTuple):
 def counts_of(step: dict[str, Any]) -> Counts:
     """The counts of a recorded step."""
 
-    def total(side: str, *events: str) -> int:
-        return sum(launch["whole"].get(event, 0) for launch in step[side] for event in events)
+    def total(*events: str) -> int:
+        return sum(launch["path"].get(event, 0) for launch in step["launches"] for event in events)
 
-    instructions = (total("least", "instruction") + total("most", "instruction")) / 2000
-    rounds = total("least", "memory_load", "l2_load")
-    read = KEY_HEADS * sum(launch["bytes"] for launch in step["most"]) if step["kind"] == "attention" else 0
-    return Counts(len(step["least"]), instructions, rounds, read)
+    read = KEY_HEADS * sum(launch["bytes"] for launch in step["launches"]) if step["kind"] == "attention" else 0
+    return Counts(len(step["launches"]), total("instruction") / 1000, total("memory_load", "l2_load"), read)
 
 
 def save_measured_paths(result: dict[str, Any], root: Path) -> None:

@@ -1,4 +1,4 @@
-"""The steps of one request whose times are estimated, and measured where there is a GPU: their inputs and planned results.
+"""The steps of one request that the emulator records and a GPU times: their inputs and planned results.
 
 Logits: 128,256 in bfloat16, peaked (distributions.py), temperature 0.8. Each step has a planned number of accepted drafts.
 Under `coupled` the drafts up to that number are the target's tokens, the others differ. Under `rejection` a draft is certain

@@ -1,11 +1,11 @@
-"""Times the steps of inputs.py on a GPU, to be shown beside their estimates: `python -m benchmarks.kernel_time.on_gpu`.
+"""Times the steps of inputs.py on a GPU, for the fit: `python -m benchmarks.kernel_time.on_gpu`.
 
     warm   64 calls of one step in a CUDA graph, one behind the other, inputs in L2
     cold   calls in a graph, each with a copy of the inputs of its own, after a sweep of the L2
     alone  one call in a graph, warm, code and launch not prepared by an equal call just before it
 
 The median of 25 replays each. Also the time of an empty kernel in a graph, the speed of a copy and of a read, and what the
-estimates leave out: batches, other vocabularies, longer and shorter prefixes.
+emulator does not record: batches, other vocabularies, longer and shorter prefixes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> int:
         cache = (machine.describe_gpu() or {})["l2_cache_bytes"] or 64 * 2**20
         result["constants"] = constants(cache)
         print(json.dumps(result["constants"]), flush=True)
-        for make in (*estimated(), *long_texts(), *batches()):
+        for make in (*recorded(), *long_texts(), *batches()):
             _add(result, make, cache, options.only)
             evidence.add_result(MEASURED, result)
             if options.out:
@@ -125,8 +125,8 @@ def graph_time(run: Callable[..., Any], sets: list[tuple[Any, ...]], calls: int,
     return median(sample() for _ in range(SAMPLES))
 
 
-def estimated() -> Iterator[Callable[[], Call]]:
-    """The steps that have estimates, the most wanted first: the time may end."""
+def recorded() -> Iterator[Callable[[], Call]]:
+    """The steps that the emulator records, the most wanted first: the time may end."""
     for calls in (draft_calls, accept_calls, attention_calls, codes_calls, one_order_calls, layer_calls):
         yield from _each(calls())
     yield functools.partial(latent_call, 1, 1)
@@ -147,7 +147,7 @@ def _each(calls: Iterator[Call]) -> Iterator[Callable[[], Call]]:
 
 
 def batches() -> Iterator[Callable[[], Call]]:
-    """Batches and vocabularies: what the estimates leave out."""
+    """Batches and vocabularies."""
     for rows in (16, 64, 256, 640):
         yield functools.partial(_draft, rows, "off")
     yield functools.partial(_draft, 64, FILTERED)

@@ -1,23 +1,22 @@
 """Records the steps of inputs.py: the real kernels run on the emulator, which records the critical path of each launch.
 
 Attention: the emulator runs one key head on an eighth of the GPU, for key heads are equal and share nothing. In one order, and
-to keys and values in 8 bits, all of them on a whole GPU: these estimates know no tiles.
+to keys and values in 8 bits, all of them on a whole GPU.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import ROOT
 from benchmarks.kernel_code.bounds import MULTIPROCESSORS
-from benchmarks.kernel_time.costs import COSTS, middle
+from benchmarks.kernel_time.cycles import CYCLES
 from benchmarks.kernel_time.host_code import weights_of
 from benchmarks.kernel_time.inputs import (
     ATTENTION,
-    GROUP,
     KEY_HEADS,
     LATENT_HEADS,
     LATENT_VALUES,
@@ -63,30 +62,24 @@ class Machine:
     def __init__(self) -> None:
         self.module = emulator.load()
         self.weights = weights_of(Path(self.module.__file__))
-        self.cycles = {event: middle(event) for event in COSTS}
 
-    def record(self, step: Step, most: bool, turns: tuple[int, int] | None = None) -> list[dict[str, Any]]:
-        """``turns``: those of a loop whose loads are one round, and those of loads of 16 bytes."""
-        self.module.record_paths(self.cycles, most, self.weights, **({"turns": turns} if turns else {}))
+    def record(self, step: Step) -> list[dict[str, Any]]:
+        """The step's launches, each with its path."""
+        self.module.record_paths(CYCLES, self.weights)
         try:
             result = step.run()
         finally:
             launches = self.module.taken_paths()
         if not step.is_right(result):
             raise AssertionError(f"{step.kind}, {step.name}: the step's result is not the planned one")
-        return list(launches)
+        return [
+            {**launch, "path": {event: count for event, count in launch["path"].items() if count}}
+            for launch in launches
+        ]
 
 
-def shape_of(name: str) -> str:
-    """The shape of the kernel that runs a step of attention: the rows of its tiles."""
-    return "16 rows" if ATTENTION[name][1] * GROUP <= 16 else "64 rows"
-
-
-def record_all(in_flight: Mapping[str, tuple[int, int]], only: str = "") -> list[dict[str, Any]]:
-    """Every step whose name contains ``only``, with loads in the fewest possible rounds and in the most.
-
-    ``in_flight``: shape of attention -> its loads in flight, of any width and of 16 bytes.
-    """
+def record_all(only: str = "") -> list[dict[str, Any]]:
+    """Every step whose name contains ``only``."""
     machine = Machine()
     launching.multiprocessors = lambda: MULTIPROCESSORS
     blocks = RESIDENT_BLOCKS * MULTIPROCESSORS // KEY_HEADS
@@ -97,9 +90,7 @@ def record_all(in_flight: Mapping[str, tuple[int, int]], only: str = "") -> list
     for step in steps:
         if only in f"{step.kind}, {step.name}":
             print(f"{step.kind}, {step.name}", flush=True)
-            turns = in_flight[shape_of(step.name)] if step.kind == "attention" else None
-            paths = {side: machine.record(step, side == "most", turns) for side in ("least", "most")}
-            records.append({"kind": step.kind, "name": step.name, **paths})
+            records.append({"kind": step.kind, "name": step.name, "launches": machine.record(step)})
     return records
 
 

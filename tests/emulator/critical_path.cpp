@@ -1,7 +1,6 @@
 // Events, joins and rounds of loads; see critical_path.h.
 #include "critical_path.h"
 
-#include <algorithm>
 #include <utility>
 
 namespace emulator {
@@ -38,38 +37,27 @@ void PathRecorder::begin_launch(const char* name, uint32_t blocks, uint32_t thre
   launches_.back().blocks = blocks;
   launches_.back().threads = threads;
   published_.clear();
-  code_.clear();
 }
 
 void PathRecorder::begin_block(uint32_t threads) {
   threads_.assign(threads, Thread());
   block_lines_.clear();
-  handed_over_ = 0;
-  multiplies_ = false;
 }
 
 void PathRecorder::end_thread(unsigned rank) {
-  Path& whole = launches_.back().whole;
-  whole = longer(whole, threads_[rank].path);
+  Path& path = launches_.back().path;
+  path = longer(path, threads_[rank].path);
 }
 
 void PathRecorder::end_launch() {
   launches_.back().lines = launch_lines_.size();
-  for (const uintptr_t place : code_) {
-    const auto weight = settings_.weights.find(place);
-    if (weight != settings_.weights.end()) launches_.back().code += weight->second;
-  }
   earlier_lines_.merge(launch_lines_);
   launch_lines_.clear();
 }
 
 void PathRecorder::run_code(unsigned rank, const void* address) {
-  Thread& thread = threads_[rank];
-  thread.place = reinterpret_cast<uintptr_t>(address);
-  ++thread.turn;
-  code_.insert(thread.place);
-  const auto weight = settings_.weights.find(thread.place);
-  if (weight != settings_.weights.end()) count(thread.path, Event::instruction, weight->second);
+  const auto weight = settings_.weights.find(reinterpret_cast<uintptr_t>(address));
+  if (weight != settings_.weights.end()) count(threads_[rank].path, Event::instruction, weight->second);
 }
 
 void PathRecorder::count(Path& path, Event event, uint32_t times) {
@@ -77,15 +65,10 @@ void PathRecorder::count(Path& path, Event event, uint32_t times) {
   path.cycles += times * settings_.cycles[static_cast<size_t>(event)];
 }
 
-void PathRecorder::mark(bool& done, Path& mark, const Path& path) {
-  if (!done) mark = longer(mark, path);
-  done = true;
-}
-
 void PathRecorder::add(unsigned rank, Event event) {
   Thread& thread = threads_[rank];
   count(thread.path, event);
-  if (event == Event::fence) thread.global = thread.shared = Round();
+  if (event == Event::fence) thread.global = thread.shared = kNoRound;
 }
 
 void PathRecorder::join_warp(unsigned first, unsigned mask, Event event) {
@@ -94,19 +77,11 @@ void PathRecorder::join_warp(unsigned first, unsigned mask, Event event) {
     if (mask >> lane & 1)
       if (const Path& path = threads_[first + lane].path; !longest || path.cycles > longest->cycles) longest = &path;
   Path path = *longest;
-  if (event == Event::matrix_product && !multiplies_) {
-    ++launches_.back().multiplying;
-    multiplies_ = true;
-  }
-  if (event == Event::matrix_product)
-    for (unsigned lane = 0; lane < 32; ++lane)
-      if (mask >> lane & 1) mark(threads_[first + lane].has_product, launches_.back().to_product, path);
   if (event != Event::count) count(path, event);
-  if (event == Event::matrix_product) launches_.back().to_last_product = longer(launches_.back().to_last_product, path);
   for (unsigned lane = 0; lane < 32; ++lane) {
     if (!(mask >> lane & 1)) continue;
     threads_[first + lane].path = path;
-    threads_[first + lane].global = threads_[first + lane].shared = Round();
+    threads_[first + lane].global = threads_[first + lane].shared = kNoRound;
   }
 }
 
@@ -116,33 +91,22 @@ void PathRecorder::join_block(unsigned threads) {
   count(path, Event::block_barrier);
   for (unsigned i = 0; i < threads; ++i) {
     threads_[i].path = path;
-    threads_[i].global = threads_[i].shared = Round();
+    threads_[i].global = threads_[i].shared = kNoRound;
   }
 }
 
-void PathRecorder::load(Thread& thread, Round& round, Event event, bool is_wide) {
-  const bool same_place = round.place == thread.place, same_turn = round.turn == thread.turn;
-  const bool goes_on = round.turns < (is_wide ? settings_.wide_turns : settings_.turns);
-  const bool joins = round.event >= 0 && (!settings_.most || (same_place && (same_turn || goes_on)));
-  if (!joins) {
-    count(thread.path, event);
-    round = {static_cast<int>(event), thread.place, thread.turn, 1};
-    return;
+void PathRecorder::load(Thread& thread, int& round, Event event) {
+  if (round != kNoRound) {
+    const auto open = static_cast<size_t>(round);
+    if (settings_.cycles[static_cast<size_t>(event)] <= settings_.cycles[open]) return;
+    --thread.path.counts[open];
+    thread.path.cycles -= settings_.cycles[open];
   }
-  if (round.turn != thread.turn) ++round.turns;
-  round.place = thread.place;
-  round.turn = thread.turn;
-  const auto open = static_cast<size_t>(round.event);
-  if (settings_.cycles[static_cast<size_t>(event)] <= settings_.cycles[open]) return;
-  --thread.path.counts[open];  // the round takes as long as the farthest of its loads
-  thread.path.cycles -= settings_.cycles[open];
   count(thread.path, event);
-  round.event = static_cast<int>(event);
+  round = static_cast<int>(event);
 }
 
-void PathRecorder::load_shared(unsigned rank, bool is_wide) {
-  load(threads_[rank], threads_[rank].shared, Event::shared_load, is_wide);
-}
+void PathRecorder::load_shared(unsigned rank) { load(threads_[rank], threads_[rank].shared, Event::shared_load); }
 
 // Blocks run in sequence here, side by side on a GPU. A line that other blocks have read is certain to be in L2 only
 // after their hand-over.
@@ -154,23 +118,20 @@ Event PathRecorder::level_of(const Thread& thread, const void* address, bool is_
   return is_in_l2 ? Event::l2_load : Event::memory_load;
 }
 
-void PathRecorder::load_global(unsigned rank, const void* address, bool is_written, size_t bytes) {
+void PathRecorder::load_global(unsigned rank, const void* address, bool is_written) {
   Thread& thread = threads_[rank];
-  if (is_written) handed_over_ += bytes;
-  launches_.back().handed_over = std::max(launches_.back().handed_over, handed_over_);
-  load(thread, thread.global, level_of(thread, address, is_written), bytes == 16);
+  load(thread, thread.global, level_of(thread, address, is_written));
 }
 
 // Blocks that updated the address have handed over: this thread continues with the longest of their paths and its own.
 void PathRecorder::update_global(unsigned rank, const void* address) {
   Thread& thread = threads_[rank];
-  mark(thread.has_atomic, launches_.back().to_atomic, thread.path);
   const Path before = thread.path;
   Path& published = published_[address];
   thread.path = longer(before, published);
   published = longer(published, before);
   count(thread.path, Event::atomic);
-  thread.global = thread.shared = Round();
+  thread.global = thread.shared = kNoRound;
 }
 
 double PathRecorder::begin_copy(unsigned rank, const void* address, bool is_written) {

@@ -3,10 +3,7 @@
 //   where threads wait for each other (barrier, warp operation, an atomic on the same address), all continue with the
 //   longest of their paths; a launch's path is the longest path of its threads.
 // All blocks begin at once. Lanes that take different branches run side by side here; on a GPU they take turns.
-// A load costs nothing if it joins a round of earlier loads. Fewest rounds: it joins all loads since threads last
-// waited for each other. Most rounds (PathSettings::most): it joins loads of the same basic block, in up to `turns`
-// turns of a loop, or `wide_turns` for loads of 16 bytes: by default four, about as far as compilers unroll, and eight,
-// because these are written to unroll.
+// Loads since threads last waited for each other are one round, which takes as long as the farthest of them.
 #pragma once
 
 #include <array>
@@ -45,24 +42,16 @@ struct Path {
 };
 
 struct PathSettings {
-  std::array<double, kEvents> cycles{};  // per event: they decide which path is the longest
-  bool most = false;                     // count loads in the most rounds, not in the fewest
-  int turns = 4, wide_turns = 8;
+  std::array<double, kEvents> cycles{};             // per event: they decide which path is the longest
   std::unordered_map<uintptr_t, uint32_t> weights;  // return address of a basic block's hook -> its instructions
 };
 
-// The record of one launch. to_product: the longest path up to a thread's first matrix product, to_last_product: up to
-// any. to_atomic: the longest
-// path up to a thread's first atomic on global memory, by which blocks hand over.
-// handed_over: the most bytes that a block loads of what kernels wrote; they pass its multiprocessor's port.
+// The record of one launch.
 struct LaunchPath {
   std::string name;
   uint32_t blocks = 0, threads = 0;
-  Path whole, to_product, to_last_product, to_atomic;
-  uint64_t code = 0;   // instructions of all basic blocks that ran
-  uint64_t lines = 0;  // lines of 128 bytes read from global memory that no kernel wrote
-  uint64_t handed_over = 0;
-  uint32_t multiplying = 0;  // blocks with a matrix product
+  Path path;
+  uint64_t lines = 0;  // of 128 bytes, read from global memory, that no kernel wrote
 };
 
 class PathRecorder {
@@ -83,40 +72,28 @@ class PathRecorder {
   // `count` of the block. Event::count: the wait itself costs nothing.
   void join_warp(unsigned first, unsigned mask, Event event);
   void join_block(unsigned count);
-  void load_shared(unsigned rank, bool is_wide);
-  void load_global(unsigned rank, const void* address, bool is_written, size_t bytes);
+  void load_shared(unsigned rank);
+  void load_global(unsigned rank, const void* address, bool is_written);
   void update_global(unsigned rank, const void* address);
   double begin_copy(unsigned rank, const void* address, bool is_written);  // returns the copy's arrival, in cycles
   void wait_for_copy(unsigned rank, double arrival);
 
  private:
-  // Loads under way: their event, and the place of the last of them in the code.
-  struct Round {
-    int event = -1;
-    uintptr_t place = 0;
-    uint64_t turn = 0;
-    int turns = 0;
-  };
+  static constexpr int kNoRound = -1;
   struct Thread {
     Path path;
-    Round global, shared;
-    uintptr_t place = 0;  // basic block
-    uint64_t turn = 0;    // number of basic blocks so far
-    bool has_product = false, has_atomic = false;
+    int global = kNoRound, shared = kNoRound;  // the rounds under way: the event of the farthest of their loads
   };
 
-  void load(Thread& thread, Round& round, Event event, bool is_wide);
+  void load(Thread& thread, int& round, Event event);
   void count(Path& path, Event event, uint32_t times = 1);
-  void mark(bool& done, Path& mark, const Path& path);
   Event level_of(const Thread& thread, const void* address, bool is_written);
 
   PathSettings settings_;
   std::vector<LaunchPath> launches_;
   std::vector<Thread> threads_;
   std::map<const void*, Path> published_;
-  std::unordered_set<uintptr_t> block_lines_, launch_lines_, earlier_lines_, code_;
-  uint64_t handed_over_ = 0;
-  bool multiplies_ = false;
+  std::unordered_set<uintptr_t> block_lines_, launch_lines_, earlier_lines_;
 };
 
 }  // namespace emulator

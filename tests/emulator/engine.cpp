@@ -599,10 +599,10 @@ void enter_code(const void* address) {
 static void record_access(const void* address, size_t bytes, Access kind) {
   Engine& e = engine();
   const Place place = e.memory->place_of(address);
-  if (place == Place::shared && kind == Access::read) e.paths.load_shared(e.current_rank, bytes == 16);
+  if (place == Place::shared && kind == Access::read) e.paths.load_shared(e.current_rank);
   if (place == Place::shared && kind == Access::atomic) e.paths.add(e.current_rank, Event::shared_atomic);
   if (place != Place::read_only && place != Place::written) return;
-  if (kind == Access::read) e.paths.load_global(e.current_rank, address, place == Place::written, bytes);
+  if (kind == Access::read) e.paths.load_global(e.current_rank, address, place == Place::written);
   if (kind == Access::atomic) e.paths.update_global(e.current_rank, address);
 }
 

@@ -5,7 +5,6 @@
 
 #include <map>
 #include <stdexcept>
-#include <tuple>
 #include <utility>
 
 #include "engine.h"
@@ -35,23 +34,19 @@ Counts counts_of(const emulator::Path& path) {
 
 void bind_paths(pybind11::module_& module) {
   // cycles: of each event, by its name. weights: address in this library behind the hook of a basic block -> its
-  // instructions. turns: of a loop whose loads are one round, and those of loads of 16 bytes.
+  // instructions.
   module.def(
       "record_paths",
-      [](const std::map<std::string, double>& cycles, bool most, const std::map<uintptr_t, uint32_t>& weights,
-         const std::pair<int, int>& turns) {
+      [](const std::map<std::string, double>& cycles, const std::map<uintptr_t, uint32_t>& weights) {
         emulator::PathSettings settings;
-        std::tie(settings.turns, settings.wide_turns) = turns;
         for (size_t i = 0; i < emulator::kEvents; ++i) settings.cycles[i] = cycles.at(emulator::kEventNames[i]);
-        settings.most = most;
         Dl_info library{};
         dladdr(reinterpret_cast<const void*>(&emulator::taken_paths), &library);
         for (const auto& [offset, weight] : weights)
           settings.weights[reinterpret_cast<uintptr_t>(library.dli_fbase) + offset] = weight;
         emulator::record_paths(std::move(settings));
       },
-      pybind11::arg("cycles"), pybind11::arg("most"), pybind11::arg("weights"),
-      pybind11::arg("turns") = std::pair(emulator::PathSettings().turns, emulator::PathSettings().wide_turns));
+      pybind11::arg("cycles"), pybind11::arg("weights"));
   module.def("taken_paths", [] {
     pybind11::list launches;
     for (const auto& launch : emulator::taken_paths()) {
@@ -59,14 +54,8 @@ void bind_paths(pybind11::module_& module) {
       found["name"] = launch.name;
       found["blocks"] = launch.blocks;
       found["threads"] = launch.threads;
-      found["whole"] = counts_of(launch.whole);
-      found["to_product"] = counts_of(launch.to_product);
-      found["to_last_product"] = counts_of(launch.to_last_product);
-      found["to_atomic"] = counts_of(launch.to_atomic);
-      found["code"] = launch.code;
+      found["path"] = counts_of(launch.path);
       found["bytes"] = 128 * launch.lines;
-      found["handed_over"] = launch.handed_over;
-      found["multiplying"] = launch.multiplying;
       launches.append(found);
     }
     return launches;

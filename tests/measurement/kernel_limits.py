@@ -186,7 +186,7 @@ def needs_code(kernels: Iterable[Kernel], limits: Iterable[Limit] = LIMITS) -> l
 
 
 def breaches(kernels: list[Kernel], code: Mapping[Kernel, Code], limits: tuple[Limit, ...] = LIMITS) -> list[str]:
-    """A sentence for each number beyond its limit, and for each line that applies to no kernel of a library with its architectures."""
+    """A sentence for each number beyond its limit, and for each line about no kernel of its architectures."""
     sentences, used = [], set()
     for kernel in kernels:
         for number, limit in limits_of(kernel, limits).items():

@@ -1,5 +1,5 @@
-"""docs/guide/pass.md, the pages that go on from it, and the first block of README.md: they run, on small files of models, and give the
-model's own text."""
+"""docs/guide/pass.md, the pages that go on from it, and the first block of README.md: they run, on small files of models, and
+give the model's own text."""
 
 import re
 
