@@ -1,7 +1,7 @@
 // Packed weights times few rows (core/linear.h), at one instruction set. The 16 outputs of a block are lanes; a pair of
 // digits of a row is one word for all of them. A row has sums of its own, so no other row changes a bit.
 
-// Rows as digits, a block of rows behind the other: digits [block][pair][row], then numbers [block][4][row]: the unit,
+// Rows as digits, a block of rows behind the other: digits [block][row][pair], then numbers [block][4][row]: the unit,
 // unit times the sum of the digits, and that of either half.
 struct DigitRows {
   uint32_t* digits;
@@ -13,38 +13,39 @@ struct DigitRows {
 
 constexpr int kDigitPairs = kPackedInputs / 2, kDigitNumbers = 4;
 
-// One block of a row; `apart`: words and numbers of neighbouring pairs.
+// One block of a row; `apart`: numbers of neighbouring kinds.
 template <typename T>
-void write_digits(const T* x, int apart, uint32_t* digits, float* numbers) {
+inline void write_digits(const T* x, int apart, uint32_t* digits, float* numbers) {
   constexpr int kVectors = kPackedInputs / Floats::width;
   constexpr uint32_t kAll = (1u << Floats::width) - 1;
   const Floats infinity = constant(Floats{}, __builtin_inff());
   Floats value[kVectors], largest = zeros();
-  bool is_finite = true;
+  Mask is_less = mask_of_bits(kAll);
+#pragma GCC unroll 4
   for (int i = 0; i < kVectors; ++i) {
     value[i] = load(x + i * Floats::width);
     const Floats size = maximum(value[i], zeros() - value[i]);
-    is_finite &= bits_of_mask(less(size, infinity)) == kAll;
+    is_less = is_less & less(size, infinity);
     largest = maximum(largest, size);
   }
+  const bool is_finite = bits_of_mask(is_less) == kAll;
   const float most = largest_lane(largest);
   const bool has_digits = is_finite && most >= kLeastLargest;
   const float unit = has_digits ? most / kLargestDigit : is_finite ? 0.0f : __builtin_nanf("");
   const Floats inverse = constant(Floats{}, has_digits ? kLargestDigit / most : 0.0f);
   const Floats whole = constant(Floats{}, 0x1.8p23f);  // adding it rounds to the nearest whole number, halves to even
-  uint32_t rounded[kPackedInputs];
+  Floats sum[2] = {zeros(), zeros()};                  // exact: sums of digits are below 2^24
+#pragma GCC unroll 4
   for (int i = 0; i < kVectors; ++i) {
     const Floats digit = is_finite ? (value[i] * inverse + whole) - whole : zeros();
-    store_words(rounded + i * Words::width, truncated(digit));
+    store_halves(digits + i * Words::width / 2, truncated(digit));
+    sum[2 * i / kVectors] = sum[2 * i / kVectors] + digit;
   }
-  int32_t sum[2] = {};
-  for (int half = 0; half < 2; ++half)
-    for (int i = 0; i < kPackedInputs / 2; ++i) sum[half] += static_cast<int32_t>(rounded[half * kDigitPairs + i]);
-  for (int i = 0; i < kDigitPairs; ++i) digits[i * apart] = (rounded[2 * i] & 0xffffu) | rounded[2 * i + 1] << 16;
+  const float first = sum_lanes(sum[0]), second = sum_lanes(sum[1]);
   numbers[0] = unit;
-  numbers[apart] = unit * static_cast<float>(sum[0] + sum[1]);
-  numbers[2 * apart] = unit * static_cast<float>(sum[0]);
-  numbers[3 * apart] = unit * static_cast<float>(sum[1]);
+  numbers[apart] = unit * (first + second);
+  numbers[2 * apart] = unit * first;
+  numbers[3 * apart] = unit * second;
 }
 
 // Rows [first, first + rows) of x.
@@ -59,7 +60,7 @@ void write_digit_rows(const LinearRows<T>& problem, int64_t first, int64_t rows,
     for (int r = 0; r < size; ++r)
       for (int64_t s = 0; s < steps; ++s)
         write_digits(problem.x + (first + begin + r) * problem.x_row + s * kPackedInputs, size,
-                     to.digits + (begin * steps + s * size) * kDigitPairs + r,
+                     to.digits + (begin * steps + s * size + r) * kDigitPairs,
                      to.numbers + (begin * steps + s * size) * kDigitNumbers + r);
   }
 }
@@ -100,7 +101,7 @@ void multiply_packed_tile(const Block* block, int64_t steps, const uint32_t* dig
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
               Words& sum_of_pairs = dot[(word * kPairs + pair) % kChains][r];
-              sum_of_pairs = add_pairs(sum_of_pairs, code, constant(Words{}, digits[(word * kPairs + pair) * R + r]));
+              sum_of_pairs = add_pairs(sum_of_pairs, code, constant(Words{}, digits[r * kDigitPairs + word * kPairs + pair]));
             }
           }
         }

@@ -59,6 +59,10 @@ inline Words constant(Words, uint32_t value) { PASS_EXT_EACH_LANE(Words, value);
 inline Words counting(uint32_t first) { PASS_EXT_EACH_LANE(Words, first + i); }
 inline Words load_words(const uint32_t* from) { PASS_EXT_EACH_LANE(Words, from[i]); }
 inline void store_words(uint32_t* to, Words value) { memcpy(to, value.lane, sizeof value.lane); }
+// Stores the lower halves of all words, two to a word; whole numbers that 16 bits hold.
+inline void store_halves(uint32_t* to, Words value) {
+  for (int i = 0; i < Words::width / 2; ++i) to[i] = (value.lane[2 * i] & 0xffffu) | value.lane[2 * i + 1] << 16;
+}
 
 inline Floats operator+(Floats a, Floats b) { PASS_EXT_EACH_LANE(Floats, a.lane[i] + b.lane[i]); }
 inline Floats operator-(Floats a, Floats b) { PASS_EXT_EACH_LANE(Floats, a.lane[i] - b.lane[i]); }
@@ -186,6 +190,10 @@ inline Words counting(uint32_t first) {
 }
 inline Words load_words(const uint32_t* from) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))}; }
 inline void store_words(uint32_t* to, Words value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value.lanes); }
+inline void store_halves(uint32_t* to, Words value) {
+  const __m256i halves = _mm256_permute4x64_epi64(_mm256_packs_epi32(value.lanes, value.lanes), 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(halves));
+}
 
 inline Floats operator+(Floats a, Floats b) { return {_mm256_add_ps(a.lanes, b.lanes)}; }
 inline Floats operator-(Floats a, Floats b) { return {_mm256_sub_ps(a.lanes, b.lanes)}; }
@@ -325,6 +333,9 @@ inline Words counting(uint32_t first) {
 }
 inline Words load_words(const uint32_t* from) { return {_mm512_loadu_si512(from)}; }
 inline void store_words(uint32_t* to, Words value) { _mm512_storeu_si512(to, value.lanes); }
+inline void store_halves(uint32_t* to, Words value) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(value.lanes));
+}
 
 inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.lanes, b.lanes)}; }
 inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.lanes, b.lanes)}; }
