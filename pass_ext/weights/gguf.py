@@ -9,12 +9,14 @@ transformers' own tables give the config, the names and the order of rows.
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from mmap import MADV_DONTNEED
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,9 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pass_ext.weights.form import form_of
+from pass_ext.weights.form import OUTPUTS, form_of
 from pass_ext.weights.formats import FORMATS, pack_gguf
 from pass_ext.weights.layers import PackedEmbedding, PackedLinear
+
+_PIECE = 1 << 19
+"""Numbers that are packed at once: what this makes of them stays in the cache."""
 
 
 def stored_model(file: Path, dtype: torch.dtype) -> Any:
@@ -90,7 +95,7 @@ def _reader_of(file: Path) -> Any:
 
     try:
         return GGUFReader(str(file))
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
+    except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
         raise ValueError(f"{file} is no GGUF file, or damaged, or was cut off: {error}") from error
 
 
@@ -108,7 +113,7 @@ def _tables_of(model: Any, reader: Any) -> tuple[Mapping[str, str], Any]:
 def read_once() -> Iterator[None]:
     """Inside, transformers reads a GGUF file once, and a table of names: else each of its calls would do so anew.
 
-    The reader cuts the file into some hundred thousand arrays: plain ones take less time and memory than mapped ones.
+    Its vocabulary is some hundred thousand strings and numbers; an array of each, as the reader makes, takes ten times as long.
     """
     gguf: Any = import_module("gguf")
     theirs: Any = gguf.GGUFReader
@@ -116,16 +121,47 @@ def read_once() -> Iterator[None]:
 
     class Reader(theirs):  # type: ignore[misc]
         data: Any
+        byte_order: str
+        gguf_scalar_to_np: Mapping[Any, Any]
 
-        def _get(self, *place: Any, **options: Any) -> Any:
-            self.data = np.asarray(self.data)
-            return super()._get(*place, **options)
+        def _get_field_parts(self, begin: int, kind: int) -> Any:
+            types, numbers = gguf.GGUFValueType, self.gguf_scalar_to_np
+            if kind != types.ARRAY or self.byte_order != "I":
+                return super()._get_field_parts(begin, kind)
+            item, count = struct.unpack_from("<IQ", self.data, begin)
+            if item == types.STRING:
+                parts, end = _strings(memoryview(self.data), begin + 12, count)
+            elif item in numbers:
+                flat = self._get(begin + 12, numbers[item], count)
+                parts, end = list(np.asarray(flat).reshape(count, 1)), begin + 12 + flat.nbytes
+            else:
+                return super()._get_field_parts(begin, kind)
+            return end - begin, parts, range(count), [types.ARRAY, types(item)][: 1 + count]
 
     gguf.GGUFReader, gguf.get_tensor_name_map = cache(Reader), cache(former[1])
     try:
         yield
     finally:
         gguf.GGUFReader, gguf.get_tensor_name_map = former
+
+
+class _String(bytes):
+    """A string of a file: as much of an array as those need who read it."""
+
+    __slots__ = ()
+
+    def tobytes(self) -> bytes:
+        return self
+
+
+def _strings(stored: memoryview, begin: int, count: int) -> tuple[list[Any], int]:
+    """So many strings, each behind its length in eight bytes, and the place behind them."""
+    strings: list[Any] = []
+    for _ in range(count):
+        (length,) = struct.unpack_from("<Q", stored, begin)
+        begin += 8 + length
+        strings.append(_String(stored[begin - length : begin]))
+    return strings, begin
 
 
 def _packed(tensor: Any, processor: Any, module: Any) -> Tensor | None:
@@ -143,9 +179,21 @@ def _packed(tensor: Any, processor: Any, module: Any) -> Tensor | None:
     if made.name != tensor.name or made.weights.shape != order.shape or set(made.weights.flat) != set(order.flat):
         return None
     try:
-        return pack_gguf(kind, torch.from_numpy(tensor.data[made.weights[:, 0]]))
+        return _in_pieces(kind, tensor.data, made.weights[:, 0], shape[1])
     except ValueError as error:
         raise ValueError(f"tensor {tensor.name}: {error}") from error
+
+
+def _in_pieces(kind: str, stored: Any, order: Any, width: int) -> Tensor:
+    """The rows of a tensor in this order, packed. Memory holds what packing needs for a few of them, not for all."""
+    rows = max(1, _PIECE // width // OUTPUTS) * OUTPUTS
+    groups, packed = -(-len(order) // OUTPUTS), torch.empty(0)
+    for first in range(0, len(order), rows):
+        piece = pack_gguf(kind, torch.from_numpy(stored[order[first : first + rows]]))
+        packed = piece.new_empty(groups, *piece.shape[1:]) if first == 0 else packed
+        packed[first // OUTPUTS :][: len(piece)] = piece
+        stored._mmap.madvise(MADV_DONTNEED)  # else the pages of the file that were read are this process's memory
+    return packed
 
 
 def _dense(tensor: Any) -> Any:

@@ -11,12 +11,13 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
+import gguf
 from support.gguf_files import VOCABULARY, write_gguf
 
 import pass_ext
 from pass_ext.__main__ import main
 from pass_ext.checkpoint import load_checkpoint
-from pass_ext.weights.gguf import formats_of
+from pass_ext.weights.gguf import formats_of, read_once
 from pass_ext.weights.layers import PackedEmbedding, PackedLinear
 
 KINDS = ("Q4_0", "Q4_1", "Q8_0")
@@ -145,9 +146,32 @@ def test_what_cannot_be_done_with_it_is_refused(files, model, tmp_path):
         load_checkpoint(files["Q4_1"], device_map="cpu")
 
 
+def test_a_file_is_read_as_its_own_reader_does(files):
+    theirs = gguf.GGUFReader(files["Q4_1"])
+    with read_once():
+        ours = gguf.GGUFReader(files["Q4_1"])
+        assert gguf.GGUFReader(files["Q4_1"]) is ours
+    assert gguf.GGUFReader is type(theirs)
+    assert list(ours.fields) == list(theirs.fields)
+    for name, field in theirs.fields.items():
+        assert (ours.fields[name].types, ours.fields[name].contents()) == (field.types, field.contents())
+        assert ours.fields[name].offset == field.offset
+    assert [tensor.name for tensor in ours.tensors] == [tensor.name for tensor in theirs.tensors]
+    assert all((mine.data == its.data).all() for mine, its in zip(ours.tensors, theirs.tensors, strict=True))
+
+
+@pytest.mark.parametrize("numbers", [1, 600, 1 << 19])
+def test_a_tensor_is_packed_whole_in_pieces_of_any_size(files, numbers, monkeypatch):
+    whole = load_checkpoint(files["tied"])[0].state_dict()
+    monkeypatch.setattr("pass_ext.weights.gguf._PIECE", numbers)
+    pieces = load_checkpoint(files["tied"])[0].state_dict()
+    assert all(torch.equal(weight, pieces[name]) for name, weight in whole.items())
+
+
 def test_damaged_files_are_refused_in_a_sentence(files, tmp_path):
     whole = files["Q4_1"].read_bytes()
-    for name, content in (("cut.gguf", whole[: len(whole) * 2 // 3]), ("foreign.gguf", b"no model" * 100)):
+    cuts = [(f"cut{at}.gguf", whole[:at]) for at in (30, 1000, 3000, 4000, 6000, len(whole) * 2 // 3)]
+    for name, content in (*cuts, ("foreign.gguf", b"no model" * 100)):
         file = tmp_path / name
         file.write_bytes(content)
         with pytest.raises(ValueError, match=f"{name} is no GGUF file, or damaged, or was cut off"):
