@@ -22,6 +22,7 @@ from pass_ext.demo.contenders import JOINED, PLAIN, Contender, Run, contenders, 
 from pass_ext.demo.live import LiveText
 from pass_ext.demo.prompts import Prompt, prompts, rule
 from pass_ext.demo.report import TIE, Agreement, agreement, agreement_table, draw, speed_table
+from pass_ext.weights.layers import table_of
 
 WARM_UP_TOKENS = 6
 EXACT_TOKENS = 8  # per text in fp32
@@ -29,16 +30,16 @@ EXACT_ROWS = 16  # rows of a PaSS step in fp32, because a plan by times may have
 
 
 def load_model(path: str) -> tuple[Any, Any]:
-    """The model in bfloat16 and its tokenizer."""
+    """The model and its tokenizer: weights of a GGUF file as they are, the rest in bfloat16."""
     try:
-        return load_checkpoint(path, torch.bfloat16, weights="dense")
+        return load_checkpoint(path, torch.bfloat16)
     except FileNotFoundError as error:
         raise SystemExit(str(error)) from error
     except (OSError, ValueError) as error:
         raise SystemExit(f"{path} cannot be loaded as a transformers model: {error}") from error
 
 
-def load_lookahead(source: str | None, model_path: str, table: Tensor) -> pass_ext.LookaheadEmbedding | None:
+def load_lookahead(source: str | None, model_path: str, embedding: Any) -> pass_ext.LookaheadEmbedding | None:
     """The embeddings of the file or name ``source``. Without it, the shipped ones whose name begins the model's, or None."""
     if source is None:
         name = Path(model_path).name.lower()
@@ -46,19 +47,21 @@ def load_lookahead(source: str | None, model_path: str, table: Tensor) -> pass_e
         if source is None:
             return None
     try:
-        return pass_ext.LookaheadEmbedding.from_pretrained(source, table=table)
+        lookahead = pass_ext.LookaheadEmbedding.from_pretrained(source)
+        lookahead.check_fits(table_of(embedding), embed=embedding)
     except ValueError as error:
         raise SystemExit(f"--lookahead {source}: {error}") from error
+    return lookahead
 
 
 def show(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
     """Runs all parts in order, with the options of ``python -m pass_ext demo``."""
     console, model_name, new_tokens = Console(highlight=False), Path(options.model).stem, options.new_tokens
-    lookahead = load_lookahead(options.lookahead, options.model, model.get_input_embeddings().weight)
+    lookahead = load_lookahead(options.lookahead, options.model, model.get_input_embeddings())
     texts = prompts(tokenizer, options.prompt)
     threads = _counted(torch.get_num_threads(), "thread")
     machine = f"CPU kernels {pass_ext.status().cpu_isa}, {threads}, torch {torch.__version__}"
-    console.print(f"[bold]{model_name}[/] in bfloat16 · {machine}\n")
+    console.print(f"[bold]{model_name}[/], weights as they are stored, the rest in bfloat16 · {machine}\n")
     if options.prompt is None:
         console.print(f"{rule(model_name)}\n")
     if lookahead is None:

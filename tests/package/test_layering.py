@@ -85,7 +85,7 @@ MAY_IMPORT = {
         "drafting",
         "integrations",
     ),  # pass_ext/__init__.py
-    "demo": ("checkpoint", "decoding", "pass_ext"),
+    "demo": ("checkpoint", "weights", "decoding", "pass_ext"),
     "bench": ("pass_ext",),
     "__main__": ("_library", "checkpoint", "weights", "decoding", "training", "pass_ext", "demo", "bench"),
 }
