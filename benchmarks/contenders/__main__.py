@@ -25,7 +25,7 @@ from rich.console import Console
 
 from benchmarks import CORES, ROOT
 from benchmarks.contenders import page
-from benchmarks.contenders.gguf_file import write_bfloat16
+from benchmarks.contenders.gguf_file import write_gguf
 from benchmarks.contenders.process import Worker, WorkerFailed
 from benchmarks.contenders.roster import Entry, Places, entries
 from benchmarks.contenders.rounds import MOST_OTHERS, Race, others_now
@@ -101,7 +101,7 @@ def measure(options: argparse.Namespace, report: Any) -> dict[str, Any] | None:
     gguf = WORK / f"{Path(options.model).stem}-bfloat16.gguf"
     if options.llama_python and not gguf.exists():
         report("writing the weights in bfloat16 for llama.cpp")
-        write_bfloat16(Path(options.model), gguf)
+        write_gguf(Path(options.model), gguf)
     if (others := others_now()) > MOST_OTHERS and not options.busy:
         raise SystemExit(f"the machine is busy: other programs take {others:.0%} of the cores; --busy measures anyway")
     prompts, warm_up, ends = prompts_of(folder)

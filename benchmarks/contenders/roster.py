@@ -6,7 +6,8 @@ tokens and drafts of 8: as they come they look up 12 tokens, which texts of this
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,34 @@ def entries(places: Places, *, compiled: bool) -> list[Entry]:
     return [*_ours(places), *_llama(places), *_vllm(places, compiled)]
 
 
+def stored_entries(places: Places, files: Mapping[str, Path]) -> list[Entry]:
+    """The contenders with weights of few bits. files: the model for llama.cpp, by format."""
+    ours = [
+        _our(places, f"{name}{words}", name, weights=weights)
+        for weights, words in (("stored", ""), ("dense", ", bfloat16"))
+        for name in (names.PLAIN, names.ADAPTED)
+    ]
+    return [
+        *ours,
+        *(
+            replace(entry, name=f"{entry.name}, {kind}")
+            for kind, file in files.items()
+            for entry in _llama(replace(places, gguf=file))
+            if entry.name in PLAIN_LLAMA
+        ),
+    ]
+
+
+def _our(
+    places: Places, name: str, contender: str, dtype: str = "bfloat16", parts: bool = False, weights: str = "dense"
+) -> Entry:
+    options = {"model": places.source, "contender": contender, "dtype": dtype, "threads": places.threads}
+    options |= {"step_times": str(places.step_times), "weights": weights}
+    return Entry(name, "ours", places.python, options, _openmp(places), shows_parts=parts)
+
+
 def _ours(places: Places) -> list[Entry]:
-    def entry(name: str, contender: str, dtype: str = "bfloat16", parts: bool = False) -> Entry:
-        options = {"model": places.source, "contender": contender, "dtype": dtype, "threads": places.threads}
-        options["step_times"] = str(places.step_times)
-        return Entry(name, "ours", places.python, options, _openmp(places), shows_parts=parts)
+    entry = partial(_our, places)
 
     return [
         entry(names.PLAIN, names.PLAIN, parts=True),

@@ -304,31 +304,39 @@ def test_ops_count_once_and_only_inside_calls_behind_the_prompts():
 # ---- weights and workers ----
 
 
-def test_weights_for_llama_cpp_are_those_of_the_file_in_bfloat16(tmp_path):
+def test_weights_for_llama_cpp_are_those_of_the_file(tmp_path):
     gguf, torch, np = (pytest.importorskip(name) for name in ("gguf", "torch", "numpy"))
-    from benchmarks.contenders.gguf_file import write_bfloat16
+    from benchmarks.contenders.gguf_file import write_gguf
 
     values = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).numpy()
     quantised = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+    fours = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q4_1)
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     writer.add_file_type(7)
     writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
     writer.add_float32("llama.rope.freq_base", 100000.0)
     writer.add_tensor("w.weight", quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
     writer.add_tensor("norm.weight", values[0])
+    writer.add_tensor("v.weight", fours, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    write_bfloat16(tmp_path / "a.gguf", tmp_path / "b.gguf")
+    write_gguf(tmp_path / "a.gguf", tmp_path / "b.gguf")
     written = gguf.GGUFReader(tmp_path / "b.gguf")
-    matrix, vector = written.tensors
+    matrix, vector, _ = written.tensors
     exact = gguf.quants.dequantize(quantised, gguf.GGMLQuantizationType.Q8_0)
     bits = torch.tensor(exact).to(torch.bfloat16).view(torch.int16).numpy()
     assert np.array_equal(matrix.data.view(np.int16), bits) and np.array_equal(vector.data, values[0])
     assert written.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_BF16
     assert written.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
     assert written.fields["llama.rope.freq_base"].contents() == 100000.0
+    write_gguf(tmp_path / "a.gguf", tmp_path / "c.gguf", "Q4_0")
+    stays, _, again = gguf.GGUFReader(tmp_path / "c.gguf").tensors
+    rounded = gguf.quants.dequantize(fours, gguf.GGMLQuantizationType.Q4_1)
+    assert stays.tensor_type.name == "Q8_0" and np.array_equal(stays.data, quantised)
+    assert again.tensor_type.name == "Q4_0"
+    assert np.array_equal(again.data, gguf.quants.quantize(rounded, gguf.GGMLQuantizationType.Q4_0))
 
 
 SCRIPT = """

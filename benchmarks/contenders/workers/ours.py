@@ -1,6 +1,7 @@
 """A worker: a method of pass_ext, or transformers' ``generate``, on the demo's model.
 
-options     {"model": GGUF file, "contender": a name of names.py, "dtype": "bfloat16" or "float32"}
+options     {"model": GGUF file, "contender": a name of names.py, "dtype": "bfloat16" or "float32",
+             "weights": "dense" or "stored"}
 requests    texts; {"parts": [ids], "tokens": n}: the parts of a step; {"limits": true}: the machine's speeds
 """
 
@@ -34,7 +35,7 @@ def method(name: str) -> Any:
 def start(options: dict[str, Any]) -> tuple[Any, Answer]:
     """Loads the model, and makes the contender."""
     torch.set_num_threads(options["threads"])
-    model, _ = load_checkpoint(options["model"], torch.bfloat16, weights="dense")
+    model, _ = load_checkpoint(options["model"], torch.bfloat16, weights=options["weights"])
     model = model.to(DTYPES[options["dtype"]])
     model.generation_config.eos_token_id = None  # every text has its full length
     # Step times of this run: a folder that is empty unless a worker of this run measured them.
