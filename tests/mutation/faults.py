@@ -70,8 +70,10 @@ def _found(source: str, is_python: bool) -> Iterator[Fault]:
     code = re.sub(_HIDDEN[is_python], lambda m: re.sub(r"[^\n]", " ", m[0]), source, flags=re.MULTILINE)
     for kind, language, pattern, change in _FAULTS:
         for match in re.finditer(pattern, code, re.MULTILINE) if language in (None, is_python) else ():
-            if match[1].count("(") == match[1].count(")"):
-                yield Fault(*match.span(1), change(source[slice(*match.span(1))]), kind)
+            before = source[slice(*match.span(1))]
+            after = change(before)
+            if after != before and match[1].count("(") == match[1].count(")"):
+                yield Fault(*match.span(1), after, kind)
 
 
 def _is_python(source: str) -> bool:

@@ -109,6 +109,10 @@ _CPP = _files_of_families() | {
     "cpu/linear_packed-inl.h": (["linear"], ["tests/ops/test_linear.py", "tests/ops/layer"]),
     "cpu/layer.cpp": (["layer"], ["tests/ops/layer"]),
     "core/layer.h": (["layer"], ["tests/ops/layer/test_layer.py"]),
+    "core/linear.h": (
+        ["linear", "layer", "layer_pack", "layer_stack"],
+        ["tests/ops/test_linear.py", "tests/ops/layer"],
+    ),
     "cpu/layer.h": (["layer", "layer_pack", "layer_stack"], ["tests/ops/layer"]),
     "cpu/layer_pack.cpp": (["layer_pack"], ["tests/ops/layer"]),
     "cpu/layer_pack.h": (["layer_pack", "layer_stack"], ["tests/ops/layer"]),
@@ -142,8 +146,16 @@ _OWN_FORWARD = ["tests/decoding/models/test_own_forward.py", "tests/decoding/mod
 
 _HEADS = [
     f"tests/decoding/drafting/test_{name}.py"
-    for name in ("dflash", "dflash_laws", "eagle3", "eagle3_laws", "load_drafter")
+    for name in ("dflash", "dflash_laws", "eagle3", "eagle3_laws", "load_drafter", "mtp", "assistant")
 ]
+_FORMATS, _STORED = "tests/weights/test_formats.py", "tests/weights/test_stored_weights.py"
+# Name in pass_ext/weights/ -> the tests.
+_WEIGHTS = {
+    "form": [_FORMATS, "tests/ops/layer/test_packed_weights.py"],
+    "formats": [_FORMATS, _STORED],
+    "gguf": [_STORED],
+    "layers": [_STORED],
+}
 
 # Path below pass_ext/decoding/ -> the tests. A new file of heads/ needs no line.
 _PYTHON: dict[str, list[str]] = {
@@ -179,7 +191,10 @@ _PYTHON: dict[str, list[str]] = {
     "session/step_attention": [
         "tests/decoding/test_session.py",
         "tests/decoding/test_cache_dtype.py",
-        *(f"tests/decoding/models/test_{name}.py" for name in ("own_forward", "latents", "compressed", "indexed")),
+        *(
+            f"tests/decoding/models/test_{name}.py"
+            for name in ("own_forward", "latents", "compressed", "indexed", "row_attention")
+        ),
     ],
     "models/module_ops": [
         "tests/decoding/models/test_known_parts.py",
@@ -209,7 +224,7 @@ _PYTHON: dict[str, list[str]] = {
     "drafting/candidates": _BOTH,
     "models/packed": _GENERATE,
     "drafting/from_draft_model": _SPECULATIVE,
-    "drafting/from_ngrams": ["tests/decoding/drafting/test_ngram.py"],
+    "drafting/from_ngrams": ["tests/decoding/drafting/test_ngram.py", "tests/decoding/drafting/test_corpus.py"],
     "planning/pace": _PACE,
     "planning/constants": _PACE,
     "drafting/from_slots": [*_AHEAD, *_LOOK_AHEAD[:-1], f"{_LOOK_AHEAD[-1]} or test_ahead"],
@@ -263,7 +278,9 @@ _PYTHON: dict[str, list[str]] = {
         f"{_GENERATE[-1]} or test_session or longest_text or past",
     ],
     "stats": ["tests/decoding/test_stats.py"],
-    "models/transformers": ["tests/decoding/models/test_decoded_models.py"],
+    "models/transformers": [
+        f"tests/decoding/models/test_{name}.py" for name in ("decoded_models", "model_meanwhile", "own_forward")
+    ],
     "planning/plan": [
         "tests/decoding/planning/test_plan.py",
         "tests/decoding/planning/test_pass_plan.py",
@@ -278,6 +295,7 @@ _PYTHON: dict[str, list[str]] = {
 
 TARGETS = {f"csrc/{name}": sources_and_tests for name, sources_and_tests in _CPP.items()}
 TARGETS |= {f"pass_ext/decoding/{name}.py": ([], tests) for name, tests in _PYTHON.items()}
+TARGETS |= {f"pass_ext/weights/{name}.py": ([], tests) for name, tests in _WEIGHTS.items()}
 # Files without tests here: they choose among instruction sets, need a GPU or hold no code.
 LEFT_OUT = ["csrc/core/platform.h", "csrc/core/grid.h"]
 LEFT_OUT += [f"csrc/cpu/{name}" for name in ("isa.h", "isa.cpp", "each_isa.h", "buffer.h", "old_linux.cpp")]

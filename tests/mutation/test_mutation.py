@@ -16,7 +16,7 @@ PYTHON = '''\
 """1 < 2"""
 def f(a, b=1):  # a < b
     if a.size <= b and g(a, b):
-        a.x = min(b, 3)
+        a.x = min(b, 3) @ a.y(b, b)
     return "a < b" if a is None else a - b
 '''
 CPP = """\
@@ -40,8 +40,8 @@ int f(int a) {
                 "    if a.size <= b or g(a, b):",
                 "    if a.size <= b and g(b, a):",
                 "        pass",
-                "        a.x = max(b, 3)",
-                "        a.x = min(b, 4)",
+                "        a.x = max(b, 3) @ a.y(b, b)",
+                "        a.x = min(b, 4) @ a.y(b, b)",
                 '    return "a < b" if not (a is None) else a - b',
                 '    return "a < b" if a is not None else a - b',
                 '    return "a < b" if a is None else a + b',
@@ -86,7 +86,12 @@ def test_the_quickest_tests_run_first_and_new_ones_before_them(tmp_path):
 
 def test_every_file_is_looked_at_or_left_out_by_name():
     files = [path for folder in ("core", "cpu") for path in ROOT.glob(f"csrc/{folder}/*")]
-    files += (file for file in ROOT.glob("pass_ext/decoding/**/*.py") if file.name != "__init__.py")
+    files += (
+        file
+        for folder in ("decoding", "weights")
+        for file in ROOT.glob(f"pass_ext/{folder}/**/*.py")
+        if file.name != "__init__.py"
+    )
     assert {str(path.relative_to(ROOT)) for path in files} == {*TARGETS, *LEFT_OUT}
     for _, tests in TARGETS.values():
         assert all((ROOT / test).exists() for test in tests if test.startswith("tests/"))
