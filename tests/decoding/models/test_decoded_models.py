@@ -284,6 +284,10 @@ def test_texts_that_end_at_the_last_position(architecture):
         assert torch.equal(generate(model, IDS, method, max_new_tokens=18, eos_token_id=[]).sequences, want), method
         with pytest.raises(ValueError, match=rf"{architecture} has a table of 20 positions.* within 21 tokens, got 22"):
             generate(model, IDS, method, max_new_tokens=19, eos_token_id=[])
+    # Another position seldom changes the text.
+    scores = generate(model, IDS, max_new_tokens=18, eos_token_id=[], logprobs=0).logprobs[0].raw
+    rows = model(want[:, :-1]).logits[0, -18:].log_softmax(1)
+    torch.testing.assert_close(scores, rows.gather(1, want[0, -18:, None])[:, 0], rtol=0, atol=1e-4)
     with pytest.raises((IndexError, RuntimeError)):
         model.generate(IDS, max_new_tokens=19, **options)
 
