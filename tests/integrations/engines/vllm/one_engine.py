@@ -1,4 +1,4 @@
-"""One vLLM engine in a process of its own: ``python one_engine.py JOB.json RESULT.json``.
+"""One vLLM engine in the process of ``python one_engine.py JOB.json RESULT.json``, which ``vllm_job.run_alone`` starts.
 
     job = {"engine": arguments of LLM, "version": a version to pretend or None, "calls": {name: call}}
     call = {"prompts": [ids, …], "params": [arguments of SamplingParams, …], "batch": True: all prompts at once}
@@ -12,12 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.update(
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the functions to look at are in this process
-    VLLM_NO_USAGE_STATS="1",
-)
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the functions to look at are in this process
 
 
 def sampling_params(arguments):

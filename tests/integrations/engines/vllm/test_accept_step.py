@@ -3,9 +3,6 @@
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +10,12 @@ import torch
 from integrations.engines.vllm.small_llama import CYCLE, LAYERS, WIDTH, write_small_llama
 from support.chi_square import chi_square_tail
 from support.paths import ROOT
+from vllm_job import MOST_SECONDS, run_alone
 
 from pass_ext import LookaheadEmbedding
 
 HERE = Path(__file__).parent
+pytestmark = pytest.mark.timeout(4 * MOST_SECONDS)  # a test may be the first that needs four engines
 VOCABULARY = 16
 NGRAMS = dict(method="ngram", num_speculative_tokens=4, prompt_lookup_max=2, prompt_lookup_min=1)
 PROMPTS = [[(i + j) % CYCLE + CYCLE * (i % 2) for j in range(6 + i)] * 2 for i in range(8)]
@@ -68,13 +67,11 @@ def start(folder, tmp_path_factory):
         place = tmp_path_factory.mktemp("engine")
         job = dict(engine=dict(model=str(folder), dtype="float32", **engine), version=version, calls=calls)
         (place / "job.json").write_text(json.dumps(job))
-        done = subprocess.run(
-            [sys.executable, HERE / "one_engine.py", place / "job.json", place / "result.json"],
-            env={**os.environ, "PASS_EXT_VLLM": plugin, "VLLM_LOGGING_LEVEL": "INFO"},
-            cwd=ROOT, capture_output=True, text=True, timeout=500,
-        )  # fmt: skip
-        log = done.stdout + done.stderr
-        assert (done.returncode != 0) == fails, log[-6000:]
+        arguments = [HERE / "one_engine.py", place / "job.json", place / "result.json"]
+        environment = {"PASS_EXT_VLLM": plugin, "VLLM_LOGGING_LEVEL": "INFO"}
+        status = run_alone(arguments, place / "log", environment, cwd=ROOT)
+        log = (place / "log").read_text()
+        assert (status != 0) == fails, log[-6000:]
         return (None if fails else json.loads((place / "result.json").read_text())), log
 
     return run
