@@ -53,6 +53,9 @@ build/engines/%.begun: .venv-%/.ready $(ENGINE_SOURCES)
 	@rm -f build/engines/$*.passed
 	@touch $@
 
+# Else make deletes the one of sglang, which a pattern alone names, and sets it up again.
+.SECONDARY: $(ENGINES:%=.venv-%/.ready)
+
 # An engine sees this checkout, and its entry points in build/metadata, by PYTHONPATH: nothing is built twice.
 .venv-%/.ready: tests/integrations/engines/%/requirements.txt
 	@echo "== Setting up .venv-$* with $(TORCH) and $* (downloads the first time)"
