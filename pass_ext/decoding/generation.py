@@ -9,7 +9,7 @@ stopping criteria are called later, with the same tokens in order.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import NoneType
@@ -30,9 +30,11 @@ from pass_ext.decoding.loop.scores import Scores
 from pass_ext.decoding.loop.texts import Listener, Texts
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.taps import Tap
+from pass_ext.decoding.models.whole_prompts import WholePrompts, parts_of
 from pass_ext.decoding.requests.guides import GrammarArgument, guides_of
 from pass_ext.decoding.requests.processors import Processor, processors_of
-from pass_ext.decoding.requests.prompts import prompts_of, special_tokens, warn_of_length
+from pass_ext.decoding.requests.prompts import Prompts, prompts_of, special_tokens, warn_of_length
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session.reading import read_again
 from pass_ext.decoding.session.session import Session
@@ -66,6 +68,7 @@ def generate(
     max_new_tokens: int,
     num_return_sequences: int = 1,
     attention_mask: Tensor | None = None,
+    prompt: Mapping[str, Any] | WholePrompts | None = None,
     temperature: float | Sequence[float] | Tensor = 0.0,
     top_k: int | Sequence[int] | Tensor | None = None,
     top_p: float | Sequence[float] | Tensor | None = None,
@@ -93,6 +96,8 @@ def generate(
         num_return_sequences: texts of each prompt, side by side in the result. Text k, from 0, has the prompt's seed plus k.
         attention_mask: ``[B, T]``, 1 for a prompt's tokens and 0 for padding, left or right. None: every pad token (of the
             generation_config) is padding, as transformers infers it; none, if that token is an end token too.
+        prompt: what the processor of a transformers model gives for pictures, sound or video beside ``input_ids``, such as
+            ``pixel_values`` and ``image_grid_thw``, or the whole of what it gives; docs/guide/pictures.md.
         temperature: 0 is greedy.
         top_k, top_p, min_p: filters; None: off. These, temperature and seeds are one value for all, or one per request.
         seeds: with rule "coupled" or "coupled_inverse" the text is a function of prompt, seed and these parameters, whatever
@@ -125,11 +130,13 @@ def generate(
     device, vocabulary = adapted.table.device, adapted.table.shape[0]
     config = generation_config
     ends, all_ends, pad = special_tokens(eos_token_id, config, adapted.generation_config, type(model).__name__)
+    if isinstance(prompt, Mapping):
+        attention_mask, prompt = parts_of(prompt, input_ids, attention_mask, adapted)
     prompts = prompts_of(input_ids, attention_mask, vocabulary, pad, all_ends)
     params = SamplingParams(temperature, top_k, top_p, min_p, seeds)
     sampling = params.for_batch(len(prompts.texts), device, samples=samples)
     guides = guides_of(grammar, len(prompts.texts), vocabulary, ends, device, samples)
-    prompts = prompts.repeated(samples)
+    prompts, asked = prompts.repeated(samples), prompts
     is_alone = isinstance(method, Plain) and len(prompts.texts) == 1
     processors = processors_of(logits_processor, adapted, config, prompts, max_new_tokens, ends, one_text=is_alone)
     accept.check(processors, None if guides is None else grammar)
@@ -152,15 +159,16 @@ def generate(
         # On the CPU work does not overlap, unless the caller wants it, and a pace needs the seconds of each step.
         lag = int(rows is not None and (device.type != "cpu" or (bool(session.run_ahead) and drafting.pace is None)))
         session.begin(adapted, len(tokens), texts.longest, drafting.max_depth, drafting.deepest_row)
+        session.tap(drafting.taps)
+        started = time.perf_counter()
+        known = _held_already(session, tokens, samples, prompt, asked, drafting.taps)
         drafting.begin(session)
-        known = session.fill(tokens, samples)
         step: Step
         if rows is None:
             step = HostStep(context, drafting, session, accept, processors, scores)
         else:
             step = _device_step(context, session, rows, accept, lag)
         loop = Loop(step, texts, None if lag else drafting.pace, lag)
-        started = time.perf_counter()
         listener.begin(prompts.texts)
         loop.run(known)
         session.text_states = None  # nobody reads what comes of texts that are read again
@@ -170,14 +178,14 @@ def generate(
         if is_given and session.wants_states:
             read_again(session, tokens, [len(text) for text in prompts.texts])
         way = adapted.way
-    new = [text[len(prompt) :] for text, prompt in zip(tokens, prompts.texts, strict=True)]
-    for text, prompt in zip(tokens, prompts.texts, strict=True):
-        warn_of_length(len(text), len(prompt) + max_new_tokens, adapted.most_positions)
+    new = [text[len(begun) :] for text, begun in zip(tokens, prompts.texts, strict=True)]
+    for text, begun in zip(tokens, prompts.texts, strict=True):
+        warn_of_length(len(text), len(begun) + max_new_tokens, adapted.most_positions)
     counts = texts.counts.snapshot()
     stats = GenerationStats(
         counts.acceptance_histogram,
         counts.num_draft_tokens,
-        model_calls=loop.calls,
+        model_calls=loop.calls + bool(prompt),
         tokens=sum(map(len, new)),
         seconds=seconds,
         ahead_calls=0 if rows is None else loop.calls - loop.prompt_calls,
@@ -187,6 +195,33 @@ def generate(
     )
     reports = (None, None) if scores is None else (scores.logprobs(len(new)), scores.support(len(new)))
     return Generation(prompts.extended(new, pad or 0), tuple(map(len, new)), stats, *reports)
+
+
+def _held_already(
+    session: Session,
+    texts: Sequence[Sequence[int]],
+    samples: int,
+    prompt: Mapping[str, Any] | WholePrompts | None,
+    asked: Prompts,
+    taps: Sequence[Tap],
+) -> list[int]:
+    """Fills the session with what there is before the prompts are read -> how many tokens of each text that is of. prompt: what
+    the model's own forward reads. asked: the prompts, each once."""
+    if not prompt:
+        return session.fill(texts, samples)
+    if session.past is not None:
+        raise ValueError(
+            "generate: session.past must be None with prompt, which the model reads whole; or give a cache of transformers to "
+            "model.generate(past_key_values=…, custom_generate=pass_ext.custom_generate(…))"
+        )
+    if session.batch_invariant and len(asked.texts) > 1:
+        raise ValueError(
+            "Session(batch_invariant=True) takes one prompt with pictures or sound at a time, for the model reads those of a "
+            f"batch together, got {len(asked.texts)}"
+        )
+    if isinstance(prompt, Mapping):
+        prompt = WholePrompts.prepared(session.model.model, asked.input_ids, asked.mask, prompt)
+    return session.take(prompt.read(session.model, taps), samples)
 
 
 def _device_rows(

@@ -70,7 +70,7 @@ class DraftCalls:
             self._session = FirstLayers(session, draft, draft.shares_layers)
         else:
             self._session = Session(draft, session.requests, session.room + max_depth, cuda_graphs=self._graphs)
-        self._first = [0] * len(texts)
+        self._first = list(session.begins)
         """The first token of each text that the draft reads."""
         self._held = [0] * len(texts)
         """Tokens of each text from there on in the draft's caches."""

@@ -73,12 +73,12 @@ class Drafting:
         paces = [drafter.pace for drafter in self.drafters if drafter.pace is not None]
         self.pace = paces[0] if paces and context.target_adds else None
         """When drafting pauses; None: never."""
-        self._taps: list[Tap] = list(dict.fromkeys(place for drafter in self.drafters for place in drafter.taps))
+        self.taps: list[Tap] = list(dict.fromkeys(place for drafter in self.drafters for place in drafter.taps))
+        """Where the drafters read the target's hidden states."""
         self._context = context
 
     def begin(self, session: Session) -> None:
         """Gives all drafters the target's session."""
-        session.tap(self._taps)
         for drafter in self.drafters:
             drafter.begin(session)
 
@@ -97,9 +97,9 @@ class Drafting:
 
     def _seen_by(self, drafter: Drafter, batch: Batch) -> Batch:
         """The batch with the hidden states at the drafter's own taps."""
-        if list(drafter.taps) == self._taps:
+        if list(drafter.taps) == self.taps:
             return batch
-        columns = [self._taps.index(place) for place in drafter.taps]
+        columns = [self.taps.index(place) for place in drafter.taps]
         return replace(batch, hidden=[states[:, columns] for states in batch.hidden] if columns else ())
 
     def propose(self, batch: Batch) -> list[StepRows | None]:

@@ -4,7 +4,8 @@
 
 and, with a corpus, those that followed them in other texts (requests/corpus.py).
 
-Everything runs on the host. Nothing is drawn, so any rule may judge the proposals.
+Of a prompt that is more than text, it is the text behind all pictures and sound. Everything runs on the host. Nothing is drawn,
+so any rule may judge the proposals.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pass_ext.decoding.methods import NGram
 from pass_ext.decoding.requests.corpus import CorpusText
 from pass_ext.decoding.requests.grammar import Guide
 from pass_ext.decoding.requests.guides import Guides
+from pass_ext.decoding.session.session import Session
 
 _MOST_PLACES = 32
 """How many places of one n-gram are searched, the latest first: a frequent n-gram may have thousands that continue alike."""
@@ -89,13 +91,16 @@ class NGramDrafter(Drafter):
         corpus = method.corpus
         self._texts = [None if corpus is None else corpus.open() for _ in range(requests)]
 
+    def begin(self, session: Session) -> None:
+        """Learns where the text of each request begins."""
+        self._begins = session.begins
+
     def propose(self, batch: Batch) -> Proposal:
-        for entry, text in zip(self._texts, batch.texts, strict=True):
+        texts = [text[begin:] if begin else text for text, begin in zip(batch.texts, self._begins, strict=True)]
+        for entry, text in zip(self._texts, texts, strict=True):
             if entry is not None:
                 entry.extend(text[len(entry) :])
-        return Proposal(
-            list(map(self._candidates, self._indices, self._texts, self._guides, batch.texts, batch.levels))
-        )
+        return Proposal(list(map(self._candidates, self._indices, self._texts, self._guides, texts, batch.levels)))
 
     def _candidates(
         self, index: NGramIndex, entry: CorpusText | None, guide: Guide | None, text: Sequence[int], levels: int

@@ -143,10 +143,10 @@ def _tapped_end(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
 
 
 def _rows_of(hidden: Tensor, call: OurCall) -> Tensor:
-    """A layer's rows without the dimension of texts: ``[1, N, d]`` or ``[1, N, streams, d]``, or ``[streams, 1, N, d]``."""
+    """A layer's rows, text by text: of ``[B, N, d]`` or ``[B, N, streams, d]``, or ``[streams, B, N, d]``."""
     if hidden.dim() == 4 and hidden.shape[1] != call.seen.shape[1]:
-        return hidden[:, 0].transpose(0, 1)
-    return hidden[0]
+        return hidden.flatten(1, 2).transpose(0, 1)
+    return hidden.flatten(0, 1)
 
 
 # ---- a shadow ----

@@ -15,16 +15,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prompts:
-    """The tokens of each request, the ids of its padding, and the caller's tensor."""
+    """The tokens of each request, the ids of its padding, the caller's tensor, and 0 where that has padding."""
 
     texts: list[list[int]]
     padding: list[list[int]]
     input_ids: Tensor
+    mask: Tensor
 
     def repeated(self, times: int) -> Prompts:
         """Each prompt ``times`` times in a row."""
         texts, padding = ([list(row) for row in rows for _ in range(times)] for rows in (self.texts, self.padding))
-        return Prompts(texts, padding, self.input_ids.repeat_interleave(times, dim=0))
+        return Prompts(texts, padding, *(x.repeat_interleave(times, dim=0) for x in (self.input_ids, self.mask)))
 
     def extended(self, new: Sequence[Sequence[int]], pad: int) -> Tensor:
         """``[B, T + most new]``: the input, then each request's new tokens, then padding."""
@@ -82,7 +83,7 @@ def prompts_of(
             f"{with_holes[0]} has it between its tokens too and is read without; give attention_mask if it belongs to the text",
             stacklevel=3,
         )
-    return Prompts(texts, padding, input_ids)
+    return Prompts(texts, padding, input_ids, torch.tensor(mask, dtype=torch.int64, device=input_ids.device))
 
 
 def special_tokens(

@@ -58,9 +58,9 @@ def read_again(session: Session, texts: Sequence[Sequence[int]], prompts: Sequen
     """Reads all but the last token of the texts whose states are of more: a state cannot go back. prompts: their lengths."""
     requests = session.beyond()
     if requests:
-        session.forget(requests)
+        held = session.forget(requests)
         chosen = [text if b in requests else [] for b, text in enumerate(texts)]
-        _read(session, [text[:length] for text, length in zip(chosen, prompts, strict=True)], None)
+        _read(session, [text[known:length] for text, known, length in zip(chosen, held, prompts, strict=True)], None)
         _read(session, [text[length:-1] for text, length in zip(chosen, prompts, strict=True)], None, are_prompts=False)
 
 

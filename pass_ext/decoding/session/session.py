@@ -23,6 +23,7 @@ from pass_ext.decoding.models.packed import Adapted, NewRows
 from pass_ext.decoding.models.slots import PlacedSlots
 from pass_ext.decoding.models.step_states import StatePlace, StepStates, Update
 from pass_ext.decoding.models.taps import Tap, Taps
+from pass_ext.decoding.models.whole_prompts import ReadPrompts
 from pass_ext.decoding.session.recording import Called, RecordedCalls
 from pass_ext.decoding.session.step_attention import StepAttention, is_front, padded
 from pass_ext.decoding.session.text_states import TextStates
@@ -120,6 +121,10 @@ class Session:
         """The next calls are on rows of prompts."""
         self.is_undisturbed = False
         """No code of the caller's runs between calls: a model that was checked in one is the same in the next ones."""
+        self.offsets: Tensor | None = None
+        """``[B]``, each text's position of a row less its index in the text; None: they are the same."""
+        self.begins: list[int] = []
+        """The first token of each text behind all rows that are no token's own."""
         self._has_called = self._is_in_use = False
         self.text_states: TextStates | None = None
         """The hidden states of the texts, from ``tap`` on."""
@@ -128,6 +133,7 @@ class Session:
         self._new: NewRows = []
         self._updates: list[Update] = []
         self._hidden: Tensor | None = None
+        self._read: tuple[list[int], list[Tensor]] | None = None  # lengths and states that ``take`` was given
         self._records = bool(cuda_graphs) and self.model.table.is_cuda
         self._recorded = RecordedCalls(self._forward) if self._records else None
         self._allocate(requests or 0, room or 0)
@@ -140,6 +146,7 @@ class Session:
             self.slots = PlacedSlots(table.new_empty(0, table.shape[1]))
             self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
             self._state_lens = torch.zeros_like(self.prefix_lens)  # tokens that the states are of
+        self.offsets = None
         self._positions = min(room, _FIRST_POSITIONS) if table.is_cpu else room  # that the caches hold now
 
     @property
@@ -198,10 +205,9 @@ class Session:
         attention = StepAttention(self, trees, ids, may_have_changed=may_have_changed, taps=taps)
         self._has_called = True
         if positions is None:
-            # Not repeat_interleave, whose threads, one per request, spin beside those of the layers.
-            numbers = torch.arange(len(ids), dtype=torch.int32, device=self.device)
-            owners = torch.bucketize(numbers, trees.cu_nodes[1:], right=True)
-            positions = (self.prefix_lens[owners] + trees.depths).long()
+            positions = (self.prefix_lens[self._owners(trees, len(ids))] + trees.depths).long()
+        if self.offsets is not None:
+            positions = positions + self.offsets[self._owners(trees, len(ids))]
         rows = self.model.embed(ids, self.slots.weight)
         logits = self.model(rows, positions, attention, wanted, self.slots.of_call(ids))
         layers, updates = attention.layers, attention.states.updates
@@ -216,6 +222,12 @@ class Session:
                 "`past`: every layer that mixes rows must do so by attention, each time"
             )
         return logits, attention.new_rows(), updates, None if taps is None else taps.states
+
+    def _owners(self, trees: PackedTrees, rows: int) -> Tensor:
+        """The request of each row."""
+        # Not repeat_interleave, whose threads, one per request, spin beside those of the layers.
+        numbers = torch.arange(rows, dtype=torch.int32, device=self.device)
+        return torch.bucketize(numbers, trees.cu_nodes[1:], right=True)
 
     def commit(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
         """Adds the keys and values of the rows ``path[b, :num_accepted[b] + 1]``; requests without rows stay as they are."""
@@ -256,12 +268,15 @@ class Session:
             return []
         return (self._state_lens != self.prefix_lens).nonzero()[:, 0].tolist()
 
-    def forget(self, requests: Sequence[int]) -> None:
-        """Drops the texts of these requests."""
+    def forget(self, requests: Sequence[int]) -> list[int]:
+        """Drops the texts of these requests, but for what was read of prompts that are more than text -> the number of tokens
+        that each request holds."""
         at = torch.tensor(requests, device=self.device)
-        for state in self.states:
-            state[at] = 0
-        self.prefix_lens[at] = self._state_lens[at] = 0
+        lengths, states = ([0] * self.requests, [None] * len(self.states)) if self._read is None else self._read
+        for state, kept in zip(self.states, states, strict=True):
+            state[at] = 0 if kept is None else kept[at]
+        self.prefix_lens[at] = self._state_lens[at] = self.prefix_lens.new_tensor(lengths)[at]
+        return lengths
 
     def copy_text(self, request: int, others: Sequence[int], first: int, last: int) -> None:
         """Gives other requests the tokens [first, last) of a request's text, the last ones that they hold then."""
@@ -339,8 +354,9 @@ class Session:
         self._has_called = False
         self.prefix_lens.zero_()
         self._state_lens.zero_()
-        for state in self.states:
-            state.zero_()
+        self.begins, self._read = [0] * requests, None
+        for tensor in (*self.states, *([] if self.offsets is None else [self.offsets])):
+            tensor.zero_()
 
     def set_slots(self, lookahead: LookaheadEmbedding, count: int) -> None:
         """Sets the first ``count`` slots for the next calls. Recorded calls read the slots' memory: others of the same shapes
@@ -373,6 +389,35 @@ class Session:
         for text, held in zip(texts, lengths, strict=True):
             if len(text) <= held:
                 raise ValueError(f"past holds {held} tokens, so prompts must be longer, got {len(text)}")
+        self._fill(past, lengths, states[0] if states else [], samples)
+        return lengths
+
+    def take(self, read: ReadPrompts, samples: int) -> list[int]:
+        """Takes what the model's own forward has made of prompts -> how many tokens of each text that is of. samples: texts of
+        each prompt."""
+        lengths, offsets, self.begins = (
+            [number for number in numbers for _ in range(samples)]
+            for numbers in (read.lengths, read.offsets, read.begins)
+        )
+        self._fill(read.layers, lengths, read.states, samples)
+        if read.states and self.wants_states:
+            self._read = lengths, [state.clone() for state in self.states]
+        if any(offsets):
+            if self.model.rope_limit is not None and max(offsets) > 0:
+                raise ValueError(
+                    f"{self.model.name} changes its rotary frequencies after {self.model.rope_limit} tokens, and a prompt has "
+                    f"more positions than tokens: {max(offsets)} more"
+                )
+            if self.offsets is None:
+                self.offsets = torch.zeros_like(self.prefix_lens)
+                self._forget_recorded()
+            self.offsets.copy_(torch.tensor(offsets, dtype=torch.int32))
+        if self.text_states is not None:
+            self.text_states.begin([states for states in read.hidden for _ in range(samples)])
+        return lengths
+
+    def _fill(self, past: Layers, lengths: Sequence[int], states: Sequence[Tensor], samples: int) -> None:
+        """Takes keys and values of the first tokens of each text, and the states after them."""
         length = max(lengths)
         first = self.is_new
         if self.model.keeps_states != bool(states):
@@ -411,10 +456,9 @@ class Session:
             for cache, x in zip(self._parts(layer), rows, strict=False):
                 cache[:, :length] = x
         if states:
-            self._fill_states(states[0], samples, first=first)
+            self._fill_states(states, samples, first=first)
         self.prefix_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
         self._state_lens.copy_(self.prefix_lens)
-        return lengths
 
     def _fill_states(self, given: Sequence[Tensor], samples: int, *, first: bool) -> None:
         """Takes the states of ``past``."""
@@ -504,7 +548,7 @@ class FirstLayers(Session):
 
     def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
         whole, attending = self._whole, self._count if self.model.caches is None else self.model.caches
-        self.caches = whole.caches[:attending]
+        self.caches, self.offsets = whole.caches[:attending], whole.offsets
         kept = [
             (state, place)
             for state, place in zip(whole.states, whole.state_places, strict=True)

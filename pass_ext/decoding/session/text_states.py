@@ -28,6 +28,12 @@ class TextStates:
         self._none = states[:0]
         self._calls.append((states, trees, path, num_accepted))
 
+    def begin(self, states: Sequence[Tensor]) -> None:
+        """Takes the states ``[n, taps, d]`` of each request that a call outside of the session has computed."""
+        self._none = states[0][:0]
+        for pieces, own in zip(self._pieces, states, strict=True):
+            pieces.append(own)
+
     def copy(self, request: int, others: Sequence[int]) -> None:
         """Gives other requests, whose texts begin as a request's, the states that they lack."""
         self._sort()

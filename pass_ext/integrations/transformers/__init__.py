@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pass_ext.decoding.models.cache import cache_length, read_cache, write_cache
 from pass_ext.integrations.transformers.attention import NAME, attention
-from pass_ext.integrations.transformers.cache import cache_length, read_cache, write_cache
 from pass_ext.integrations.transformers.generate import custom_generate
 from pass_ext.integrations.transformers.hub_generate import hub_folder
 from pass_ext.integrations.transformers.masks import TreeStep, causal_rows

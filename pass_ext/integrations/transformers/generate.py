@@ -6,7 +6,7 @@ its own loop. It translates the arguments for ``pass_ext.generate`` and the resu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,51 +15,36 @@ from torch import Tensor
 from pass_ext.decoding.drafting.drafter import DraftingMethod
 from pass_ext.decoding.generation import Generation, generate
 from pass_ext.decoding.methods import Method, Plain
-from pass_ext.decoding.models.compressors import compressed_widths
+from pass_ext.decoding.models.cache import (
+    FULL_LAYERS,
+    SLIDING_LAYERS,
+    STATE_LAYERS,
+    cache_length,
+    gathered,
+    indexed_layers,
+    layers_that_attend,
+    other_format,
+    read_states,
+    texts_in_cache,
+    write_cache,
+    write_index_keys,
+    write_states,
+)
 from pass_ext.decoding.models.early_exit import packed_model
-from pass_ext.decoding.models.indexed import split_behind, with_behind
+from pass_ext.decoding.models.indexed import split_behind
 from pass_ext.decoding.models.indexers import index_widths, keeps_positions
 from pass_ext.decoding.models.latents import latent_layers
 from pass_ext.decoding.models.limits import position_taker
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.parts import cache_name, given_cache, unwrapped
 from pass_ext.decoding.models.states import places_of
+from pass_ext.decoding.models.whole_prompts import WholePrompts, check_embeddings, inputs_of
 from pass_ext.decoding.requests.processors import NodeProcessor
 from pass_ext.decoding.session.session import Past, Session
 from pass_ext.decoding.stats import GenerationStats
 from pass_ext.integrations.grammar import grammars_of
-from pass_ext.integrations.transformers.cache import (
-    cache_length,
-    indexed_layers,
-    read_cache,
-    read_index_keys,
-    read_states,
-    write_cache,
-    write_index_keys,
-    write_states,
-)
 from pass_ext.integrations.transformers.processors import NodeCriteria, NotedRows, sampling_parameters, step_scores
 from pass_ext.integrations.transformers.refusals import given_arguments, refuse_unread
-
-# What transformers' cache of a model holds that a session's does not.
-_OTHER_FORMATS = {
-    "jetmoe": "keys and values before they are repeated for its experts",
-    "diffllama": "the values of a layer once for both attentions of its heads",
-    "dory": "keys and values of further loops behind those of all layers",
-}
-_FULL_LAYERS = ("DynamicLayer", "StaticLayer")
-_SLIDING_LAYERS = (
-    "DynamicSlidingWindowLayer",
-    "StaticSlidingWindowLayer",
-    "LinearAttentionAndSlidingWindowAttentionLayer",
-    "LinearAttentionAndStaticSlidingWindowAttentionLayer",
-)
-_STATE_LAYERS = (
-    "LinearAttentionLayer",
-    "LinearAttentionAndFullAttentionLayer",
-    "LinearAttentionAndStaticFullAttentionLayer",
-    "DummyLayer",
-)
 
 
 class Continued:
@@ -126,16 +111,21 @@ class CustomGenerate:
         _refuse_shared_weights(model)
         adapted = packed_model(model)  # an unsupported model raises before its cache does
         given = given_arguments()
-        refuse_unread(generation_config, model_kwargs, given)
+        names = refuse_unread(generation_config, model_kwargs, given, inputs_of(unwrapped(model).config))
+        check_embeddings(input_ids, model_kwargs)
         streamer = given.get("streamer")
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids)
-        _check_prompt(input_ids, mask, model_kwargs.get("position_ids"), generation_config)
+        _check_length(input_ids, mask, generation_config)
+        positions = model_kwargs.get("position_ids")
+        if positions is not None and not _count_tokens(positions, mask):
+            names.append("position_ids")
         cache = given_cache(model_kwargs)
         max_length, end_tokens, criteria = _split_criteria(stopping_criteria, generation_config)
         cache_format = _other_cache_format(model, has_padding=bool((mask == 0).any()))
         fills_cache = cache is not None and _must_be_filled(cache, max_length - 1, generation_config, not cache_format)
-        past = None if cache is None else _past(cache, mask, adapted)
+        whole = WholePrompts(input_ids, mask, generation_config, model_kwargs, names) if names else None
+        past = None if cache is None or whole is not None else _past(cache, mask, adapted)
         if cache_format and (fills_cache or past is not None):
             raise ValueError(
                 f"custom_generate: {model.config.model_type} caches {cache_format}, which pass_ext cannot read or write: give "
@@ -160,6 +150,7 @@ class CustomGenerate:
             self.method,
             max_new_tokens=max_length - input_ids.shape[1],
             attention_mask=mask,
+            prompt=whole,
             **parameters,
             seeds=_seeds(
                 self._seeds if seeds is None else seeds, len(input_ids), generation_config.num_return_sequences
@@ -212,7 +203,7 @@ def _refuse_shared_weights(model: Any) -> None:
         )
 
 
-def _check_prompt(input_ids: Tensor, mask: Tensor, positions: Tensor | None, config: Any) -> None:
+def _check_length(input_ids: Tensor, mask: Tensor, config: Any) -> None:
     mask_length = getattr(
         config, "_mask_length", None
     )  # transformers 5 drops a mask of ones, but stores its length here
@@ -222,15 +213,14 @@ def _check_prompt(input_ids: Tensor, mask: Tensor, positions: Tensor | None, con
             f"custom_generate: input_ids must hold the whole text, cached tokens included: {tokens} tokens as in "
             f"attention_mask, got {input_ids.shape[1]}"
         )
-    if positions is None:
-        return
+
+
+def _count_tokens(positions: Tensor, mask: Tensor) -> bool:
+    """True if positions count each text's tokens from 0, so that nobody has to be given them."""
     columns = positions.shape[-1]  # [T], [1 or B, T], or for each of some axes; or of the last tokens
-    fits = columns <= input_ids.shape[1] and (positions.dim() < 2 or positions.shape[-2] in (1, len(input_ids)))
+    fits = columns <= mask.shape[1] and (positions.dim() < 2 or positions.shape[-2] in (1, len(mask)))
     expected, is_text = (mask.cumsum(1) - 1)[:, -columns:], mask[:, -columns:] != 0
-    if not fits or bool(((positions != expected) & is_text).any()):
-        raise ValueError(
-            "custom_generate: position_ids must count a text's tokens from 0; other positions are not implemented"
-        )
+    return fits and not bool(((positions != expected) & is_text).any())
 
 
 def _split_criteria(criteria: Sequence[Any], config: Any) -> tuple[int, set[int], list[Any]]:
@@ -265,12 +255,7 @@ def _other_cache_format(model: Any, *, has_padding: bool) -> str:
     inner = unwrapped(model)
     if has_padding and position_taker(model) not in (None, inner):
         return "keys at places that count padding, for it takes no position_ids"
-    by_latents = {part.layer_idx for part in inner.modules() if getattr(part, "kv_lora_rank", None) is not None}
-    if by_latents - latent_layers(inner).keys():
-        return "latent keys and values (kv_lora_rank)"
-    if compressed_widths(inner):
-        return "windows, and entries that its compressors have made"
-    return _OTHER_FORMATS.get(model.config.model_type, "")
+    return other_format(model)
 
 
 def _must_be_filled(cache: Any, columns: int, config: Any, is_writable: bool) -> bool:
@@ -283,7 +268,7 @@ def _must_be_filled(cache: Any, columns: int, config: Any, is_writable: bool) ->
             "custom_generate: past_key_values must be a DynamicCache or StaticCache itself (keys and values do not go through "
             f"update), without offloading, got {type(cache).__name__}"
         )
-    names = (*_FULL_LAYERS, *_SLIDING_LAYERS, *_STATE_LAYERS)
+    names = (*FULL_LAYERS, *SLIDING_LAYERS, *STATE_LAYERS)
     known = [*indexed_layers(), *(getattr(cache_utils, name, None) for name in names)]
     layers = cache.layers if is_writable else ()
     for layer in layers:
@@ -293,7 +278,7 @@ def _must_be_filled(cache: Any, columns: int, config: Any, is_writable: bool) ->
         if type(layer).__name__ == "StaticLayer" and room < columns:
             raise ValueError(f"custom_generate: the static cache must have room for {columns} tokens, got {room}")
     is_users = getattr(cache, "_is_user_defined", None)
-    if any(type(layer).__name__ in _SLIDING_LAYERS for layer in layers):
+    if any(type(layer).__name__ in SLIDING_LAYERS for layer in layers):
         if is_users or int(cache.get_seq_length()):
             raise ValueError(
                 "custom_generate: past_key_values must hold all keys, got layers that hold a sliding window only; give "
@@ -316,8 +301,7 @@ def _past(cache: Any, mask: Tensor, model: Adapted) -> Past | None:
     common = min(cache_length(cache), mask.shape[1] - 1) - int(starts.max())
     if common < 1:
         return None
-    layers = [number for number, layer in enumerate(cache.layers) if type(layer).__name__ != "DummyLayer"]
-    return _past_layers(cache, layers, starts, common, model), common
+    return texts_in_cache(cache, layers_that_attend(cache), starts, common, model.model), common
 
 
 def _past_with_states(cache: Any, mask: Tensor, model: Adapted) -> Past | None:
@@ -336,29 +320,7 @@ def _past_with_states(cache: Any, mask: Tensor, model: Adapted) -> Past | None:
             f"custom_generate: {name} has layers that keep a state, so its cache must be of some tokens of each prompt and not "
             f"of all, got a cache of {columns} columns for {mask.shape[1]}, {int(starts.max())} of them padding"
         )
-    return _past_layers(cache, attending, starts, max(lengths), model), lengths, read_states(cache, places)
-
-
-def _past_layers(
-    cache: Any, layers: Iterable[int], starts: Tensor, count: int, model: Adapted
-) -> list[tuple[Tensor, Tensor]]:
-    """The cached keys and values of the first tokens of every prompt, which begin at columns ``starts``."""
-    columns = starts[:, None] + torch.arange(count, device=starts.device)
-    last = columns.new_tensor(cache_length(cache, next(iter(layers))) - 1)
-    columns = columns.minimum(last)
-    inner, pairs = unwrapped(model.model), []
-    latents, indexers = latent_layers(inner), index_widths(inner)
-    for layer in layers:
-        keys, values = (_gathered(x.transpose(1, 2), columns) for x in read_cache(cache, layer))
-        if layer in latents:  # theirs are latents and rotated keys
-            keys = torch.cat((keys, values), -1)
-        if layer in indexers:
-            of_indexer = _gathered(read_index_keys(cache, layer), columns)
-            keys = with_behind(keys, of_indexer.unflatten(2, (keys.shape[2], -1)))
-        if layer in latents:
-            values = keys[..., : latents[layer][0]]
-        pairs.append((keys, values))
-    return pairs
+    return texts_in_cache(cache, attending, starts, max(lengths), model.model), lengths, read_states(cache, places)
 
 
 def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> Any:
@@ -376,7 +338,7 @@ def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> A
     attending = range(len(session.caches)) if session.model.numbers is None else session.model.numbers
     inner = unwrapped(session.model.model)
     latents, indexers = latent_layers(inner), index_widths(inner)
-    if any(type(layer).__name__ in _SLIDING_LAYERS for layer in cache.layers):
+    if any(type(layer).__name__ in SLIDING_LAYERS for layer in cache.layers):
         from transformers import cache_utils
         from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -394,20 +356,15 @@ def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> A
         if layer in latents:
             dims = sum(latents[layer]), latents[layer][0]
         keys, values = (
-            _gathered(tensor[..., :dim], rows).transpose(1, 2) for tensor, dim in zip(tensors, dims, strict=True)
+            gathered(tensor[..., :dim], rows).transpose(1, 2) for tensor, dim in zip(tensors, dims, strict=True)
         )
         if layer in latents:
             keys, values = keys.split(latents[layer], -1)
         write_cache(cache, layer, keys, values)
         if layer in indexers:
             _, of_indexer = split_behind(tensors[0], indexers[layer], tensors[0].dtype)
-            of_indexer = _gathered(of_indexer, rows).flatten(2)
+            of_indexer = gathered(of_indexer, rows).flatten(2)
             write_index_keys(cache, layer, of_indexer)
             if layer == min(indexers) and keeps_positions(inner):
                 cache.layers[layer].indexer_position_ids = rows.expand(3, -1, -1)
     return cache
-
-
-def _gathered(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Rows ``rows[b]`` of each request b: ``[B, n, H, D]`` to ``[B, len, H, D]``."""
-    return tensor[torch.arange(len(rows), device=tensor.device)[:, None], rows.to(tensor.device)]

@@ -8,8 +8,10 @@ config      the generation config: a field that another version of transformers 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
+
+from pass_ext.decoding.models.whole_prompts import is_nothing
 
 _LEFT = ("streamer", "assistant_model", "synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask")
 # Of the model's inputs: pass_ext reads them, computes its own, or gives no output that they ask for.
@@ -66,8 +68,9 @@ def given_arguments() -> dict[str, Any]:
     return {} if frame is None else {**frame.f_locals["kwargs"], **{name: frame.f_locals[name] for name in _LEFT}}
 
 
-def refuse_unread(config: Any, prepared: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raises for settings, arguments and model inputs that are not supported."""
+def refuse_unread(config: Any, prepared: Mapping[str, Any], given: Mapping[str, Any], whole: Set[str]) -> list[str]:
+    """Raises for settings, arguments and model inputs that are not supported. whole: the inputs that the model's own forward
+    reads of a prompt -> those of them that came."""
     for name, instead in {**_ASSISTED, **_OF_ASSISTED}.items():
         value = given.get(name)
         if value is None and name in _ASSISTED:
@@ -91,12 +94,16 @@ def refuse_unread(config: Any, prepared: Mapping[str, Any], given: Mapping[str, 
             raise ValueError(f"custom_generate: {name} is not implemented; leave it out")
     _refuse_fields(config)
     inputs = {name: value for name, value in given.items() if name not in _LEFT and not hasattr(config, name)}
-    for name, value in {**inputs, **prepared}.items():  # the caller's own words first
-        if name not in _INPUTS and not _is_nothing(value):
+    came = [
+        name for name, value in {**inputs, **prepared}.items() if not is_nothing(value)
+    ]  # the caller's own words first
+    for name in came:
+        if name not in _INPUTS and name not in whole:
             raise ValueError(
-                f"custom_generate: the model input {name} is not supported, got {_came(value)}: decoding starts from input_ids "
-                "alone; leave it out, or call model.generate without custom_generate"
+                f"custom_generate: the model input {name} is not supported, got {_came({**prepared, **inputs}[name])}: leave "
+                "it out, or call model.generate without custom_generate"
             )
+    return [name for name in came if name in whole]
 
 
 def _refuse_fields(config: Any) -> None:
@@ -111,11 +118,6 @@ def _refuse_fields(config: Any) -> None:
             raise ValueError(
                 f"custom_generate: {name} of the generation config is not implemented, got {_came(value)}; leave it out"
             )
-
-
-def _is_nothing(value: Any) -> bool:
-    """True for None and for an empty container: transformers prepares ``mm_encoder_outputs={}`` where there is no picture."""
-    return value is None or (isinstance(value, (Mapping, list, tuple)) and not value)
 
 
 def _came(value: Any) -> Any:

@@ -5,14 +5,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.models.compressors import compressed_widths
+from pass_ext.decoding.models.indexed import with_behind
+from pass_ext.decoding.models.indexers import index_widths
+from pass_ext.decoding.models.latents import latent_layers
+from pass_ext.decoding.models.parts import unwrapped
 from pass_ext.decoding.models.step_states import StatePlace
+
+FULL_LAYERS = ("DynamicLayer", "StaticLayer")
+SLIDING_LAYERS = (
+    "DynamicSlidingWindowLayer",
+    "StaticSlidingWindowLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer",
+)
+STATE_LAYERS = (
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndStaticFullAttentionLayer",
+    "DummyLayer",
+)
+# What transformers' cache of a model holds that a session's does not.
+_OTHER_FORMATS = {
+    "jetmoe": "keys and values before they are repeated for its experts",
+    "diffllama": "the values of a layer once for both attentions of its heads",
+    "dory": "keys and values of further loops behind those of all layers",
+}
+
+
+def other_format(model: Any) -> str:
+    """The content of the model's cache if it is not what a session's is; else ""."""
+    inner = unwrapped(model)
+    by_latents = {part.layer_idx for part in inner.modules() if getattr(part, "kv_lora_rank", None) is not None}
+    if by_latents - latent_layers(inner).keys():
+        return "latent keys and values (kv_lora_rank)"
+    if compressed_widths(inner):
+        return "windows, and entries that its compressors have made"
+    return _OTHER_FORMATS.get(model.config.model_type, "")
+
+
+def full_cache(config: Any) -> Any:
+    """An empty ``DynamicCache`` for a model of this config that keeps the keys of all tokens, also where the model's own
+    drops those before a window."""
+    from transformers import DynamicCache, cache_utils
+
+    cache = DynamicCache(config=config.get_text_config(decoder=True))
+    for number, layer in enumerate(cache.layers):
+        if type(layer).__name__ == "DynamicSlidingWindowLayer":
+            cache.layers[number] = cache_utils.DynamicLayer()
+        elif type(layer).__name__ in SLIDING_LAYERS:
+            cache.layers[number] = cache_utils.LinearAttentionAndFullAttentionLayer(getattr(layer, "number_of_states", 1))
+    return cache
+
+
+def layers_that_attend(cache: Any) -> list[int]:
+    """The numbers of a cache's layers that have keys."""
+    empty = ("DummyLayer", "LinearAttentionLayer")
+    return [number for number, layer in enumerate(cache.layers) if type(layer).__name__ not in empty]
+
+
+def texts_in_cache(
+    cache: Any, layers: Iterable[int], starts: Tensor, count: int, model: Any
+) -> list[tuple[Tensor, Tensor]]:
+    """The cached keys and values ``[B, n, H, D]`` of the first n tokens of every text, which begin at columns ``starts``, as a
+    session has them."""
+    columns = starts[:, None] + torch.arange(count, device=starts.device)
+    last = columns.new_tensor(cache_length(cache, next(iter(layers))) - 1)
+    columns = columns.minimum(last)
+    inner, pairs = unwrapped(model), []
+    latents, indexers = latent_layers(inner), index_widths(inner)
+    for layer in layers:
+        keys, values = (gathered(x.transpose(1, 2), columns) for x in read_cache(cache, layer))
+        if layer in latents:  # theirs are latents and rotated keys
+            keys = torch.cat((keys, values), -1)
+        if layer in indexers:
+            of_indexer = gathered(read_index_keys(cache, layer), columns)
+            keys = with_behind(keys, of_indexer.unflatten(2, (keys.shape[2], -1)))
+        if layer in latents:
+            values = keys[..., : latents[layer][0]]
+        pairs.append((keys, values))
+    return pairs
+
+
+def gathered(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Rows ``rows[b]`` of each request b: ``[B, n, H, D]`` to ``[B, len, H, D]``."""
+    return tensor[torch.arange(len(rows), device=tensor.device)[:, None], rows.to(tensor.device)]
 
 
 def cache_length(cache: Any, layer: int = 0) -> int:

@@ -1,0 +1,322 @@
+"""``WholePrompts``: prompts that are more than text (pictures, sound, embeddings), read by the model's own forward.
+
+    keys, values, states   of all tokens but each prompt's last one, which decoding reads as that of any text
+    offset                 of each text: position of a row - its index in the text, behind the prompt. M-RoPE gives the rows of
+                           a picture fewer positions than there are
+    begin                  of each text: the first token behind all rows that are no token's own, where drafters begin to read
+
+Layers that attend read whole prompts, for in some models each row sees all of them; the last row is dropped then. A state
+cannot go back: a model that keeps some reads all but the last column.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pass_ext.decoding.models.cache import (
+    cache_length,
+    full_cache,
+    layers_that_attend,
+    other_format,
+    read_states,
+    texts_in_cache,
+)
+from pass_ext.decoding.models.equivalence import MACHINE
+from pass_ext.decoding.models.indexers import keeps_positions
+from pass_ext.decoding.models.packed import Adapted
+from pass_ext.decoding.models.parts import cache_name, decoder_of, given_cache, unwrapped
+from pass_ext.decoding.models.shadow import OurCall, our_call, shadow_of, tap_layers
+from pass_ext.decoding.models.states import places_of
+from pass_ext.decoding.models.taps import Tap, Taps
+
+INPUTS = frozenset(
+    {
+        *("mm_encoder_outputs", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"),
+        *("pixel_values", "pixel_mask", "pixel_attention_mask", "pixel_values_images", "pixel_values_local"),
+        *("high_res_pixel_values", "num_local_patches", "image_patches", "image_patches_indices", "image_sizes"),
+        *("image_grid_thw", "image_position_ids", "spatial_shapes", "num_image_tokens"),
+        *("pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "image_sizes_videos", "video_position_ids"),
+        *("patches_grid", "image_token_pooling", "image_grids", "video_token_pooling", "video_grids"),
+        *("input_features", "input_features_mask", "input_values", "input_values_mask", "padding_mask"),
+        *("feature_attention_mask", "audio_features", "audio_feature_lengths", "audio_attention_mask"),
+        *("audio_input_features", "audio_embed_sizes", "video_second_per_grid"),
+    }
+)
+"""What a model takes of a prompt alone. Rows behind it depend on its keys, values, states and positions only."""
+
+
+def inputs_of(config: Any) -> frozenset[str]:
+    """Those of ``INPUTS`` that a model of this config takes of a prompt alone. One of text alone adds ``token_type_ids`` to
+    rows behind the prompt too."""
+    return frozenset({"inputs_embeds"}) if config.get_text_config(decoder=True) is config else INPUTS
+
+
+def is_nothing(value: Any) -> bool:
+    """True for None and for an empty container: transformers prepares ``mm_encoder_outputs={}`` where there is no picture."""
+    return value is None or (isinstance(value, (Mapping, list, tuple)) and not value)
+
+
+def parts_of(
+    prompt: Mapping[str, Any], input_ids: Tensor, attention_mask: Tensor | None, model: Adapted
+) -> tuple[Tensor | None, dict[str, Any]]:
+    """The attention mask, and what the model reads beside ids and mask, of what a processor has given."""
+    if not hasattr(model.model, "generate") or not hasattr(model.model, "config"):
+        raise TypeError(
+            f"generate: prompt must be None for {type(model.model).__name__}, no generating model of transformers, got "
+            f"{', '.join(prompt)}"
+        )
+    rest = {name: value for name, value in prompt.items() if not is_nothing(value)}
+    own, mask = rest.pop("input_ids", input_ids), rest.pop("attention_mask", attention_mask)
+    for name, theirs, given in (("input_ids", own, input_ids), ("attention_mask", mask, attention_mask)):
+        if given is not None and not (theirs is given or torch.equal(torch.as_tensor(theirs).to(given), given)):
+            raise ValueError(f"generate: prompt has other {name} than the argument {name}: leave one of them out")
+    known = inputs_of(unwrapped(model.model).config)
+    for name, value in rest.items():
+        if name not in known:
+            raise ValueError(
+                f"generate: prompt: the input {name} of {model.name} is not supported, got {type(value).__name__}: leave it out"
+            )
+    return mask, rest
+
+
+# Of the model's inputs, those with a column for each token: their last dimension.
+_BY_COLUMN = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "moe_mm_token_type_ids",
+)
+
+
+def check_embeddings(input_ids: Tensor, inputs: Mapping[str, Any]) -> None:
+    """Refuses ``inputs_embeds`` without the ids of their rows."""
+    embeds = inputs.get("inputs_embeds")
+    if embeds is not None and embeds.shape[:2] != input_ids.shape:
+        raise ValueError(
+            f"inputs_embeds must come with the input_ids of all its rows, {list(embeds.shape[:2])}, got "
+            f"{list(input_ids.shape)}: drafts and logits processors read them, and the last row is read again by its id. "
+            "Where a row is no token's own give any id, such as a placeholder's"
+        )
+
+
+class ReadPrompts(NamedTuple):
+    """What the model's own forward has made of prompts: of the first ``lengths[b]`` tokens of each."""
+
+    layers: list[tuple[Tensor, Tensor]]
+    """Keys and values ``[B, n, heads, D]`` of each layer that attends."""
+    lengths: list[int]
+    states: list[Tensor]
+    offsets: list[int]
+    begins: list[int]
+    hidden: list[Tensor]
+    """``[n, taps, d]`` of each text, from its begin on; none without taps."""
+
+
+class WholePrompts:
+    """Prompts as transformers' ``generate`` has prepared them for a loop.
+
+    Args:
+        input_ids: ``[B, T]``, padded on the left.
+        mask: ``[B, T]``, 0 for padding.
+        config: the generation config.
+        inputs: what the loop gets for the model.
+        names: those of ``INPUTS`` that the caller gave.
+    """
+
+    def __init__(
+        self, input_ids: Tensor, mask: Tensor, config: Any, inputs: Mapping[str, Any], names: Sequence[str]
+    ) -> None:
+        self._ids, self._mask, self._config, self._inputs, self._names = input_ids, mask, config, inputs, names
+        if bool((mask[:, -1] == 0).any()):
+            raise ValueError(
+                f"prompts with {', '.join(names)} must be padded on the left, where transformers expects padding: set "
+                "processor.tokenizer.padding_side = 'left'"
+            )
+        check_embeddings(input_ids, inputs)
+
+    @classmethod
+    def prepared(cls, model: Any, input_ids: Tensor, mask: Tensor, inputs: Mapping[str, Any]) -> WholePrompts:
+        """Has transformers prepare prompts, with what a processor gives beside their ids."""
+        names, inner = list(inputs), unwrapped(model)
+
+        def take(
+            given: Any,
+            ids: Tensor,
+            *,
+            generation_config: Any,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            **named: Any,
+        ) -> WholePrompts:
+            if given is not inner:
+                raise ValueError(
+                    f"{type(inner).__name__} gives prompts with {', '.join(names)} to the generate of its "
+                    f"{type(given).__name__}: call the model's own generate with custom_generate=pass_ext.custom_generate(…)"
+                )
+            return cls(ids, mask, generation_config, named, names)
+
+        alone = dict(max_new_tokens=1, num_return_sequences=1, num_beams=1, do_sample=False)
+        with _named(model, names):
+            found: WholePrompts = model.generate(
+                input_ids=input_ids, attention_mask=mask, **inputs, **alone, custom_generate=take
+            )
+        return found
+
+    def read(self, model: Adapted, taps: Sequence[Tap]) -> ReadPrompts:
+        """Calls the model's own forward."""
+        inner, name, lengths = unwrapped(model.model), model.name, self._mask.sum(1).tolist()
+        kept = other_format(inner)
+        if kept:
+            raise ValueError(
+                f"{name} caches {kept}, which pass_ext cannot read, so prompts must be text alone, got {', '.join(self._names)}"
+            )
+        shadow, cut = shadow_of(inner), 1 if model.keeps_states else 0
+        notes = _Notes()
+        decoder = decoder_of(shadow)
+        decoder.forward = partial(_noted, decoder.forward, notes)
+        tapped = Taps(taps) if taps else None
+        if tapped is not None:
+            tap_layers(shadow)
+        cache = given_cache(self._inputs)
+        if cache is None or not cache_length(cache, layers_that_attend(cache)[0] if cache.layers else 0):
+            cache = full_cache(inner.config)
+        with _named(model.model, self._names):
+            columns = self._call(shadow, cache, cut, tapped)
+        starts = (self._mask.shape[1] - self._mask.sum(1)).long()
+        held = [length - 1 for length in lengths]
+        attending = layers_that_attend(cache) if model.numbers is None else list(model.numbers)
+        layers = texts_in_cache(cache, attending, starts, max(held), inner)
+        states = read_states(cache, places_of(inner)) if model.keeps_states else []
+        own = self._own_rows(model, notes, columns, cut)
+        begins = [_behind(own[b, start:].tolist()) for b, start in enumerate(starts.tolist())]
+        if max(begin - length for begin, length in zip(begins, held, strict=True)) > 0:
+            raise ValueError(
+                f"{name}: prompts must end with a token, whose row is its own in the table of embeddings, got one that ends in "
+                f"a row of {', '.join(self._names)}"
+            )
+        hidden = [] if tapped is None else self._hidden(tapped.states, self._ids.shape[1] - cut, begins)
+        return ReadPrompts(layers, held, states, self._offsets(model, notes, cut), begins, hidden)
+
+    def _call(self, shadow: Any, cache: Any, cut: int, taps: Taps | None) -> int:
+        """Reads all but the last ``cut`` columns that the cache does not hold, and returns their number."""
+        inputs, config = dict(self._inputs), copy.copy(self._config)
+        for name in ("cache", "past_key_values"):
+            inputs.pop(name, None)
+        total = self._ids.shape[1] - cut
+        inputs |= {cache_name(type(shadow).forward): cache, "use_cache": True}
+        ids = self._ids[:, :total]
+        if cut:
+            for name in _BY_COLUMN:
+                if isinstance(inputs.get(name), Tensor) and inputs[name].shape[-1] == total + cut:
+                    inputs[name] = inputs[name][..., :total]
+            if inputs.get("inputs_embeds") is not None:
+                inputs["inputs_embeds"] = inputs["inputs_embeds"][:, :total]
+            if getattr(config, "_mask_length", None) is not None:
+                config._mask_length -= cut
+        columns = total - int(cache.get_seq_length())
+        seen = torch.ones(len(ids), columns, dtype=torch.bool, device=ids.device)
+        with nullcontext() if taps is None else our_call(OurCall(None, seen=seen, taps=taps)):
+            if hasattr(shadow, "_prefill"):
+                shadow._prefill(ids, config, inputs)
+            else:  # transformers 4
+                inputs = shadow._get_initial_cache_position(ids.shape[1], ids.device, inputs)
+                shadow(**shadow.prepare_inputs_for_generation(ids, **inputs), return_dict=True)
+        return columns
+
+    def _own_rows(self, model: Adapted, notes: _Notes, columns: int, cut: int) -> Tensor:
+        """``[B, T]``, True where a row was its token's own in the table, as the rows behind the prompt are. Of columns that
+        were in the cache it is not known."""
+        if notes.rows is None:
+            raise ValueError(
+                f"{model.name}: {type(unwrapped(model.model)).__name__} gives its decoder no inputs_embeds, so it is not known "
+                f"which rows are tokens: prompts must be text alone, got {', '.join(self._names)}"
+            )
+        own = torch.zeros_like(self._mask, dtype=torch.bool)
+        end = self._ids.shape[1] - cut
+        ids = self._ids[:, end - columns : end].flatten().to(model.table.device)
+        rows = notes.rows.flatten(0, 1)
+        table = model.embed_tokens(ids).to(rows)
+        own[:, end - columns : end] = (rows == table).all(1).view(len(own), columns).to(own.device)
+        own[:, end:] = True  # read again as tokens
+        return own
+
+    def _offsets(self, model: Adapted, notes: _Notes, cut: int) -> list[int]:
+        """Each text's position of rows behind the prompt less their index."""
+        total, lengths = self._mask.shape[1], self._mask.sum(1).tolist()
+        if notes.positions is None:  # the decoder counts columns
+            return [total - length for length in lengths]
+        given, positions, end = self._inputs.get("position_ids"), notes.positions, total - cut
+        if cut and given is not None and given.dim() == positions.dim() and given.shape[-1] == total:
+            positions, end = given, total
+        if positions.dim() == 3 and len(positions) == 4:
+            positions = positions[1:]  # in front are indices in the text
+        axes = positions.reshape(-1, *positions.shape[-2:]).expand(-1, len(lengths), -1)
+        places = slice(end - axes.shape[-1], end)
+        is_text, index = (
+            self._mask[:, places].to(axes.device) != 0,
+            (self._mask.cumsum(1) - 1)[:, places].to(axes.device),
+        )
+        if keeps_positions(unwrapped(model.model)) and bool(((axes != index) & is_text).any()):
+            raise ValueError(
+                f"{model.name}: its indexers rotate the keys of whole blocks by their index in the text, which is no position "
+                f"behind {', '.join(self._names)}: prompts must be text alone"
+            )
+        # Behind a prompt a model counts on from the largest position, which is the last token's.
+        largest = axes.where(is_text, -1).amax((0, 2))
+        if end == total and bool((axes[:, :, -1] != largest).any()):
+            raise ValueError(
+                f"{model.name}: the last token of each prompt must have its largest position, got {axes[:, :, -1].tolist()}"
+            )
+        return [int(last) - (end - total + length - 1) for last, length in zip(largest, lengths, strict=True)]
+
+    def _hidden(self, states: Tensor, end: int, begins: Sequence[int]) -> list[Tensor]:
+        """The states ``[B * columns, taps, d]`` of columns before ``end`` by text, from its begin to its last token but one."""
+        by_text, total = states.unflatten(0, (len(begins), -1)), self._mask.shape[1]
+        first = end - by_text.shape[1]
+        starts = (total - self._mask.sum(1)).tolist()
+        columns = zip(by_text, starts, begins, strict=True)
+        return [own[start + begin - first : total - 1 - first] for own, start, begin in columns]
+
+
+class _Notes:
+    """What the decoder got: rows ``[B, n, d]`` and positions."""
+
+    rows: Tensor | None = None
+    positions: Tensor | None = None
+
+
+def _noted(forward: Any, notes: _Notes, *inputs: Any, **named: Any) -> Any:
+    notes.rows, notes.positions = named.get("inputs_embeds"), named.get("position_ids")
+    return forward(*inputs, **named)
+
+
+def _behind(own: Sequence[bool]) -> int:
+    """The number of tokens up to the last row that is no token's own."""
+    return len(own) - next((back for back, is_own in enumerate(reversed(own)) if not is_own), len(own))
+
+
+class _named:
+    """Inside, an error of the model's own code names the model and what it was given."""
+
+    def __init__(self, model: Any, names: Sequence[str]) -> None:
+        self._model, self._names = model, names
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if not isinstance(error, Exception) or isinstance(error, MACHINE):
+            return
+        raise ValueError(
+            f"{type(self._model).__name__} cannot read prompts with {', '.join(self._names)}; give what the model's own "
+            f"processor makes of text and pictures together: {type(error).__name__}: {error}"
+        ) from error
