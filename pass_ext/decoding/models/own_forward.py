@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.module_ops import is_autocast_enabled
 from pass_ext.decoding.models.packed import StepAttend
-from pass_ext.decoding.models.parts import ModelPlan, StackArguments, decoder_of
+from pass_ext.decoding.models.parts import ModelPlan, StackArguments, decoder_of, text_parts
 from pass_ext.decoding.models.slots import CallSlots, Pair, PlacedAdapters
 from pass_ext.ops.layer import ADAPTED_AFTER, ADAPTED_BEFORE, PackedLayers, adapter_list
 from pass_ext.tree import MAX_TREE_NODES
@@ -70,7 +70,7 @@ class OwnForward:
         self._dtype = next(each.dtype for each in tensors if each is not None and each.is_floating_point())
         self._packed: PackedLayers | None = None
         self._adapters: tuple[PlacedAdapters, Added | None, list[tuple[Added, Added]] | None] | None = None
-        modules = list(model.modules())
+        modules = text_parts(model)
         self._hooks = _hooks_of(modules)
         parameters = [(part._parameters, name) for part in modules for name in part._parameters]
         self._parameters, self._names = zip(*parameters, strict=True)

@@ -41,6 +41,17 @@ def decoder_of(model: Any) -> Any:
     return inner if decoder is model and inner is not None else decoder
 
 
+def text_parts(model: Any) -> list[nn.Module]:
+    """The modules that a call on tokens runs: the decoder's, the output layer, and what is around these. Encoders of pictures
+    and sound are none."""
+    inner = unwrapped(model)
+    ends = [part for part in (decoder_of(inner), inner.get_output_embeddings()) if isinstance(part, nn.Module)]
+    inside, named = {part for end in ends for part in end.modules()}, dict(inner.named_modules())
+    places = [name.split(".") for name, part in named.items() if part in ends]
+    around = {".".join(place[:depth]) for place in places for depth in range(len(place))}
+    return [part for name, part in named.items() if part in inside or name in around]
+
+
 def decoder_layers(model: Any) -> nn.ModuleList:
     """The layers of a transformers decoder."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers

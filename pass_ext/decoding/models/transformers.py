@@ -35,7 +35,7 @@ from pass_ext.decoding.models.module_ops import (
 from pass_ext.decoding.models.ngram_layers import serve_ngrams
 from pass_ext.decoding.models.own_forward import OwnForward, is_hooked
 from pass_ext.decoding.models.packed import Adapted, KeptHidden, StepAttend
-from pass_ext.decoding.models.parts import decoder_layers, decoder_of, unwrapped
+from pass_ext.decoding.models.parts import decoder_layers, decoder_of, text_parts, unwrapped
 from pass_ext.decoding.models.per_layer_inputs import serve_per_layer_inputs
 from pass_ext.decoding.models.row_attention import (
     AttentionCalls,
@@ -143,7 +143,7 @@ class TransformersModel(Adapted):
             self._way = Way(None, f"it is wrapped by {type(self.model).__name__}")
         elif self.logit_shards is not None:
             self._way = Way(None, "its logits are divided among ranks")
-        elif is_hooked(self.model.modules()):
+        elif is_hooked(text_parts(self.model)):
             self._way = Way(None, "hooks or autocast reach into its modules")
         else:
             self._state = ModelState(self.model)

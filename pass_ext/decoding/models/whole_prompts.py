@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.models.cache import (
-    cache_length,
     full_cache,
     layers_that_attend,
     other_format,
@@ -187,13 +186,18 @@ class WholePrompts:
         if tapped is not None:
             tap_layers(shadow)
         cache = given_cache(self._inputs)
-        if cache is None or not cache_length(cache, layers_that_attend(cache)[0] if cache.layers else 0):
+        if cache is None or not int(cache.get_seq_length()):
             cache = full_cache(inner.config)
         with _named(model.model, self._names):
             columns = self._call(shadow, cache, cut, tapped)
         starts = (self._mask.shape[1] - self._mask.sum(1)).long()
         held = [length - 1 for length in lengths]
         attending = layers_that_attend(cache) if model.numbers is None else list(model.numbers)
+        if not attending:
+            raise ValueError(
+                f"{name} has layers with states alone, whose cache does not tell how many tokens it is of, so prompts must be "
+                f"text alone, got {', '.join(self._names)}"
+            )
         layers = texts_in_cache(cache, attending, starts, max(held), inner)
         states = read_states(cache, places_of(inner)) if model.keeps_states else []
         own = self._own_rows(model, notes, columns, cut)
@@ -239,6 +243,11 @@ class WholePrompts:
             raise ValueError(
                 f"{model.name}: {type(unwrapped(model.model)).__name__} gives its decoder no inputs_embeds, so it is not known "
                 f"which rows are tokens: prompts must be text alone, got {', '.join(self._names)}"
+            )
+        if notes.rows.shape[1] != columns:
+            raise ValueError(
+                f"{model.name} makes {notes.rows.shape[1]} rows of {columns} ids with {', '.join(self._names)}: give ids with a "
+                "placeholder for every row, as its processor of today makes them"
             )
         own = torch.zeros_like(self._mask, dtype=torch.bool)
         end = self._ids.shape[1] - cut

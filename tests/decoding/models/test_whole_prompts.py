@@ -1,0 +1,306 @@
+"""Prompts with pictures: texts are transformers' own, token for token, by every method, alone and in ragged batches."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from support.generation import slots_for  # noqa: E402
+from support.pictures import BY_GRID, PICTURED, SOUNDING, image_token, prompts, sound_of, tiny_model  # noqa: E402
+from support.small_models import small_model  # noqa: E402
+from transformers import AutoModelForImageTextToText, DynamicCache  # noqa: E402
+
+from benchmarks.architectures import models  # noqa: E402
+from pass_ext import (  # noqa: E402
+    MultiCandidate,
+    NGram,
+    PaSS,
+    Plain,
+    Session,
+    Speculative,
+    Tree,
+    custom_generate,
+    generate,
+)
+from pass_ext.decoding.drafting.draft_calls import DraftCalls  # noqa: E402
+from pass_ext.decoding.drafting.drafter import Drafter  # noqa: E402
+from pass_ext.decoding.drafting.from_ngrams import NGramDrafter  # noqa: E402
+from pass_ext.decoding.models.whole_prompts import WholePrompts  # noqa: E402
+from pass_ext.drafting import Proposal  # noqa: E402
+
+PICTURE, SMALL = (4, 8), (4, 4)
+BEFORE, BEHIND = [5, 6], [7, 8, 5, 6, 7]
+OPTIONS = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=[96])
+_models = {}
+
+
+def model_of(name, auto=AutoModelForImageTextToText):
+    if name not in _models:
+        try:
+            _models[name] = tiny_model(name, auto)
+        except (ValueError, KeyError, AttributeError) as error:
+            _models[name] = str(error)
+    if isinstance(_models[name], str):
+        pytest.skip(f"this transformers does not build it from this config: {_models[name][:80]}")
+    return _models[name]
+
+
+def own_text(model, inputs, **options):
+    return model.generate(**inputs, **{**OPTIONS, **options})
+
+
+def first_logits(model, inputs):
+    return own_text(model, inputs, max_new_tokens=1, return_dict_in_generate=True, output_logits=True).logits[0]
+
+
+def ours(model, inputs, method=None, **options):
+    return generate(
+        model, inputs["input_ids"], method, prompt=inputs, max_new_tokens=12, eos_token_id=[96], **options
+    ).sequences
+
+
+@pytest.mark.parametrize("name", PICTURED)
+def test_texts_behind_a_picture_are_transformers_own(name):
+    model = model_of(name)
+    inputs = prompts(model, [*BEFORE, PICTURE, *BEHIND])
+    own = own_text(model, inputs)
+    changed = prompts(model, [*BEFORE, PICTURE, *BEHIND], seed=1)
+    assert not torch.equal(*map(partial(first_logits, model), (inputs, changed))), "the picture changes nothing"
+    for method in (Plain(), NGram(longest=2, shortest=1)):
+        assert torch.equal(own, own_text(model, inputs, custom_generate=custom_generate(method)))
+        assert torch.equal(own, ours(model, inputs, method))
+    assert torch.equal(own_text(model, changed), ours(model, changed))
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen3_vl", "qwen3_5", "gemma3", "idefics3"])
+def test_prompts_of_a_batch_may_differ(name):
+    """One with two pictures, one without, one with one, ragged."""
+    model = model_of(name)
+    if name == "idefics3":  # its processor pads the pictures of all prompts to one number
+        texts = [[*BEFORE, PICTURE, 9], [5, PICTURE, 7, 8]]
+    else:
+        texts = [[5, PICTURE, 6, SMALL, 7, 8], [5, 6, 7, 8, 5, 6], [9, 9, PICTURE, 5, 6]]
+    inputs = prompts(model, *texts)
+    own = own_text(model, inputs)
+    for method in (None, NGram(longest=2, shortest=1)):
+        assert torch.equal(own, ours(model, inputs, method))
+        assert torch.equal(own, own_text(model, inputs, custom_generate=custom_generate(method)))
+
+
+@pytest.mark.parametrize("name", BY_GRID)
+def test_rows_behind_a_picture_have_fewer_positions_than_rows(name, monkeypatch):
+    model = model_of(name)
+    inputs = prompts(model, [*BEFORE, (8, 16), *BEHIND])
+    own, session = own_text(model, inputs), Session(model)
+    assert torch.equal(own, ours(model, inputs, NGram(), session=session))
+    assert session.offsets.tolist() == [8 - 32]  # of 4 times 8 rows, the longer side counts
+    first = [logprobs_of(model, inputs)]
+    monkeypatch.setattr(WholePrompts, "_offsets", lambda self, *rest: [0])
+    first.append(logprobs_of(model, inputs))
+    assert not torch.allclose(*first), "a row's position changes nothing"
+
+
+def logprobs_of(model, inputs):
+    options = dict(prompt=inputs, max_new_tokens=2, eos_token_id=[], logprobs=0)
+    return generate(model, inputs["input_ids"], **options).logprobs[0].raw
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "llava"])
+def test_every_method_writes_the_same_texts(name):
+    model = model_of(name)
+    inputs = prompts(model, [5, PICTURE, 6, 5, 6, 5], [*BEFORE, SMALL, *BEHIND])
+    vocabulary = model.get_input_embeddings().num_embeddings
+    methods = {
+        "slots": PaSS(slots_for(model), tree=Tree.from_branching((2, 2)), rows=12),
+        "draft model": Speculative(small_model("llama", vocab_size=vocabulary), length=3),
+        "trees": MultiCandidate(small_model("llama", vocab_size=vocabulary), branching=(2, 1), ngram=NGram()),
+    }
+    for options in ({}, dict(temperature=1.0, seeds=[3, 8])):
+        plain = ours(model, inputs, **options)
+        for method, text in ((each, ours(model, inputs, each, **options)) for each in methods.values()):
+            assert torch.equal(plain, text), method
+    assert not torch.equal(plain, ours(model, inputs))
+
+
+class Reader(Drafter):
+    """Drafts nothing and keeps the hidden states that it is given."""
+
+    max_depth, taps = 1, (0, 1, "last")
+
+    def __init__(self):
+        self.hidden = []
+
+    def drafters(self, context):
+        return [self]
+
+    def propose(self, batch):
+        self.hidden.append(batch.hidden)
+        return Proposal([None] * len(batch.texts))
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "qwen3_5"])
+def test_drafters_with_taps_get_the_states_behind_a_picture(name):
+    """They come from the call that has read the picture."""
+    model, reader = model_of(name), Reader()
+    inputs = prompts(model, [*BEFORE, PICTURE, *BEHIND], [5, 6, SMALL, 8])
+    ours(model, inputs, reader)
+    out = model(**inputs, output_hidden_states=True).hidden_states
+    for b, count in enumerate((len(BEHIND), 1)):
+        own = torch.stack([out[0][b, -count:], out[1][b, -count:], out[-1][b, -count:]], 1)
+        torch.testing.assert_close(reader.hidden[0][b], own, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5", "gemma3"])
+def test_texts_of_one_prompt_read_its_picture_once(name, monkeypatch):
+    model = model_of(name)
+    inputs, rows = prompts(model, [5, PICTURE, 6, 7], [5, 6, SMALL, 8]), []
+    true = WholePrompts._call
+
+    def counted(self, *rest):
+        rows.append(len(self._ids))
+        return true(self, *rest)
+
+    monkeypatch.setattr(WholePrompts, "_call", counted)
+    options = dict(temperature=1.0, seeds=5, num_return_sequences=3)
+    texts = ours(model, inputs, **options)
+    assert rows == [2] and len(set(map(tuple, texts[:3].tolist()))) == 3
+    assert torch.equal(texts, ours(model, inputs, NGram(shortest=1), **options))
+    same = custom_generate(NGram(shortest=1), seeds=5)
+    sampled = dict(do_sample=True, top_k=0, num_return_sequences=3, custom_generate=same)
+    assert torch.equal(own_text(model, inputs, **sampled), texts)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5", "llava", "gemma3"])
+def test_a_second_turn_has_another_picture(name):
+    """Over transformers' cache of the first turn, which may be ours."""
+    model, first = model_of(name), None
+    whole = prompts(model, [*BEFORE, PICTURE, *BEHIND])
+    count, columns = dict(max_new_tokens=4, eos_token_id=None), whole["input_ids"].shape[1] + 4
+    for method in (None, custom_generate(NGram(shortest=1))):
+        cache = full_or_own_cache(model)
+        half = own_text(
+            model, whole, **count, past_key_values=cache, return_dict_in_generate=True, custom_generate=method
+        )
+        first = half.sequences if first is None else first
+        assert torch.equal(first, half.sequences)
+        new = prompts(model, [*([1] * columns), 9, SMALL, 7, 8], seed=3)
+        new["input_ids"][:, :columns] = half.sequences
+        texts = []
+        for second in (None, custom_generate(NGram(shortest=1))):
+            copied = copy.deepcopy(half.past_key_values)
+            texts.append(own_text(model, new, **count, past_key_values=copied, custom_generate=second))
+        assert torch.equal(*texts)
+
+
+def full_or_own_cache(model):
+    """All keys, which a cache by the config of a model with windows does not hold."""
+    return DynamicCache(config=model.config) if model.config.model_type == "qwen3_5" else DynamicCache()
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5", "llava"])
+def test_transformers_goes_on_from_our_cache(name):
+    """Also where the last step went beyond the text's end: states are those after its last token but one."""
+    model = model_of(name)
+    inputs = prompts(model, [*BEFORE, PICTURE, 5, 6, 5, 6])
+    whole = own_text(model, inputs, max_new_tokens=9, eos_token_id=None)
+    ours_ = dict(custom_generate=custom_generate(NGram(shortest=1, tokens=5)), return_dict_in_generate=True)
+    half = own_text(model, inputs, max_new_tokens=4, eos_token_id=None, **ours_)
+    ids = half.sequences
+    again = dict(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=half.past_key_values)
+    assert torch.equal(own_text(model, again, max_new_tokens=5, eos_token_id=None), whole)
+
+
+@pytest.mark.parametrize("name", SOUNDING)
+def test_texts_behind_sound_are_transformers_own(name):
+    auto = getattr(transformers, "AutoModelForMultimodalLM", None)
+    if auto is None:
+        pytest.skip("this transformers does not have the class")
+    model = model_of(name, auto)
+    inputs, rows = sound_of(model)
+    ids = torch.tensor([[*BEFORE, *[model.config.audio_token_id] * rows, *BEHIND]])
+    inputs |= dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+    changed = {**inputs, "input_features": 1 - 3 * inputs["input_features"]}
+    assert not torch.equal(*map(partial(first_logits, model), (inputs, changed))), "the sound changes nothing"
+    own = own_text(model, inputs)
+    assert torch.equal(own, ours(model, inputs, NGram(shortest=1)))
+    assert torch.equal(own, own_text(model, inputs, custom_generate=custom_generate(NGram(shortest=1))))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_embeddings_of_a_prompt(name):
+    """Beside ids, which say what the last row is."""
+    model = small_model("llama") if name == "llama" else models.tiny_model(name)
+    ids = torch.tensor([[*BEFORE, *BEHIND], [9, *BEHIND, 9]])
+    embeds = model.get_input_embeddings()(ids).clone()
+    embeds[:, 1:4] = torch.randn(2, 3, embeds.shape[2], generator=torch.Generator().manual_seed(0))
+    inputs = dict(input_ids=ids, inputs_embeds=embeds, attention_mask=torch.ones_like(ids))
+    own = own_text(model, inputs)
+    assert torch.equal(own, ours(model, inputs, NGram(shortest=1)))
+    assert torch.equal(own, own_text(model, inputs, custom_generate=custom_generate(NGram(shortest=1))))
+
+
+def test_n_grams_and_draft_models_read_what_is_behind_the_picture(monkeypatch):
+    """The text ends as it went on into a picture: its placeholders would follow."""
+    model = model_of("llava")
+    inputs, seen = prompts(model, [7, 8, PICTURE, 9, 7, 8]), []
+    propose, known = NGramDrafter.propose, DraftCalls._known_to_draft
+
+    def proposed(self, batch):
+        proposal = propose(self, batch)
+        seen.extend(token for part in proposal.candidates if part for token in part.tokens)
+        return proposal
+
+    monkeypatch.setattr(NGramDrafter, "propose", proposed)
+    ours(model, inputs, NGram(shortest=1))
+    assert seen and image_token(model.config) not in seen
+    seen.clear()
+    monkeypatch.setattr(DraftCalls, "_known_to_draft", lambda self, ids: seen.append(ids.tolist()) or known(self, ids))
+    draft = small_model("llama", vocab_size=model.get_input_embeddings().num_embeddings)
+    ours(model, inputs, Speculative(draft, length=2))
+    assert seen[0][:3] == [9, 7, 8] and image_token(model.config) not in sum(seen, [])
+
+
+# ---- refusals ----
+
+
+def test_bad_prompts_are_refused():
+    model, session = model_of("llava"), Session(model_of("llava"))
+    inputs = prompts(model, [*BEFORE, PICTURE, *BEHIND])
+    ids, picture = inputs["input_ids"], inputs["pixel_values"]
+    text = torch.tensor([[*BEFORE, *BEHIND]])
+
+    def refused(match, ids=ids, kind=ValueError, target=model, session=None, **prompt):
+        with pytest.raises(kind, match=match):
+            generate(target, ids, prompt=prompt, max_new_tokens=2, session=session)
+
+    asked = "LlavaForConditionalGeneration cannot read prompts with pixel_values; give what .* processor makes"
+    refused(asked, ids=text, pixel_values=picture)
+    refused(asked, ids=ids[:, 1:3], pixel_values=picture)
+    refused(asked, pixel_values=picture.repeat(2, 1, 1, 1))
+    refused(asked, pixel_values=picture[:, :1])
+    refused(asked, pixel_values="a picture")
+    refused("the input image_grid of llava is not supported, got Tensor", image_grid=picture)
+    refused("prompt has other input_ids than the argument input_ids", input_ids=ids + 1, pixel_values=picture)
+    refused("prompt must be None for function", kind=TypeError, target=callable_model(), pixel_values=picture)
+    refused("prompts must end with a token, .* ends in a row of pixel_values", ids=ids[:, :-5], pixel_values=picture)
+    padded = torch.cat([ids, ids[:, :1]], 1), torch.tensor([[1] * ids.shape[1] + [0]])
+    refused("must be padded on the left", ids=padded[0], attention_mask=padded[1], pixel_values=picture)
+    session.past = [(torch.zeros(1, 2, 2, 16),) * 2] * 2, 2
+    refused("session.past must be None with prompt", session=session, pixel_values=picture)
+    two = ids.repeat(2, 1)
+    invariant = Session(model, batch_invariant=True)
+    refused("takes one prompt with pictures", ids=two, session=invariant, pixel_values=picture.repeat(2, 1, 1, 1))
+    embeds = model.get_input_embeddings()(text)
+    with pytest.raises(ValueError, match=r"inputs_embeds must come with the input_ids of all its rows, \[1, 7\]"):
+        model.generate(inputs_embeds=embeds, max_new_tokens=2, custom_generate=custom_generate())
+
+
+def callable_model():
+    def model(rows, positions, attend, wanted):
+        raise AssertionError
+
+    model.embedding = torch.zeros(97, 64)
+    return model
