@@ -61,7 +61,9 @@ def full_cache(config: Any) -> Any:
         if type(layer).__name__ == "DynamicSlidingWindowLayer":
             cache.layers[number] = cache_utils.DynamicLayer()
         elif type(layer).__name__ in SLIDING_LAYERS:
-            cache.layers[number] = cache_utils.LinearAttentionAndFullAttentionLayer(getattr(layer, "number_of_states", 1))
+            cache.layers[number] = cache_utils.LinearAttentionAndFullAttentionLayer(
+                getattr(layer, "number_of_states", 1)
+            )
     return cache
 
 

@@ -246,8 +246,8 @@ class WholePrompts:
             )
         if notes.rows.shape[1] != columns:
             raise ValueError(
-                f"{model.name} makes {notes.rows.shape[1]} rows of {columns} ids with {', '.join(self._names)}: give ids with a "
-                "placeholder for every row, as its processor of today makes them"
+                f"{model.name} makes {notes.rows.shape[1]} rows of {columns} ids with {', '.join(self._names)}: give ids with "
+                "a placeholder for every row, as its processor of today makes them"
             )
         own = torch.zeros_like(self._mask, dtype=torch.bool)
         end = self._ids.shape[1] - cut

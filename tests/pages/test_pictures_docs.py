@@ -1,0 +1,25 @@
+"""docs/guide/pictures.md: its block runs, with a real processor and a tiny model, and gives the model's own text."""
+
+import pytest
+import torch
+from support.code_blocks import blocks_of, run_blocks
+from support.paths import ROOT
+
+pytest.importorskip("transformers")
+pytest.importorskip("PIL")
+
+from support.pictures import llava_with_processor, random_picture
+
+import pass_ext
+
+PAGE = ROOT / "docs/guide/pictures.md"
+
+pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="an sdist has no docs")
+
+
+def test_the_block_of_the_page_runs():
+    model, processor = llava_with_processor()
+    names = dict(pass_ext=pass_ext, model=model, processor=processor, picture=random_picture())
+    run_blocks(PAGE, [block for block in blocks_of(PAGE) if block[0] == "python"], names)
+    expected = model.generate(**names["inputs"], max_new_tokens=40, do_sample=False)
+    assert torch.equal(names["text"], expected) and torch.equal(names["same"], expected)
