@@ -29,6 +29,7 @@ from pass_ext.decoding.models.cache import (
 )
 from pass_ext.decoding.models.equivalence import MACHINE
 from pass_ext.decoding.models.indexers import keeps_positions
+from pass_ext.decoding.models.limits import placeholder_ids
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.parts import cache_name, decoder_of, given_cache, unwrapped
 from pass_ext.decoding.models.shadow import OurCall, our_call, shadow_of, tap_layers
@@ -178,6 +179,11 @@ class WholePrompts:
             raise ValueError(
                 f"{name} caches {kept}, which pass_ext cannot read, so prompts must be text alone, got {', '.join(self._names)}"
             )
+        if model.numbers == {}:
+            raise ValueError(
+                f"{name} has layers with states alone, whose cache does not tell how many tokens it is of, so prompts must be "
+                f"text alone, got {', '.join(self._names)}"
+            )
         shadow, cut = shadow_of(inner), 1 if model.keeps_states else 0
         notes = _Notes()
         decoder = decoder_of(shadow)
@@ -193,11 +199,6 @@ class WholePrompts:
         starts = (self._mask.shape[1] - self._mask.sum(1)).long()
         held = [length - 1 for length in lengths]
         attending = layers_that_attend(cache) if model.numbers is None else list(model.numbers)
-        if not attending:
-            raise ValueError(
-                f"{name} has layers with states alone, whose cache does not tell how many tokens it is of, so prompts must be "
-                f"text alone, got {', '.join(self._names)}"
-            )
         layers = texts_in_cache(cache, attending, starts, max(held), inner)
         states = read_states(cache, places_of(inner)) if model.keeps_states else []
         own = self._own_rows(model, notes, columns, cut)
@@ -239,22 +240,22 @@ class WholePrompts:
     def _own_rows(self, model: Adapted, notes: _Notes, columns: int, cut: int) -> Tensor:
         """``[B, T]``, True where a row was its token's own in the table, as the rows behind the prompt are. Of columns that
         were in the cache it is not known."""
-        if notes.rows is None:
+        config = unwrapped(model.model).config
+        rows = notes.ids if notes.rows is None else notes.rows
+        if rows is None or rows.shape[1] != columns:
             raise ValueError(
-                f"{model.name}: {type(unwrapped(model.model)).__name__} gives its decoder no inputs_embeds, so it is not known "
-                f"which rows are tokens: prompts must be text alone, got {', '.join(self._names)}"
-            )
-        if notes.rows.shape[1] != columns:
-            raise ValueError(
-                f"{model.name} makes {notes.rows.shape[1]} rows of {columns} ids with {', '.join(self._names)}: give ids with "
-                "a placeholder for every row, as its processor of today makes them"
+                f"{model.name} makes {'unknown' if rows is None else rows.shape[1]} rows of {columns} ids with "
+                f"{', '.join(self._names)}: give ids with a placeholder for every row, as its processor of today makes them"
             )
         own = torch.zeros_like(self._mask, dtype=torch.bool)
         end = self._ids.shape[1] - cut
         ids = self._ids[:, end - columns : end].flatten().to(model.table.device)
-        rows = notes.rows.flatten(0, 1)
-        table = model.embed_tokens(ids).to(rows)
-        own[:, end - columns : end] = (rows == table).all(1).view(len(own), columns).to(own.device)
+        if notes.rows is None:  # the decoder itself embeds, and may put a picture in
+            is_own = ~torch.isin(ids, ids.new_tensor(placeholder_ids(config, len(model.table))))
+        else:
+            rows = rows.flatten(0, 1)
+            is_own = (rows == model.embed_tokens(ids).to(rows)).all(1)
+        own[:, end - columns : end] = is_own.view(len(own), columns).to(own.device)
         own[:, end:] = True  # read again as tokens
         return own
 
@@ -297,14 +298,16 @@ class WholePrompts:
 
 
 class _Notes:
-    """What the decoder got: rows ``[B, n, d]`` and positions."""
+    """What the decoder got: rows ``[B, n, d]``, or ids, and positions."""
 
     rows: Tensor | None = None
+    ids: Tensor | None = None
     positions: Tensor | None = None
 
 
 def _noted(forward: Any, notes: _Notes, *inputs: Any, **named: Any) -> Any:
     notes.rows, notes.positions = named.get("inputs_embeds"), named.get("position_ids")
+    notes.ids = named.get("input_ids", inputs[0] if inputs else None)
     return forward(*inputs, **named)
 
 

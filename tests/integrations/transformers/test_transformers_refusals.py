@@ -56,18 +56,24 @@ def test_an_argument_that_transformers_keeps_to_itself_is_refused_by_the_callers
 
 @pytest.mark.parametrize(
     "positions",
+    [torch.arange(4, 10)[None], torch.arange(7)[None], torch.tensor([[0, 1, 2, 5, 6, 9], [0, 1, 2, 3, 4, 7]])],
+)
+def test_other_positions_are_transformers_own(llama, positions):
+    """Rows behind the prompt go on from its last one."""
+    assert torch.equal(run(llama, position_ids=positions), run(llama, position_ids=positions, custom_generate=None))
+
+
+@pytest.mark.parametrize(
+    "positions",
     [
-        torch.arange(4, 10)[None],
-        torch.arange(4, 10),
-        torch.arange(4, 10).expand(3, 2, -1),
+        torch.arange(6).expand(3, 2, -1) + 1,
         torch.stack([torch.arange(6).expand(2, -1), torch.arange(1, 7).expand(2, -1)]),
-        torch.arange(7)[None],
         torch.tensor([[3, 5]]),
     ],
     ids=lambda positions: str(list(positions.shape)),
 )
-def test_positions_of_any_shape_are_compared_with_the_texts(llama, positions):
-    with pytest.raises(ValueError, match="position_ids must count a text's tokens from 0"):
+def test_positions_of_another_shape_are_refused(llama, positions):
+    with pytest.raises(ValueError, match="LlamaForCausalLM cannot read prompts with position_ids"):
         run(llama, position_ids=positions)
 
 
