@@ -370,7 +370,6 @@ def test_a_streamer_does_not_end_after_an_error_like_that_of_transformers(llama)
         ({"guidance_scale": 1.5}, "guidance_scale"),
         ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),
         ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
-        ({"position_ids": torch.arange(4, 10)[None]}, "position_ids"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -408,9 +407,9 @@ def test_a_cache_with_code_of_its_own_is_refused(llama):
 def test_inputs_and_caches_that_do_not_fit_are_refused(llama):
     ids = torch.randint(3, VOCABULARY, (1, 6))
     ones = torch.ones_like(ids)
-    with pytest.raises(ValueError, match="inputs_embeds"):
+    with pytest.raises(ValueError, match="inputs_embeds must come with the input_ids of all its rows"):
         llama.generate(
-            input_ids=ids, inputs_embeds=llama.get_input_embeddings()(ids), custom_generate=custom_generate()
+            input_ids=ids[:, :4], inputs_embeds=llama.get_input_embeddings()(ids), custom_generate=custom_generate()
         )
     with pytest.raises(ValueError, match="room for 25 tokens, got 10"):
         run(llama, ids, ones, custom_generate(), past_key_values=StaticCache(config=llama.config, max_cache_len=10))
