@@ -123,7 +123,7 @@ class Session:
         """No code of the caller's runs between calls: a model that was checked in one is the same in the next ones."""
         self.offsets: Tensor | None = None
         """``[B]``, each text's position of a row less its index in the text; None: they are the same."""
-        self.begins: list[int] = []
+        self.begins: list[int]
         """The first token of each text behind all rows that are no token's own."""
         self._has_called = self._is_in_use = False
         self.text_states: TextStates | None = None
@@ -146,7 +146,7 @@ class Session:
             self.slots = PlacedSlots(table.new_empty(0, table.shape[1]))
             self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
             self._state_lens = torch.zeros_like(self.prefix_lens)  # tokens that the states are of
-        self.offsets = None
+        self.offsets, self.begins = None, [0] * requests
         self._positions = min(room, _FIRST_POSITIONS) if table.is_cpu else room  # that the caches hold now
 
     @property

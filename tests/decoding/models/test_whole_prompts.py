@@ -118,6 +118,8 @@ def test_every_method_writes_the_same_texts(name):
         "draft model": Speculative(small_model("llama", vocab_size=vocabulary), length=3),
         "trees": MultiCandidate(small_model("llama", vocab_size=vocabulary), branching=(2, 1), ngram=NGram()),
     }
+    one = prompts(model, [*BEFORE, PICTURE, *BEHIND])  # alone its steps are the device's
+    assert torch.equal(own_text(model, one), ours(model, one, methods["slots"]))
     for options in ({}, dict(temperature=1.0, seeds=[3, 8])):
         plain = ours(model, inputs, **options)
         for method, text in ((each, ours(model, inputs, each, **options)) for each in methods.values()):
