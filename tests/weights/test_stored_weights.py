@@ -17,6 +17,7 @@ from support.gguf_files import VOCABULARY, write_gguf
 import pass_ext
 from pass_ext.__main__ import main
 from pass_ext.checkpoint import load_checkpoint
+from pass_ext.decoding.models import own_forward
 from pass_ext.weights.gguf import formats_of, read_once
 from pass_ext.weights.layers import PackedEmbedding, PackedLinear
 
@@ -68,6 +69,15 @@ def test_the_numbers_are_those_of_the_dense_model(files, kind, tokens):
 
 def test_its_layers_run_by_the_layer_ops(model, tokens):
     assert pass_ext.generate(model, tokens[:1, :20], max_new_tokens=4).stats.way == "own forward"
+
+
+def test_a_long_prompt_runs_by_them_too(model, tokens, monkeypatch):
+    """Dense layers leave so many rows to PyTorch's product; packed ones have one for all."""
+    pass_ext.generate(model, tokens[:1, :20], max_new_tokens=1)
+    rows, stack = [], own_forward._stack
+    monkeypatch.setattr(own_forward, "_stack", lambda x, *others: rows.append(len(x)) or stack(x, *others))
+    pass_ext.generate(model, tokens[:1], max_new_tokens=3)
+    assert rows == [300, 1, 1]
 
 
 METHODS = {

@@ -244,9 +244,9 @@ class TransformersModel(Adapted):
     def _computed(
         self, rows: Tensor, positions: Tensor, attend: StepAttend, wanted: Tensor | None, slots: CallSlots | None
     ) -> Tensor:
-        most = most_few_rows(rows.dtype, rows.is_cpu)
-        text_rows = attend.text_rows if len(rows) > most else len(rows)
         own, hidden = self._own, self._hidden
+        most = sys.maxsize if own is not None and own.is_packed else most_few_rows(rows.dtype, rows.is_cpu)
+        text_rows = attend.text_rows if len(rows) > most else len(rows)
         if own is not None and own.takes(rows) and are_few(len(rows), most, text_rows):
             logits = own(rows, positions, attend, wanted, slots, ends_apart=hidden is not None)
             if logits is not None:
