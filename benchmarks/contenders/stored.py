@@ -23,7 +23,7 @@ from benchmarks import CORES, ROOT
 from benchmarks.contenders.__main__ import WORK, prompts_of, started
 from benchmarks.contenders.gguf_file import write_gguf
 from benchmarks.contenders.roster import Places, stored_entries
-from benchmarks.contenders.rounds import Race
+from benchmarks.contenders.rounds import MOST_OTHERS, Race
 from benchmarks.contenders.summary import counted, lines
 from benchmarks.harness import machine
 from benchmarks.harness.results import FORMAT, save
@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         places = Places(python, options.llama_python, None, str(source), gguf, folder, times, threads)
         workers = started(stored_entries(places, files), Path(scratch), state, print)
         try:
-            race = Race(workers, state, lambda: None, print, options.length, ends)
+            race = Race(workers, state, lambda: None, print, options.length, ends, options.most_others)
             race.warm_up(warm_up)
             race.run(prompts, options.rounds, time.monotonic() + options.seconds)
         finally:
@@ -65,7 +65,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "commit": machine.commit(),
         "machine": machine.describe_machine(),
         "load_average": {"before": load, "after": os.getloadavg()[0]},
-        "settings": {"model": source.stem, "length": options.length, "threads": threads},
+        "settings": {"model": source.stem, "length": options.length, "threads": threads}
+        | {"most_others": options.most_others},
         **state,
     }
 
@@ -78,6 +79,8 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=96, help="tokens of a text")
     parser.add_argument("--rounds", type=int, default=6, help="undisturbed rounds")
     parser.add_argument("--seconds", type=float, default=240, help="begin no round after so many seconds")
+    words = "share of the cores that other programs may take in a round that counts"
+    parser.add_argument("--most-others", type=float, default=MOST_OTHERS, help=words)
     options = parser.parse_args()
     options.llama_python = options.llama_python.absolute()  # not resolved: a link names its environment
     result = measure(options)
