@@ -69,7 +69,7 @@ class OwnForward:
         tensors = (*plan.layers[0].before, *plan.layers[0].after)
         self._dtype = next(each.dtype for each in tensors if each is not None and each.is_floating_point())
         parts = (each for layer in plan.layers for each in (*layer.before, *layer.after) if each is not None)
-        self.is_packed = not any(each.dim() == 2 for each in parts)
+        self.is_packed = not any(each.dim() > 1 and each.is_floating_point() for each in parts)
         """True if all weights of layers are packed: their product is the same op for any number of rows."""
         self._packed: PackedLayers | None = None
         self._adapters: tuple[PlacedAdapters, Added | None, list[tuple[Added, Added]] | None] | None = None
