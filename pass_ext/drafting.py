@@ -5,6 +5,7 @@
 
 from pass_ext.decoding.drafting.candidates import Batch, Candidates, Proposal
 from pass_ext.decoding.drafting.drafter import DraftContext, DraftingMethod
+from pass_ext.decoding.drafting.drafting import drafters_of
 from pass_ext.decoding.methods import Assistant, DFlash, Eagle3, Mtp
 from pass_ext.decoding.planning.calibration import calibrate
 from pass_ext.decoding.planning.plan import plan
@@ -30,6 +31,7 @@ __all__ = [
     "Proposal",
     "SyntheticAcceptance",
     "calibrate",
+    "drafters_of",
     "plan",
     "recall_scores",
 ]

@@ -214,19 +214,19 @@ class PlainEagle3(PlainHead):
 
 
 def plain_loop(head, target, prompt, new_tokens, length):
-    """Greedy speculative decoding of one text -> the text, the target's calls, and the drafts of each step."""
+    """Greedy speculative decoding of one text -> the text, the target's calls, and the drafts of each step that has some."""
 
     def best(tokens):
         return target(torch.tensor([tokens])).logits[0].argmax(-1).tolist()
 
-    text, drafted = [*prompt, best(prompt)[-1]], []
+    text, calls, drafted = [*prompt, best(prompt)[-1]], 1, []
     while (left := len(prompt) + new_tokens - len(text)) > 0:
         drafts = head.chain(text, min(length, left - 1))
         right = best(text + drafts)[len(text) - 1 :]
         accepted = next((i for i, token in enumerate(drafts) if token != right[i]), len(drafts))
         text += [*drafts[:accepted], right[accepted]]
-        drafted.append(drafts)
-    return text, 1 + len(drafted), drafted
+        calls, drafted = calls + 1, [*drafted, drafts] if drafts else drafted
+    return text, calls, drafted
 
 
 def learn(plain, texts):

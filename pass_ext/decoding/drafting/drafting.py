@@ -1,7 +1,7 @@
 """``Drafting``: the drafters of a method, whose candidates it merges into the rows of each request.
 
-``_make`` is the table of drafters by the method's class. Any other object may make its own: ``DraftingMethod``. A new method of
-the package is a class in methods.py, a file here with its drafters, and a line in this table.
+``drafters_of`` is the table of drafters by the method's class. Any other object may make its own: ``DraftingMethod``. A new
+method of the package is a class in methods.py, a file here with its drafters, and a line in this table.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Drafting:
     """All drafters of one generation. Refuses a rule that cannot judge their candidates."""
 
     def __init__(self, method: Method | DraftingMethod, context: DraftContext) -> None:
-        self.drafters = _make(method, context)
+        self.drafters = drafters_of(method, context)
         context.check_origins(*(drafter.name for drafter in self.drafters))
         for drafter in self.drafters:
             if context.is_judged_by_rule and context.rule not in drafter.rules:
@@ -202,7 +202,8 @@ def _check(drafter: Drafter, proposal: Any, requests: int) -> None:
 
 
 @singledispatch
-def _make(method: Any, context: DraftContext) -> Sequence[Drafter]:
+def drafters_of(method: Any, context: DraftContext) -> Sequence[Drafter]:
+    """The drafters of any method, for a method of your own that adds to them or looks at what they propose."""
     make = getattr(method, "drafters", None)
     if isinstance(method, type) or not callable(make):
         raise TypeError(
@@ -213,11 +214,11 @@ def _make(method: Any, context: DraftContext) -> Sequence[Drafter]:
     return make(context)
 
 
-_make.register(Plain, lambda method, context: [])
-_make.register(NGram, ngram_drafters)
-_make.register(PaSS, lookahead_drafters)
-_make.register(Speculative, speculative_drafters)
-_make.register(MultiCandidate, multi_candidate_drafters)
-_make.register(HeadMethod, head_drafters)
-_make.register(DFlash, dflash_drafters)
-_make.register(Assistant, assistant_drafters)
+drafters_of.register(Plain, lambda method, context: [])
+drafters_of.register(NGram, ngram_drafters)
+drafters_of.register(PaSS, lookahead_drafters)
+drafters_of.register(Speculative, speculative_drafters)
+drafters_of.register(MultiCandidate, multi_candidate_drafters)
+drafters_of.register(HeadMethod, head_drafters)
+drafters_of.register(DFlash, dflash_drafters)
+drafters_of.register(Assistant, assistant_drafters)

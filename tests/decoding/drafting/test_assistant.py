@@ -10,10 +10,10 @@ pytest.importorskip("transformers")
 import transformers
 from support.chi_square import chi_square_tail, counted, law_of_two
 from support.heads import plain_loop
+from support.recorded import Recorded
 from support.small_models import WIDE, ragged_prompts, small_model
 
 from pass_ext import NGram, Plain, Session, generate, load_drafter
-from pass_ext.decoding.drafting.heads.assistant import AssistantDrafter
 from pass_ext.drafting import Assistant
 
 if not hasattr(transformers, "Gemma4AssistantForCausalLM"):
@@ -75,32 +75,18 @@ def target():
     return small_model("gemma4_text")
 
 
-@pytest.fixture
-def drafted(monkeypatch):
-    """The candidates of every step."""
-    found, true = [], AssistantDrafter.propose
-
-    def propose(self, batch):
-        proposal = true(self, batch)
-        found.append(proposal.candidates)
-        return proposal
-
-    monkeypatch.setattr(AssistantDrafter, "propose", propose)
-    return found
-
-
 @pytest.mark.parametrize(
     "changes", [{}, dict(use_ordered_embeddings=True, num_centroids=97, centroid_intermediate_top_k=9)]
 )
-def test_drafts_are_those_of_the_formula(target, tmp_path, drafted, changes):
+def test_drafts_are_those_of_the_formula(target, tmp_path, changes):
     module = write_assistant(tmp_path, target, **changes)
     method = load_drafter(tmp_path, target)
     assert method == Assistant(method.head, length=4)
     prompt = torch.randint(3, 97, (1, 11), generator=torch.Generator().manual_seed(1))  # longer than the window
-    got = generate(target, prompt, method, **LIMITS)
+    got = generate(target, prompt, recorded := Recorded(method), **LIMITS)
     text, calls, drafts = plain_loop(PlainAssistant(target, module), target, prompt[0].tolist(), 14, 4)
     assert got.sequences[0].tolist() == text and got.stats.model_calls == calls
-    assert [part[0].tokens if part[0] else [] for part in drafted] == drafts
+    assert recorded.tokens() == drafts
 
 
 @pytest.mark.parametrize("count", [1, 3, pytest.param(8, marks=pytest.mark.slow)])  # 3 shows the same

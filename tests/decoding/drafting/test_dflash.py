@@ -23,6 +23,7 @@ from support.dflash_files import (
 )
 from support.generation import assert_as_alone, unpadded
 from support.grammars import Automaton
+from support.recorded import PauseAt, Recorded
 from support.small_models import prompts, ragged_prompts, small_model, whole_prompts
 
 from benchmarks.architectures.models import tiny_model
@@ -30,7 +31,6 @@ from pass_ext import NGram, Plain, Session, Tree, custom_generate, generate, loa
 from pass_ext.decoding.drafting.candidates import draw_children
 from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.heads.best_paths import best_paths
-from pass_ext.decoding.drafting.heads.block_drafter import dflash_drafters
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.drafting import DFlash
 
@@ -67,40 +67,17 @@ def loop(kind, found, model, own=True, taps=(1, 2), **options):
     return lambda states, root, levels: drafted(found, kind, states, root, table, head, levels, **options)
 
 
-class Spy:
-    """A method that drafts as ``DFlash`` does, and keeps the chains of each request, or what else of candidates."""
-
-    def __init__(self, method, keeps=lambda candidates: list(candidates.tokens)):
-        self.method, self.keeps, self.chains = method, keeps, None
-
-    def drafters(self, context):
-        drafters = dflash_drafters(self.method, context)
-        self.chains, propose = [[] for _ in context.texts], drafters[0].propose
-        self.places = [[] for _ in context.texts]  # lengths of the texts
-
-        def kept(batch):
-            proposal = propose(batch)
-            for b, candidates in enumerate(proposal.candidates):
-                if candidates is not None:
-                    self.chains[b].append(self.keeps(candidates))
-                    self.places[b].append(len(batch.texts[b]))
-            return proposal
-
-        drafters[0].propose = kept
-        return drafters
-
-
 def check(model, method, draft, ids, mask=None, taps=(1, 2), **limits):
     """Greedy texts are Plain's, drafts and calls those of the loop -> the statistics."""
     mask, limits = torch.ones_like(ids) if mask is None else mask, {**LIMITS, **limits}
     plain = generate(model, ids, Plain(), attention_mask=mask, **limits)
-    spy = Spy(method)
-    found = generate(model, ids, spy, attention_mask=mask, **limits)
+    recorded = Recorded(method)
+    found = generate(model, ids, recorded, attention_mask=mask, **limits)
     assert torch.equal(found.sequences, plain.sequences)
     texts, calls = unpadded(found.sequences, mask), []
-    for text, prompt, chains in zip(texts, mask.sum(1).tolist(), spy.chains, strict=True):
+    for b, (text, prompt) in enumerate(zip(texts, mask.sum(1).tolist(), strict=True)):
         expected, drafts = counted(model, text, prompt, draft, taps)
-        assert chains == [chain for chain in drafts if chain]
+        assert recorded.tokens(b) == [chain for chain in drafts if chain]
         calls.append(expected)
     more = plain.stats.model_calls - limits["max_new_tokens"]  # of long prompts
     assert found.stats.model_calls == max(calls) + more
@@ -167,11 +144,11 @@ def test_a_session_that_goes_on(load):
     text = generate(model, ids, Plain(), session=first, **LIMITS).sequences
     futures = generate(model, text, Plain(), **LIMITS).sequences
     second = Session(model, room=100, past=([(k[:, :25], v[:, :25]) for k, v in first.caches], 25))
-    spy, draft = Spy(method), loop("dflash", found, model)
-    assert torch.equal(generate(model, text, spy, session=second, **LIMITS).sequences, futures)
-    for b, chains in enumerate(spy.chains):
+    recorded, draft = Recorded(method), loop("dflash", found, model)
+    assert torch.equal(generate(model, text, recorded, session=second, **LIMITS).sequences, futures)
+    for b in range(2):
         drafts = counted(model, futures[b].tolist(), text.shape[1], lambda states, *rest: draft(states[25:], *rest))[1]
-        assert chains == [chain for chain in drafts if chain]
+        assert recorded.tokens(b) == [chain for chain in drafts if chain]
 
 
 @pytest.mark.parametrize(
@@ -338,13 +315,13 @@ def test_other_rules_write_whole_texts(rule, load):
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_drafts_are_drawn_from_what_a_grammar_allows(kind, load):
     model, ids = target(), whole_prompts(2, 20, vocabulary=VOCABULARY)
-    spy = Spy(load(*files(kind, seed=1), model))
+    recorded = Recorded(load(*files(kind, seed=1), model))
     plain, found = (
         generate(model, ids, each, grammar=Automaton(CYCLE), temperature=0.9, seeds=4, **LIMITS)
-        for each in (Plain(), spy)
+        for each in (Plain(), recorded)
     )
     assert torch.equal(found.sequences, plain.sequences)
-    assert {token for chains in spy.chains for chain in chains for token in chain} <= {1, 3, 4, 5, 6, 7}
+    assert {token for b in range(2) for chain in recorded.tokens(b) for token in chain} <= {1, 3, 4, 5, 6, 7}
 
 
 def test_an_8_bit_cache_a_grammar_and_ngrams(load):
@@ -369,35 +346,20 @@ def test_inside_transformers(load):
     )
 
 
-class EveryThird:
-    """A pace at which every third step drafts."""
-
-    steps = 0
-
-    def may_draft(self):
-        return self.steps % 3 == 0
-
-    def add(self, *given, **named):
-        self.steps += 1
-
-    def prices(self, *given):
-        return None
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_wait_while_drafting_pauses(kind, load, monkeypatch):
     """With length "auto" it pauses at the pace of the generation. Later drafts are those of a head that has read all along."""
-    monkeypatch.setattr(DraftContext, "pace", lambda self: EveryThird())
+    monkeypatch.setattr(DraftContext, "pace", lambda self: PauseAt([step for step in range(24) if step % 3]))
     model, (ids, mask) = target(), ragged_prompts(3, vocabulary=VOCABULARY)
     config, found = files(kind, seed=1)
-    spy = Spy(dataclasses.replace(load(config, found, model), length="auto"))
-    texts = unpadded(generate(model, ids, spy, attention_mask=mask, **LIMITS).sequences, mask)
+    recorded = Recorded(dataclasses.replace(load(config, found, model), length="auto"))
+    texts = unpadded(generate(model, ids, recorded, attention_mask=mask, **LIMITS).sequences, mask)
     assert texts == unpadded(generate(model, ids, Plain(), attention_mask=mask, **LIMITS).sequences, mask)
     draft = loop(kind, found, model)
-    for text, chains, places in zip(texts, spy.chains, spy.places, strict=True):
-        assert 3 < len(chains) < 10
-        for chain, place in zip(chains, places, strict=True):
-            assert chain == draft(states_of(model, text[: place - 1]), text[place - 1], len(text) - place - 1)
+    for b, whole in enumerate(texts):
+        assert 3 < len(recorded.of(b)) < 10
+        for text, candidates in recorded.of(b):
+            assert candidates.tokens == draft(states_of(model, text[:-1]), text[-1], len(whole) - len(text) - 1)
 
 
 # ---- trees ----
@@ -430,10 +392,8 @@ def test_trees_hold_the_best_paths(kind, load):
     config, found = files(kind, seed=1)
     method = load(config, found, model)
     plain = generate(model, ids, Plain(), attention_mask=mask, **LIMITS)
-    spy = Spy(
-        dataclasses.replace(method, rows=8), keeps=lambda candidates: (candidates.tree.parents, candidates.tokens)
-    )
-    tree = generate(model, ids, spy, attention_mask=mask, **LIMITS)
+    recorded = Recorded(dataclasses.replace(method, rows=8))
+    tree = generate(model, ids, recorded, attention_mask=mask, **LIMITS)
     chain = generate(model, ids, method, attention_mask=mask, **LIMITS)
     assert torch.equal(tree.sequences, plain.sequences)
     assert tree.stats.mean_acceptance_length > chain.stats.mean_acceptance_length
@@ -450,7 +410,8 @@ def test_trees_hold_the_best_paths(kind, load):
         chances[path] = chances[path[:-1]] * float(
             place_scores(found, kind, row, before, head @ row, VOCABULARY).softmax(-1)[path[-1]]
         )
-    parents, tokens = spy.chains[0][0]
+    _, first = recorded.of()[0]
+    parents, tokens = first.tree.parents, first.tokens
     nodes = Tree(parents)
     paths = {tuple(tokens[v - 1] for v in nodes.path(node)[1:]) for node in range(1, len(parents))}
     shallow = {path for path in paths if len(path) <= 3}

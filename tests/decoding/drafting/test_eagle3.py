@@ -10,10 +10,10 @@ pytest.importorskip("transformers")
 from support.generation import BUSHY, assert_as_alone
 from support.grammars import random_automaton
 from support.heads import MASKED, VARIANTS, PlainEagle3, eagle3_checkpoint, learn, plain_loop
+from support.recorded import PauseAt, Recorded
 from support.small_models import ragged_prompts, small_model
 
 from pass_ext import NGram, Plain, Session, Tree, generate, load_drafter
-from pass_ext.decoding.drafting.heads.head_drafter import HeadDrafter
 from pass_ext.drafting import Eagle3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,83 +40,69 @@ def head(target, tmp_path_factory):
     return replace(method, length=4), plain
 
 
-@pytest.fixture
-def drafted(monkeypatch):
-    """The candidates of every step, with the texts before it."""
-    found, true = [], HeadDrafter.propose
-
-    def propose(self, batch):
-        proposal = true(self, batch)
-        found.append(([list(text) for text in batch.texts], proposal.candidates))
-        return proposal
-
-    monkeypatch.setattr(HeadDrafter, "propose", propose)
-    return found
-
-
 # ---- the drafts ----
 
 
 @pytest.mark.parametrize("form", ["speculators", "original"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_drafts_are_those_of_the_formula(variant, form, target, tmp_path, drafted):
+def test_drafts_are_those_of_the_formula(variant, form, target, tmp_path):
     config, tensors = eagle3_checkpoint(tmp_path / "head", target, form=form, **VARIANTS[variant])
     plain, method = PlainEagle3(config, tensors, target), load_drafter(tmp_path / "head", target)
     assert method == Eagle3(method.head, length=3 if form == "speculators" else 4)
     prompt = torch.randint(3, 97, (1, 11), generator=torch.Generator().manual_seed(1))
-    got = generate(target, prompt, method, **LIMITS)
+    got = generate(target, prompt, recorded := Recorded(method), **LIMITS)
     text, calls, drafts = plain_loop(plain, target, prompt[0].tolist(), 24, method.length)
     assert got.sequences[0].tolist() == text
     assert got.stats.model_calls == calls
-    assert [part[0].tokens if part[0] else [] for _, part in drafted] == drafts
+    assert recorded.tokens() == drafts
 
 
-def test_a_head_that_is_often_right_takes_the_calls_of_a_plain_loop(target, head, drafted):
+def test_a_head_that_is_often_right_takes_the_calls_of_a_plain_loop(target, head):
     method, plain = head
+    recorded = Recorded(method)
     ids, mask = ragged_prompts(4, longest=12, seed=5)
     got = generate(target, ids, method, attention_mask=mask, **LIMITS)
     for b in range(4):
-        drafted.clear()
         prompt = ids[b][mask[b].bool()]
-        alone = generate(target, prompt[None], method, **LIMITS)
+        alone = generate(target, prompt[None], recorded, **LIMITS)
         text, calls, drafts = plain_loop(plain, target, prompt.tolist(), 24, 4)
         assert alone.sequences[0].tolist() == text and got.sequences[b][-24:].tolist() == text[-24:]
         assert alone.stats.model_calls == calls
-        assert [part[0].tokens if part[0] else [] for _, part in drafted] == drafts
+        assert recorded.tokens() == drafts
     assert got.stats.mean_acceptance_length > 1.8
 
 
-def test_one_call_drafts_all_levels_of_a_head_with_masks(target, tmp_path, drafted):
+def test_one_call_drafts_all_levels_of_a_head_with_masks(target, tmp_path):
     """P-EAGLE: drafts are those of the formula, in ragged batches of chains and trees, and a step has one call of the head."""
     config, tensors = eagle3_checkpoint(tmp_path, target, layers=2, norm_before_residual=True, **MASKED)
     plain, method, calls = PlainEagle3(config, tensors, target), load_drafter(tmp_path, target), []
     method.head.forward = lambda *rows, true=method.head.forward: calls.append(1) or true(*rows)
     ids, mask = ragged_prompts(3, longest=30, seed=2)
     want = generate(target, ids, Plain(), attention_mask=mask, **LIMITS).sequences
-    got = generate(target, ids, replace(method, length=4), attention_mask=mask, **LIMITS)
+    got = generate(target, ids, chains := Recorded(replace(method, length=4)), attention_mask=mask, **LIMITS)
     assert torch.equal(got.sequences, want)
     assert len(calls) <= got.stats.model_calls, "one for each step, and one for the prompts"
-    for texts, parts in drafted[::6]:
+    for texts, parts in chains.steps[::6]:
         for text, part in zip(texts, parts, strict=True):
             assert part is None or part.tokens == plain.chain(text, part.tree.max_depth)
-    drafted.clear()
-    got = generate(target, ids, replace(method, branching=(2, 2)), attention_mask=mask, **LIMITS)
+    got = generate(target, ids, trees := Recorded(replace(method, branching=(2, 2))), attention_mask=mask, **LIMITS)
     assert torch.equal(got.sequences, want)
-    for text, part in zip(*drafted[2], strict=True):
+    for text, part in zip(*trees.steps[2], strict=True):
         first, second = plain.logits(text).topk(2).indices.tolist(), plain.logits(text, [0]).topk(2).indices.tolist()
         assert part.tokens == [*first, *second, *second]
 
 
 @pytest.mark.parametrize("tree", [BUSHY, Tree.from_branching((3, 2, 1))], ids=["bushy", "branching"])
-def test_trees_are_those_of_the_formula(tree, target, head, drafted):
+def test_trees_are_those_of_the_formula(tree, target, head):
     """Child k of a node is the token of rank k after the node's path."""
     method, plain = head
+    trees = Recorded(replace(method, branching=tree.breadth_first()[0]))
     ids, mask = ragged_prompts(3, longest=9, seed=2)
     want = generate(target, ids, Plain(), attention_mask=mask, **LIMITS).sequences
-    got = generate(target, ids, replace(method, branching=tree.breadth_first()[0]), attention_mask=mask, **LIMITS)
+    got = generate(target, ids, trees, attention_mask=mask, **LIMITS)
     assert torch.equal(got.sequences, want)
     compared = 0
-    for texts, parts in drafted[1:8:3]:
+    for texts, parts in trees.steps[1:8:3]:
         for text, part in zip(texts, parts, strict=True):
             for node in range(part.tree.num_nodes if part else 0):
                 children = part.tree.children(node)
@@ -154,14 +140,14 @@ def test_texts_are_plains(requests, target, head):
 
 
 @pytest.mark.parametrize("shape", ["chain", "with n-grams"])
-def test_drafts_depend_on_the_text_alone(shape, target, head, drafted):
+def test_drafts_depend_on_the_text_alone(shape, target, head):
     """Those of a batch, whose requests accept different numbers of tokens and those of others, are the formula's."""
-    method, plain = methods(head[0])[shape], head[1]
+    recorded, plain = Recorded(methods(head[0])[shape]), head[1]
     ids, mask = ragged_prompts(4, longest=12, seed=5)
-    got = generate(target, ids, method, attention_mask=mask, **LIMITS)
+    got = generate(target, ids, recorded, attention_mask=mask, **LIMITS)
     assert len({int(count) for count in got.lengths}) == 1 and got.stats.num_accepted_tokens > 10
     compared = 0
-    for texts, parts in drafted[1::3]:
+    for texts, parts in recorded.steps[1::3]:
         for text, part in zip(texts, parts, strict=True):
             if part is not None:
                 assert part.tokens == plain.chain(text, part.tree.max_depth)
@@ -169,18 +155,18 @@ def test_drafts_depend_on_the_text_alone(shape, target, head, drafted):
     assert compared > 20
 
 
-def test_prompts_longer_than_what_is_read_at_once(target, head, drafted):
-    method, plain = head
+def test_prompts_longer_than_what_is_read_at_once(target, head):
+    recorded, plain = Recorded(head[0]), head[1]
     ids, mask = ragged_prompts(2, longest=700, seed=1)
     options = dict(attention_mask=mask, max_new_tokens=8, eos_token_id=[])
     want = generate(target, ids, Plain(), **options).sequences
-    assert torch.equal(generate(target, ids, method, **options).sequences, want)
-    texts, parts = drafted[0]
+    assert torch.equal(generate(target, ids, recorded, **options).sequences, want)
+    texts, parts = recorded.steps[0]
     for text, part in zip(texts, parts, strict=True):
         assert part.tokens == plain.chain(text, 4)
 
 
-def test_a_session_that_goes_on_drafts_from_the_states_of_the_new_tokens(target, head, drafted):
+def test_a_session_that_goes_on_drafts_from_the_states_of_the_new_tokens(target, head):
     """What `past` held has no states: the head's text begins behind it."""
     method, plain = head
     ids = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(4))
@@ -190,32 +176,26 @@ def test_a_session_that_goes_on_drafts_from_the_states_of_the_new_tokens(target,
     longer = torch.cat((first, torch.tensor([[7, 8, 9, 10]] * 2)), 1)
     past = [tuple(cache[:, :held].clone() for cache in pair) for pair in session.caches], held
     want = generate(target, longer, Plain(), **LIMITS).sequences
-    drafted.clear()
-    got = generate(target, longer, method, session=Session(target, past=past), **LIMITS)
+    got = generate(target, longer, recorded := Recorded(method), session=Session(target, past=past), **LIMITS)
     assert torch.equal(got.sequences, want)
-    for texts, parts in drafted[:4]:
+    for texts, parts in recorded.steps[:4]:
         for text, part in zip(texts, parts, strict=True):
             for place, token in enumerate(part.tokens):
                 assert token == int(plain.logits(text, part.tokens[:place], skipped=held).argmax())
 
 
-def test_pauses_keep_the_states(target, head, drafted, monkeypatch):
+def test_pauses_keep_the_states(target, head):
     """While drafting pauses the head takes the states of each step, and drafts on from all of them."""
     method, plain = head
-    true, steps = HeadDrafter.propose, []
-
-    def propose(self, batch):
-        steps.append(1)
-        paused = replace(batch, levels=[0] * len(batch.levels)) if 3 <= len(steps) < 16 else batch
-        return true(self, paused)
-
-    monkeypatch.setattr(HeadDrafter, "propose", propose)
+    recorded = Recorded(method, pace=PauseAt(range(3, 16)))
     ids, mask = ragged_prompts(3, longest=9, seed=2)
-    want = generate(target, ids, Plain(), attention_mask=mask, max_new_tokens=40, eos_token_id=[]).sequences
-    got = generate(target, ids, method, attention_mask=mask, max_new_tokens=40, eos_token_id=[])
-    assert torch.equal(got.sequences, want)
-    assert all(part is None for _, parts in drafted[3:15] for part in parts)
-    for text, part in zip(*drafted[16], strict=True):
+    options = dict(attention_mask=mask, max_new_tokens=40, eos_token_id=[])
+    want = generate(target, ids, Plain(), **options).sequences
+    assert torch.equal(generate(target, ids, recorded, **options).sequences, want)
+    drafts = [any(part is not None for part in parts) for _, parts in recorded.steps]
+    pauses = [step for step, drafted in enumerate(drafts) if not drafted and any(drafts[step:])]
+    assert len(pauses) == 13 and pauses == list(range(pauses[0], pauses[0] + 13))
+    for text, part in zip(*recorded.steps[pauses[-1] + 1], strict=True):
         if part is not None:
             assert part.tokens == plain.chain(text, part.tree.max_depth)
 

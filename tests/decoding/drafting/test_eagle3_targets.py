@@ -10,11 +10,11 @@ pytest.importorskip("transformers")
 
 from support.grammars import Automaton
 from support.heads import MASKED, PlainEagle3, eagle3_checkpoint
+from support.recorded import Recorded
 from support.small_models import ragged_prompts, small_model
 
 from benchmarks.architectures.models import tiny_model
 from pass_ext import Plain, Session, custom_generate, generate, load_drafter
-from pass_ext.decoding.drafting.heads.head_drafter import HeadDrafter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,34 +26,21 @@ def loaded(folder, target, **options):
     return load_drafter(folder, target), PlainEagle3(config, tensors, target)
 
 
-@pytest.fixture
-def drafted(monkeypatch):
-    """The candidates of every step, with the texts before it."""
-    found, true = [], HeadDrafter.propose
-
-    def propose(self, batch):
-        proposal = true(self, batch)
-        found.append(([list(text) for text in batch.texts], proposal.candidates))
-        return proposal
-
-    monkeypatch.setattr(HeadDrafter, "propose", propose)
-    return found
-
-
 @pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3", "gemma2", "qwen3"])
-def test_hybrid_latent_and_other_targets(family, tmp_path, drafted):
+def test_hybrid_latent_and_other_targets(family, tmp_path):
     """With layers that keep a state, that attend by latents, whose embeddings are scaled, that norm their heads."""
     target = tiny_model(family)
     taps = (0, 1, target.config.num_hidden_layers - 1)
     method, plain = loaded(tmp_path, target, taps=taps, norm_before_residual=True)
     ids, mask = ragged_prompts(3, longest=9, seed=2)
     ids = ids % target.config.vocab_size
-    for shape in (method, replace(method, branching=(2, 2))):
-        for sampling in ({}, dict(temperature=[0.0, 0.8, 1.1], seeds=[1, 2, 3])):
+    chain = Recorded(method)
+    for shape in (chain, replace(method, branching=(2, 2))):
+        for sampling in (dict(temperature=[0.0, 0.8, 1.1], seeds=[1, 2, 3]), {}):
             want = generate(target, ids, Plain(), attention_mask=mask, **LIMITS, **sampling)
             got = generate(target, ids, shape, attention_mask=mask, **LIMITS, **sampling)
             assert torch.equal(got.sequences, want.sequences) and got.stats.num_draft_tokens > 20
-    texts, parts = drafted[1]
+    texts, parts = chain.steps[1]
     assert [part.tokens for part in parts] == [plain.chain(text, 3) for text in texts]
 
 

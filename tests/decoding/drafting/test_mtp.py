@@ -13,47 +13,33 @@ from support.chi_square import chi_square_tail, counted, law_of_two
 from support.generation import unpadded
 from support.heads import plain_loop
 from support.mtp import model_with_mtp
+from support.recorded import Recorded
 from support.small_models import ragged_prompts
 
 from pass_ext import NGram, Plain, Session, generate, load_drafter
-from pass_ext.decoding.drafting.heads.head_drafter import HeadDrafter
 from pass_ext.drafting import Mtp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LIMITS = dict(max_new_tokens=20, eos_token_id=[])
-FAMILIES = ("qwen3_next", "deepseek_v3", "glm4_moe", "qwen3_5_text")
-
-
-@pytest.fixture
-def drafted(monkeypatch):
-    """The candidates of every step."""
-    found, true = [], HeadDrafter.propose
-
-    def propose(self, batch):
-        proposal = true(self, batch)
-        found.append(proposal.candidates)
-        return proposal
-
-    monkeypatch.setattr(HeadDrafter, "propose", propose)
-    return found
+FAMILIES = ("qwen3_next", "deepseek_v3", "glm4_moe", "qwen3_5_text", "deepseek_v4")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_drafts_are_those_of_the_formula(family, tmp_path, drafted):
+def test_drafts_are_those_of_the_formula(family, tmp_path):
     target, plain = model_with_mtp(tmp_path, family)
     method = load_drafter(tmp_path, target)
     assert method == Mtp(method.head, length=4)
     prompt = torch.randint(3, 90, (1, 11), generator=torch.Generator().manual_seed(1))
-    got = generate(target, prompt, method, **LIMITS)
+    got = generate(target, prompt, recorded := Recorded(method), **LIMITS)
     text, calls, drafts = plain_loop(plain, target, prompt[0].tolist(), 20, 4)
     assert got.sequences[0].tolist() == text
     assert got.stats.model_calls == calls
-    assert [part[0].tokens if part[0] else [] for part in drafted] == drafts
+    assert recorded.tokens() == drafts
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_drafts_are_those_of_transformers(family, tmp_path, drafted):
+def test_drafts_are_those_of_transformers(family, tmp_path):
     """Its own MtpModel reads the same checkpoint, and drafts one token for its one layer after each text."""
     layers = pytest.importorskip("transformers.modeling_layers")
     if not hasattr(layers, "MtpModel"):
@@ -64,24 +50,16 @@ def test_drafts_are_those_of_transformers(family, tmp_path, drafted):
     target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{count}\..*"]
     mtp = layers.MtpModel.from_pretrained(target).eval()
     prompt = torch.randint(3, 90, (1, 11), generator=torch.Generator().manual_seed(3))
-    text = generate(target, prompt, load_drafter(tmp_path, target), **LIMITS).sequences[0]
-    ends = [len(prompt[0]) + 1]  # of the text that each step begins with
-    for part in drafted[:-1]:
-        end = ends[-1]
-        pairs = zip(part[0].tokens, text[end:].tolist(), strict=False)
-        ends.append(
-            end + 1 + next((i for i, (draft, right) in enumerate(pairs) if draft != right), len(part[0].tokens))
-        )
+    generate(target, prompt, recorded := Recorded(load_drafter(tmp_path, target)), **LIMITS)
     compared = 0
-    for end, part in zip(ends, drafted, strict=True):
-        if part[0] is None:
-            continue
+    for text, candidates in recorded.of():
         with torch.no_grad():
-            states = target.model(text[None, : end - 1]).last_hidden_state
+            ids = torch.tensor([text])
+            states = target.model(ids[:, :-1]).last_hidden_state
             cache = transformers.cache_utils.MtpCache(config=target.config.get_mtp_config())
-            places = torch.arange(1, end)[None]
-            found, _, _ = mtp(text[None, 1:end], states, None, places, mtp_cache=cache)
-        assert found[0].tolist() == part[0].tokens[:1]
+            places = torch.arange(1, len(text))[None]
+            found, _, _ = mtp(ids[:, 1:], states, None, places, mtp_cache=cache)
+        assert found[0].tolist() == candidates.tokens[:1]
         compared += 1
     assert compared > 5
 
@@ -102,19 +80,18 @@ def trained(request, tmp_path_factory):
     return target, plain, load_drafter(folder, target)
 
 
-def test_it_takes_the_calls_of_a_plain_loop(trained, drafted):
+def test_it_takes_the_calls_of_a_plain_loop(trained):
     target, plain, method = trained
     ids, mask = ragged_prompts(3, longest=12, seed=5)
     got = generate(target, ids, method, attention_mask=mask, **LIMITS)
     assert got.stats.mean_acceptance_length > 1.5
     for b in range(3):
-        drafted.clear()
         prompt = ids[b][mask[b].bool()]
-        alone = generate(target, prompt[None], method, **LIMITS)
+        alone = generate(target, prompt[None], recorded := Recorded(method), **LIMITS)
         text, calls, drafts = plain_loop(plain, target, prompt.tolist(), 20, 4)
         assert alone.sequences[0].tolist() == text and got.sequences[b][-20:].tolist() == text[-20:]
         assert alone.stats.model_calls == calls
-        assert [part[0].tokens if part[0] else [] for part in drafted] == drafts
+        assert recorded.tokens() == drafts
 
 
 @pytest.mark.parametrize("count", [1, 3, pytest.param(8, marks=pytest.mark.slow)])  # 3 shows the same

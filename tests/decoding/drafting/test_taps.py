@@ -15,7 +15,7 @@ import pass_ext
 from benchmarks.architectures.models import tiny_model
 from pass_ext import EarlyExitDraft, Plain, Session, Speculative, generate
 from pass_ext.decoding.models.taps import Taps
-from pass_ext.drafting import Candidates, Proposal
+from pass_ext.drafting import Candidates, Proposal, drafters_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -61,7 +61,7 @@ class Readers:
         self.readers, self.beside = readers, beside
 
     def drafters(self, context):
-        more = [] if self.beside is None else pass_ext.decoding.drafting.drafting._make(self.beside, context)
+        more = [] if self.beside is None else drafters_of(self.beside, context)
         return [*more, *self.readers]
 
 

@@ -5,7 +5,8 @@
     logits of token j + 2 = head(s_{j+1})                            embedding and head are the model's
 
 Below the text's last token h_j is s_j, the head's own state after its norm, so that one layer drafts any number of tokens.
-Two names of the same parts are in use: Qwen's ``mtp.*``, and DeepSeek's ``model.layers.L.*`` of a model of L layers.
+Two names of the same parts are in use: Qwen's ``mtp.*``, and DeepSeek's ``model.layers.L.*`` of a model of L layers. Behind a
+model with several streams it has the form of ``mtp_streams.py``.
 
 The layer runs as a transformers model of one layer, by whatever computes the model's own: fused ops, latents, experts.
 """
@@ -13,7 +14,6 @@ The layer runs as a transformers model of one layer, by whatever computes the mo
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.drafting.heads.checkpoint import HeadCheckpoint
 from pass_ext.decoding.drafting.heads.head import HeadModule, TargetFacts
+from pass_ext.decoding.drafting.heads.mtp_layer import model_of_one_layer
+from pass_ext.decoding.drafting.heads.mtp_streams import has_streams, read_streams
 from pass_ext.decoding.models.packed import StepAttend
 from pass_ext.decoding.models.parts import decoder_of, unwrapped
 from pass_ext.decoding.models.taps import Taps
@@ -87,11 +89,13 @@ class MtpHead(HeadModule):
 
 def has_mtp(checkpoint: HeadCheckpoint) -> bool:
     """Whether a checkpoint has such a head."""
-    return _place_in(checkpoint) is not None
+    return has_streams(checkpoint) or _place_in(checkpoint) is not None
 
 
-def read_mtp(checkpoint: HeadCheckpoint, target: TargetFacts) -> MtpHead:
+def read_mtp(checkpoint: HeadCheckpoint, target: TargetFacts) -> HeadModule:
     """The head in a model's own checkpoint."""
+    if has_streams(checkpoint):
+        return read_streams(checkpoint, target)
     place = _place_in(checkpoint)
     assert place is not None
     prefix, names = place
@@ -117,8 +121,11 @@ def read_mtp(checkpoint: HeadCheckpoint, target: TargetFacts) -> MtpHead:
 
     fc = nn.Linear(2 * width, width, bias=False, device="meta")
     fc.weight = weight_of(names.fc, width, 2 * width)
-    tensors = {f"model.layers.0.{name.removeprefix(names.layer)}": checkpoint.any_tensor(prefix + name) for name in own}
-    layer = _model_of_one_layer(checkpoint, model, tensors, target)
+    no_row = torch.zeros(1, width)  # what stands at the ends is replaced
+    tensors = {"model.embed_tokens.weight": no_row, "model.norm.weight": no_row[0], "lm_head.weight": no_row}
+    for name in own:
+        tensors[f"model.layers.0.{name.removeprefix(names.layer)}"] = checkpoint.any_tensor(prefix + name)
+    layer = model_of_one_layer(checkpoint, tensors, target)
     decoder_of(layer).norm = norm_of(names.norm)
     return MtpHead(fc, norm_of(names.embedding_norm), norm_of(names.state_norm), layer, target)
 
@@ -134,45 +141,3 @@ def _place_in(checkpoint: HeadCheckpoint) -> tuple[str, Names] | None:
         if found:
             return min(found, key=lambda prefix: (len(prefix), prefix)), names
     return None
-
-
-def _model_of_one_layer(
-    checkpoint: HeadCheckpoint, model: Any, tensors: Mapping[str, Tensor], target: TargetFacts
-) -> Any:
-    """The model's class with one layer, which has these tensors; transformers joins experts that a checkpoint has apart."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    config = copy.deepcopy(model.config.get_text_config(decoder=True))
-    count = config.num_hidden_layers
-    for name, value in vars(config).items():
-        if isinstance(value, list) and len(value) == count:  # of each layer: the last one's
-            setattr(config, name, value[-1:])
-    if getattr(config, "layer_types", None):
-        config.layer_types = ["full_attention"]
-    config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 1, None
-    for name in ("first_k_dense_replace", "num_dense_layers"):
-        if hasattr(config, name):
-            setattr(config, name, 0)
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    no_row = torch.zeros(1, target.width)
-    ends = {
-        "model.embed_tokens.weight": no_row,
-        "model.norm.weight": no_row[0],
-        "lm_head.weight": no_row,
-    }  # replaced below
-    try:
-        layer, report = kind.from_pretrained(
-            None, config=config, state_dict={**ends, **tensors}, dtype=target.dtype, output_loading_info=True
-        )
-    except (RuntimeError, ValueError) as error:
-        raise checkpoint.refusal(f"its MTP layer does not fit a layer of {target.name}: {error}") from error
-    missing = [name for name in report["missing_keys"] if ".layers.0." in name]
-    if missing:
-        raise checkpoint.refusal(f"its MTP layer has no tensors for {', '.join(sorted(missing))} of {target.name}")
-    for name in sorted(report["unexpected_keys"]):
-        raise checkpoint.refusal(f"its MTP layer has a tensor {name}, and a layer of {target.name} has not")
-    layer.requires_grad_(False).eval().to(target.device)
-    layer.set_input_embeddings(model.get_input_embeddings())
-    layer.set_output_embeddings(model.get_output_embeddings())
-    layer.config._attn_implementation = model.config._attn_implementation
-    return layer

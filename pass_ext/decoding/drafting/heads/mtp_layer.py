@@ -1,0 +1,54 @@
+"""The decoder layer of an MTP head, as a transformers model of one layer: of the model's class, with its embedding and output
+layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from pass_ext.decoding.drafting.heads.checkpoint import HeadCheckpoint
+from pass_ext.decoding.drafting.heads.head import TargetFacts
+from pass_ext.decoding.models.parts import unwrapped
+
+
+def model_of_one_layer(
+    checkpoint: HeadCheckpoint, tensors: Mapping[str, Tensor], target: TargetFacts, **types: list[str]
+) -> Any:
+    """The model's class with one layer, which has these tensors, named as in its checkpoints; transformers joins experts that a
+    checkpoint has apart. types: settings of the layer that differ from those of the model's last one."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model = unwrapped(target.model)
+    config = copy.deepcopy(model.config.get_text_config(decoder=True))
+    count = config.num_hidden_layers
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == count:  # of each layer: the last one's
+            setattr(config, name, value[-1:])
+    if getattr(config, "layer_types", None):
+        config.layer_types = ["full_attention"]
+    for name, value in types.items():
+        setattr(config, name, value)
+    config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 1, None
+    for name in ("first_k_dense_replace", "num_dense_layers"):
+        if hasattr(config, name):
+            setattr(config, name, 0)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    try:
+        layer, report = kind.from_pretrained(
+            None, config=config, state_dict=dict(tensors), dtype=target.dtype, output_loading_info=True
+        )
+    except (RuntimeError, ValueError) as error:
+        raise checkpoint.refusal(f"its MTP layer does not fit a layer of {target.name}: {error}") from error
+    missing = [name for name in report["missing_keys"] if not name.endswith(("embed_tokens.weight", "lm_head.weight"))]
+    if missing:
+        raise checkpoint.refusal(f"its MTP layer has no tensors for {', '.join(sorted(missing))} of {target.name}")
+    for name in sorted(report["unexpected_keys"]):
+        raise checkpoint.refusal(f"its MTP layer has a tensor {name}, and a layer of {target.name} has not")
+    layer.requires_grad_(False).eval().to(target.device)
+    layer.set_input_embeddings(model.get_input_embeddings())
+    layer.set_output_embeddings(model.get_output_embeddings())
+    layer.config._attn_implementation = model.config._attn_implementation
+    return layer
