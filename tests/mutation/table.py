@@ -146,7 +146,7 @@ _OWN_FORWARD = ["tests/decoding/models/test_own_forward.py", "tests/decoding/mod
 
 _HEADS = [
     f"tests/decoding/drafting/test_{name}.py"
-    for name in ("dflash", "dflash_laws", "eagle3", "eagle3_laws", "load_drafter", "mtp", "assistant")
+    for name in ("heads", "dflash", "dflash_laws", "eagle3", "eagle3_laws", "load_drafter", "mtp", "assistant")
 ]
 _FORMATS, _STORED = "tests/weights/test_formats.py", "tests/weights/test_stored_weights.py"
 # Name in pass_ext/weights/ -> the tests.
@@ -163,8 +163,8 @@ _PYTHON: dict[str, list[str]] = {
     **{
         f"drafting/heads/{file.stem}": _HEADS for file in sorted(ROOT.glob("pass_ext/decoding/drafting/heads/[!_]*.py"))
     },
-    "models/taps": ["tests/decoding/drafting/test_taps.py", _HEADS[0], _HEADS[2]],
-    "session/text_states": ["tests/decoding/drafting/test_taps.py", _HEADS[0], _HEADS[2]],
+    "models/taps": ["tests/decoding/drafting/test_taps.py", _HEADS[0]],
+    "session/text_states": ["tests/decoding/drafting/test_taps.py", _HEADS[0]],
     "models/limits": ["tests/decoding/models/test_decoded_models.py", "tests/decoding/models/test_adapted_models.py"],
     "planning/calibration": ["tests/decoding/planning/test_calibration.py"],
     "models/vocabulary": [

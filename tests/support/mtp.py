@@ -54,23 +54,15 @@ def model_with_mtp(folder, family, seed=0, texts=None, **changes):
     return target, plain
 
 
-class PlainMtp(PlainHead):
-    """The head from the formulas, for one text: all rows anew for each token."""
-
-    def __init__(self, target, longer, generator):
-        self.target, decoder = target, longer.model
-        self.layer, self.rotary, self.config = decoder.layers[-1], decoder.rotary_emb, longer.config
-        width = target.config.get_text_config(decoder=True).hidden_size
-        self.fc = _linear(2 * width, width, generator)
-        self.embedding, self.state, self.norm = (_norm_like(decoder.norm, generator) for _ in range(3))
+class _Trained(PlainHead):
+    """A head for one text, all of whose modules but the target can learn."""
 
     def train(self, texts, steps=25):
         """Learns these texts, as drafts of the first level."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        parameters = [
-            x for part in (self.fc, self.embedding, self.state, self.norm, self.layer) for x in part.parameters()
-        ]
+        parts = [part for part in vars(self).values() if isinstance(part, torch.nn.Module) and part is not self.target]
+        parameters = [x for part in parts for x in part.parameters()]
         for parameter in parameters:
             parameter.requires_grad_(True)
         optimizer = torch.optim.Adam(parameters, 0.02)
@@ -89,6 +81,17 @@ class PlainMtp(PlainHead):
     def taken(self, hidden):
         return hidden
 
+
+class PlainMtp(_Trained):
+    """The head from the formulas, for one text: all rows anew for each token."""
+
+    def __init__(self, target, longer, generator):
+        self.target, decoder = target, longer.model
+        self.layer, self.rotary, self.config = decoder.layers[-1], decoder.rotary_emb, longer.config
+        width = target.config.get_text_config(decoder=True).hidden_size
+        self.fc = _linear(2 * width, width, generator)
+        self.embedding, self.state, self.norm = (_norm_like(decoder.norm, generator) for _ in range(3))
+
     def hidden(self, text):
         """The target's states after its final norm, of all tokens but the last."""
         return self.target.model(torch.tensor([text[:-1]])).last_hidden_state[0]
@@ -105,7 +108,7 @@ class PlainMtp(PlainHead):
         return self.target.lm_head(out), out
 
 
-class PlainStreamsMtp(PlainHead):
+class PlainStreamsMtp(_Trained):
     """The head behind a model with streams, from the formulas."""
 
     def __init__(self, target, longer, generator):
@@ -117,9 +120,6 @@ class PlainStreamsMtp(PlainHead):
         width = target.config.hidden_size
         self.e_proj, self.h_proj = (_linear(width, width, generator) for _ in range(2))
         self.embedding, self.state, self.norm = (_norm_like(decoder.norm, generator) for _ in range(3))
-
-    def taken(self, hidden):
-        return hidden
 
     def hidden(self, text):
         """The streams behind the target's last layer, of all tokens but the last."""

@@ -233,6 +233,10 @@ class Adapted:
     """Rows of the model's table of positions, the most that it can embed; None: it has no such table."""
     hit_rates: HitRates | None = None
     """How often it is right as a draft, if that was counted when it was trained."""
+    beside: tuple[Tensor, ...] = ()
+    """What the next call reads beside rows and caches; a recorded call reads a copy."""
+    left: tuple[Tensor, ...] = ()
+    """What the last call has left beside its logits, until the next one."""
 
     def __init__(self, model: PackedModel) -> None:
         self.model: Any = model

@@ -5,7 +5,7 @@ calls as graphs, one per shape of a step, recorded at the second call of that sh
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
@@ -14,11 +14,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.models.packed import NewRows
+from pass_ext.decoding.models.packed import Adapted, NewRows
 from pass_ext.decoding.models.step_states import Update
 from pass_ext.tree import PackedTrees
 
 T = TypeVar("T")
+
+
+def can_record(device: torch.device) -> bool:
+    """Whether its launches can become a graph."""
+    return device.type == "cuda"
+
+
 _recording = Lock()  # torch allows one recording in a process, and the collector's switch is the process's
 
 
@@ -55,20 +62,25 @@ Forward = Callable[[PackedTrees, Tensor], Called]
 
 @dataclass
 class _Recording:
-    """A replay reads the step from fixed buffers (ids, depths, bits, bounds; the session's lengths, caches and states) and
-    writes its results to fixed buffers."""
+    """A replay reads the step from fixed buffers (ids, depths, bits, bounds, what lies beside them; the session's lengths,
+    caches and states) and writes its results to fixed buffers."""
 
     graph: torch.cuda.CUDAGraph
     trees: PackedTrees
     ids: Tensor
+    beside: tuple[Tensor, ...]
     called: Called
+    left: tuple[Tensor, ...]
 
-    def replay(self, trees: PackedTrees, ids: Tensor) -> Called:
+    def replay(self, trees: PackedTrees, ids: Tensor, model: Adapted) -> Called:
         self.ids.copy_(ids)
+        for buffer, value in zip(self.beside, model.beside, strict=True):
+            buffer.copy_(value)
         for buffer, value in zip(self.trees, trees, strict=True):
             if isinstance(buffer, Tensor) and isinstance(value, Tensor):
                 buffer.copy_(value)
         self.graph.replay()
+        model.left = self.left
         return self.called
 
 
@@ -77,22 +89,24 @@ class RecordedCalls:
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
-        self._seen: set[tuple[int, ...]] = set()
-        self._recordings: dict[tuple[int, ...], _Recording] = {}
+        self._seen: set[Hashable] = set()
+        self._recordings: dict[Hashable, _Recording] = {}
         self._pool: Any = None
 
-    def __call__(self, trees: PackedTrees, ids: Tensor) -> Called:
-        """Calls ``forward``. The next replay of the same shape overwrites the result."""
-        shape = (len(ids), trees.max_nodes, *trees.visible.shape, len(trees.cu_nodes))
+    def __call__(self, trees: PackedTrees, ids: Tensor, model: Adapted) -> Called:
+        """Calls ``forward``, which calls this model. The next replay of the same shape overwrites the result."""
+        shapes = trees.visible.shape, trees.cu_nodes.shape, *(x.shape for x in model.beside)
+        shape = len(ids), trees.max_nodes, shapes
         if shape in self._recordings:
-            return self._recordings[shape].replay(trees, ids)
+            return self._recordings[shape].replay(trees, ids, model)
         if shape not in self._seen:  # a first call outside of a graph: kernels load, libraries allocate
             self._seen.add(shape)
             return self._forward(trees, ids)
         parents, cu_nodes, most, visible, depths = trees
         buffers = PackedTrees(parents.clone(), cu_nodes.clone(), most, visible.clone(), depths.clone())
-        copied = ids.clone()
+        copied, given = ids.clone(), model.beside
+        beside = model.beside = tuple(x.clone() for x in given)
         graph, called = record_graph(lambda: self._forward(buffers, copied), ids.device, self._pool)
-        self._pool = graph.pool()
-        self._recordings[shape] = _Recording(graph, buffers, copied, called)
-        return self._recordings[shape].replay(trees, ids)
+        self._pool, model.beside = graph.pool(), given
+        self._recordings[shape] = _Recording(graph, buffers, copied, beside, called, model.left)
+        return self._recordings[shape].replay(trees, ids, model)

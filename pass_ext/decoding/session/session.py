@@ -24,7 +24,7 @@ from pass_ext.decoding.models.slots import PlacedSlots
 from pass_ext.decoding.models.step_states import StatePlace, StepStates, Update
 from pass_ext.decoding.models.taps import Tap, Taps
 from pass_ext.decoding.models.whole_prompts import ReadPrompts
-from pass_ext.decoding.session.recording import Called, RecordedCalls
+from pass_ext.decoding.session.recording import Called, RecordedCalls, can_record
 from pass_ext.decoding.session.step_attention import StepAttention, is_front, padded
 from pass_ext.decoding.session.text_states import TextStates
 from pass_ext.modules.lookahead import LookaheadEmbedding
@@ -134,7 +134,7 @@ class Session:
         self._updates: list[Update] = []
         self._hidden: Tensor | None = None
         self._read: tuple[list[int], list[Tensor]] | None = None  # lengths and states that ``take`` was given
-        self._records = bool(cuda_graphs) and self.model.table.is_cuda
+        self._records = bool(cuda_graphs) and can_record(self.model.table.device)
         self._recorded = RecordedCalls(self._forward) if self._records else None
         self._allocate(requests or 0, room or 0)
 
@@ -184,7 +184,7 @@ class Session:
         """Calls the model on all rows of the trees, ids ``[N]`` as ``lookahead_embed`` takes them -> logits of all rows, or
         of the ``wanted`` ones. The next call may overwrite them."""
         if self._recorded is not None and wanted is None and not self.is_new:
-            logits, self._new, self._updates, hidden = self._recorded(trees, ids)
+            logits, self._new, self._updates, hidden = self._recorded(trees, ids, self.model)
             self._hidden = None if hidden is None else hidden.clone()
         else:
             logits, self._new, self._updates, self._hidden = self._forward(trees, ids, wanted)

@@ -27,7 +27,7 @@ from support.recorded import PauseAt, Recorded
 from support.small_models import prompts, ragged_prompts, small_model, whole_prompts
 
 from benchmarks.architectures.models import tiny_model
-from pass_ext import NGram, Plain, Session, Tree, custom_generate, generate, load_drafter
+from pass_ext import Plain, Session, Tree, generate, load_drafter
 from pass_ext.decoding.drafting.candidates import draw_children
 from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.heads.best_paths import best_paths
@@ -324,28 +324,6 @@ def test_drafts_are_drawn_from_what_a_grammar_allows(kind, load):
     assert {token for b in range(2) for chain in recorded.tokens(b) for token in chain} <= {1, 3, 4, 5, 6, 7}
 
 
-def test_an_8_bit_cache_a_grammar_and_ngrams(load):
-    """The target's cache, not the head's."""
-    model, ids = target(), whole_prompts(2, 20, vocabulary=VOCABULARY)
-    method = dataclasses.replace(load(*files("dspark", seed=1), model), ngram=NGram(shortest=1))
-    for more in (
-        lambda: dict(session=Session(model, cache_dtype=torch.int8)),
-        lambda: dict(grammar=Automaton(CYCLE), temperature=0.9, seeds=4),
-    ):
-        plain, found = (generate(model, ids, each, **LIMITS, **more()) for each in (Plain(), method))
-        assert torch.equal(found.sequences, plain.sequences)
-        assert found.stats.model_calls < plain.stats.model_calls
-
-
-def test_inside_transformers(load):
-    model, ids = target(), whole_prompts(1, 20, vocabulary=VOCABULARY)
-    method = load(*files("dflash", seed=1), model)
-    options = dict(do_sample=False, max_new_tokens=24, eos_token_id=None)
-    assert torch.equal(
-        model.generate(ids, custom_generate=custom_generate(method), **options), model.generate(ids, **options)
-    )
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_wait_while_drafting_pauses(kind, load, monkeypatch):
     """With length "auto" it pauses at the pace of the generation. Later drafts are those of a head that has read all along."""
@@ -482,15 +460,13 @@ def test_a_shorter_length_drafts_less_of_a_shorter_block(load):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rule", "rows"), [("coupled", None), ("coupled", 9), ("rejection", None), ("block", None)])
-def test_a_request_is_drafted_for_in_a_batch_as_alone(load, kind, rule, rows):
-    """Requests that differ in all they can, and some of which end early."""
+def test_a_request_has_the_trees_that_it_has_alone(load, kind):
+    """Requests that differ in all they can, and some of which end early; test_heads.py has chains."""
     model, (ids, mask) = target(), ragged_prompts(4, seed=2, vocabulary=VOCABULARY)
-    method = dataclasses.replace(load(*files(kind), model), length=3, rows=rows)
-    coldest = 0.0 if rule == "coupled" else 0.2  # alone, a greedy request has candidates of that rule
-    of_each = dict(temperature=[0.5, 1.3, coldest, 0.9], top_k=[0, 5, 3, 4], seeds=[3, 50, 7, 1])
+    method = dataclasses.replace(load(*files(kind), model), length=3, rows=9)
+    of_each = dict(temperature=[0.5, 1.3, 0.0, 0.9], top_k=[0, 5, 3, 4], seeds=[3, 50, 7, 1])
     for grammar in (None, Automaton(CYCLE)):
         if grammar is not None:
             of_each["grammar"] = [grammar, None, Automaton(CYCLE, start=1), grammar]
-        options = dict(rule=rule, max_new_tokens=20, eos_token_id=[] if grammar else [3, 9])
+        options = dict(max_new_tokens=20, eos_token_id=[] if grammar else [3, 9])
         assert_as_alone(model, method, ids, mask, of_each, **options)

@@ -61,7 +61,7 @@ class BlockDrafter(Drafter):
 
     def begin(self, session: Session) -> None:
         """Allocates the caches of the features."""
-        self._session = Session(self._model, session.requests, session.room, cuda_graphs=False)
+        self._session = Session(self._model, session.requests, session.room, cuda_graphs=self._context.graphs)
 
     def propose(self, batch: Batch) -> Proposal:
         for pending, states in zip(self._pending, batch.hidden, strict=True):
@@ -119,7 +119,8 @@ class BlockDrafter(Drafter):
         packed = self._session.packed([None if new is None else Tree.chain(len(new) + block - 1) for new in features])
         given = torch.cat([new for new in features if new is not None])
         self._model.prepare(given, [counts[b] for b in in_call], has_blocks=has_blocks)
-        logits = self._session.call(packed, uploaded(ids, self._session.device), packed.cu_nodes[:0])
+        wanted = None if has_blocks else packed.cu_nodes[:0]  # a piece of a prompt is no shape that comes again
+        logits = self._session.call(packed, uploaded(ids, self._session.device), wanted)
         self._keep(packed, counts)
         return logits
 

@@ -86,11 +86,13 @@ class BlockModel(Adapted):
         self.table = _table_of(target) if weights.table is None else weights.table
         self._mask = self.table[weights.mask] * weights.table_scale if weights.mask_row is None else weights.mask_row
         self._output = _output_of(target) if weights.output is None else partial(linear_rows, weight=weights.output)
-        self.hidden = self.table.new_empty(0)
-        """``[blocks, drafts, d]``, the rows that the last call's logits are of."""
         self._weights, self._block, self._first = weights, block, first
         self._to_keys, self._key_bias, self._layers = _with_joined_keys(weights.layers)
-        self._features = self.table.new_empty(0)
+
+    @property
+    def hidden(self) -> Tensor:
+        """``[blocks, drafts, d]``, the rows that the last call's logits are of."""
+        return self.left[0]
 
     def features(self, states: Tensor) -> Tensor:
         """``[n, d]`` from the target's states ``[n, taps, d']``."""
@@ -100,35 +102,36 @@ class BlockModel(Adapted):
 
     def prepare(self, features: Tensor, counts: Sequence[int], *, has_blocks: bool) -> None:
         """Prepares the next call, whose rows are so many features of each request and, behind them, a block each."""
-        self._features, device = features, features.device
+        device = features.device
         block = self._block if has_blocks else 0
         ends = list(accumulate(count + block for count in counts))
         of_block = [row for end in ends for row in range(end - block, end)]
         of_features = [
             row for end, count in zip(ends, counts, strict=True) for row in range(end - block - count, end - block)
         ]
-        self._of_block, self._of_features = (uploaded(rows, device) for rows in (of_block, of_features))
         # All rows of a request are visible to each other.
         words = -(-max(count + block for count in counts) // 64)
         bits = [[_word(count + block - 64 * word) for word in range(words)] for count in counts]
-        sizes = uploaded([count + block for count in counts], device)
-        self._visible = uploaded(bits, device).repeat_interleave(sizes, 0)
+        sizes = [count + block for count in counts]
+        visible = uploaded(bits, device).repeat_interleave(uploaded(sizes, device), 0, output_size=sum(sizes))
+        self.beside = features, uploaded(of_features, device), uploaded(of_block, device), visible
 
     def embed(self, ids: Tensor, slots: Tensor) -> Tensor:
         """The rows of the call; an id of -1 is a mask."""
+        features, of_features, of_block, _ = self.beside
         rows = self.table.new_empty(len(ids), self.table.shape[1])
-        rows[self._of_features] = self._features
-        own = ids[self._of_block]
+        rows[of_features] = features
+        own = ids[of_block]
         embedded = F.embedding(own.clamp(min=0), self.table) * self._weights.table_scale
         is_mask = (own < 0) | (own == self._weights.mask)
-        rows[self._of_block] = torch.where(is_mask[:, None], self._mask, embedded)
+        rows[of_block] = torch.where(is_mask[:, None], self._mask, embedded)
         return rows
 
     def __call__(
         self, rows: Tensor, positions: Tensor, attend: StepAttend, wanted: Tensor | None, slots: CallSlots | None = None
     ) -> Tensor:
         """The logits of the drafting rows ``[blocks * drafts, Vd]``."""
-        weights, of_block, of_features = self._weights, self._of_block, self._of_features
+        weights, (_, of_features, of_block, visible) = self._weights, self.beside
         cos, sin = weights.rotary(rows, positions)
         turns = cos[of_block], sin[of_block]
         x, size = rows[of_block], weights.head_dim
@@ -145,13 +148,14 @@ class BlockModel(Adapted):
             all_q = rows.new_zeros(len(rows), q.shape[1] if len(x) else keys.shape[1], size)
             if len(x):
                 all_q[of_block] = q
-            seen = None if layer.is_causal else self._visible
+            seen = None if layer.is_causal else visible
             out = attend(number, all_q, all_k, all_v, window=layer.window, sinks=layer.sinks, visible=seen)
             if len(x):
                 x = self._after(layer, out[of_block].flatten(1), x, deltas)
         x = x.unflatten(0, (-1, self._block))[:, self._first :]
-        self.hidden = step_rms_norm(x, weights.norm, eps=weights.eps)[0]
-        logits = self._output(self.hidden.flatten(0, 1)) * weights.logits_scale
+        hidden = step_rms_norm(x, weights.norm, eps=weights.eps)[0]
+        self.left = (hidden,)
+        logits = self._output(hidden.flatten(0, 1)) * weights.logits_scale
         return torch.tanh(logits / weights.cap) * weights.cap if weights.cap else logits
 
     def _before(

@@ -138,12 +138,8 @@ class HeadModule(nn.Module):
 
 
 class Head(Adapted):
-    """A head beside its target. Its rows of a call are embeddings and, behind them, states.
-
-    Attributes:
-        given: ``[N, state_width]``, the states of the next call's rows; None: zeros, as where calls are timed.
-        states: those that the last call's rows gave.
-    """
+    """A head beside its target. Its rows of a call are embeddings and, behind them, states ``[N, state_width]``: those that lie
+    ``beside`` the call; nothing there: zeros, as where calls are timed. A call leaves the states that its rows give."""
 
     def __init__(self, module: HeadModule, target: Adapted) -> None:
         module.check_fits(target_facts(target))
@@ -156,8 +152,6 @@ class Head(Adapted):
             self.table, self.has_table = module.embedding.weight, True
         self.name, self.caches, self.hit_rates = module.kind, module.num_layers, module.hit_rates
         self._tokens = module.tokens
-        self.given: Tensor | None = None
-        self.states: Tensor | None = None
 
     def attached(self) -> AbstractContextManager[Any]:
         return self.module.attached()
@@ -165,10 +159,8 @@ class Head(Adapted):
     def embed(self, ids: Tensor, slots: Tensor) -> Tensor:
         """The rows of ids ``[N]``; a head has no look-ahead slots."""
         embedded = self.table[ids] if self.has_table else self._target.embed_tokens(ids)
-        states = self.given
-        if states is None:
-            states = embedded.new_zeros(len(ids), self.module.state_width)
-        return torch.cat((embedded, states), 1)
+        states = self.beside or (embedded.new_zeros(len(ids), self.module.state_width),)
+        return torch.cat((embedded, *states), 1)
 
     def take(self, states: Tensor) -> Tensor:
         """As ``HeadModule.take``."""
@@ -183,8 +175,9 @@ class Head(Adapted):
         module = self.module
         embedded, states = rows.split((rows.shape[1] - module.state_width, module.state_width), 1)
         with our_call(OurCall(attend, self.name)):
-            out, self.states = self._shadow(embedded, states, positions, attend)
+            out, given = self._shadow(embedded, states, positions, attend)
             logits: Tensor = self._shadow.logits(out if wanted is None else out[wanted])
+        self.left = (given,)
         if self._tokens is None:
             return logits
         everything = logits.new_full((len(logits), module.target_vocabulary), -torch.inf)

@@ -22,10 +22,12 @@ from pass_ext.tree import PackedTrees, Tree
 
 
 class HeadCalls(DraftCalls):
-    """Calls a head on the trees of a batch. session: the target's."""
+    """Calls a head on the trees of a batch, as ``DraftCalls`` a draft model."""
 
-    def __init__(self, head: Head, session: Session, max_depth: int, texts: Sequence[list[int]]) -> None:
-        super().__init__(head, session, max_depth, texts, graphs=False, keep_hidden=False)
+    def __init__(
+        self, head: Head, session: Session, max_depth: int, texts: Sequence[list[int]], *, graphs: bool
+    ) -> None:
+        super().__init__(head, session, max_depth, texts, graphs=graphs, keep_hidden=False)
         self._head = head
         nothing = head.table.new_empty(0, head.module.state_width)
         self._true = [nothing] * len(texts)
@@ -54,17 +56,16 @@ class HeadCalls(DraftCalls):
         true = [self._true[b][:count] for b, count in unread.items()]
         count = sum(unread.values())
         if below.num_nodes == 1:
-            self._head.given = torch.cat(true)
+            self._head.beside = (torch.cat(true),)
         else:
-            assert self._head.states is not None
             index: list[int] = []
             begin = 0
             for b, own in unread.items():
                 index += range(begin, begin + own)
                 index += (count + self._node_rows[b] + parent for parent in below.parents[1:])
                 begin += own
-            source = torch.cat((*true, self._head.states))
-            self._head.given = source[uploaded(index, source.device)]
+            source = torch.cat((*true, *self._head.left))
+            self._head.beside = (source[uploaded(index, source.device)],)
         row = 0
         for b, own in unread.items():
             self._node_rows[b] = row + own - 1

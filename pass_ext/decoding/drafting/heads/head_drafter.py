@@ -35,11 +35,11 @@ class HeadDrafter(ModelDrafter):
 
     def begin(self, session: Session) -> None:
         """Allocates the head's caches."""
-        head, masks, depth = self._head, self._head.module.masks, self.tree.max_depth
+        head, masks, depth, graphs = self._head, self._head.module.masks, self.tree.max_depth, self._context.graphs
         if masks is None:
-            self._head_calls = HeadCalls(head, session, depth, self._texts)
+            self._head_calls = HeadCalls(head, session, depth, self._texts, graphs=graphs)
         else:
-            self._head_calls = MaskCalls(head, masks, session, depth, self._texts)
+            self._head_calls = MaskCalls(head, masks, session, depth, self._texts, graphs=graphs)
         self._calls = self._head_calls
 
     def propose(self, batch: Batch) -> Proposal:

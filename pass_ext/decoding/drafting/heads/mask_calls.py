@@ -16,8 +16,10 @@ from pass_ext.tree import Tree
 class MaskCalls(HeadCalls):
     """Calls a head once in a step, for ``max_depth`` levels."""
 
-    def __init__(self, head: Head, masks: Masks, session: Session, max_depth: int, texts: Sequence[list[int]]) -> None:
-        super().__init__(head, session, max_depth, texts)
+    def __init__(
+        self, head: Head, masks: Masks, session: Session, max_depth: int, texts: Sequence[list[int]], *, graphs: bool
+    ) -> None:
+        super().__init__(head, session, max_depth, texts, graphs=graphs)
         self._masks, self._chain = masks, Tree.chain(max_depth - 1)
         self._logits: Mapping[int, Tensor] = {}
 
@@ -34,4 +36,5 @@ class MaskCalls(HeadCalls):
 
     def _prepare(self, unread: Mapping[int, int], below: Tree) -> None:
         masks = self._masks.state.expand(below.num_nodes - 1, -1)
-        self._head.given = torch.cat([part for b, own in unread.items() for part in (self._true[b][:own], masks)])
+        states = [part for b, own in unread.items() for part in (self._true[b][:own], masks)]
+        self._head.beside = (torch.cat(states),)

@@ -1,0 +1,156 @@
+"""What every kind of head has in common: drafts by its formulas, on the CPU and on the kernels of a GPU; Plain's texts over all
+caches and samplings, in sessions that go on and inside transformers; requests of a batch as alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from support.generation import assert_as_alone, unpadded
+from support.grammars import random_automaton
+from support.head_kinds import KINDS, head_of_kind
+from support.recorded import Recorded
+from support.small_models import whole_prompts
+from support.taped_graphs import TapedGraph, use_taped_graphs
+
+from pass_ext import NGram, Plain, Session, custom_generate, generate
+from pass_ext.decoding.models import parts
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(
+        not hasattr(transformers.cache_utils, "DynamicIndexedLayer"), reason="DeepSeek-V4 came with transformers 5.24"
+    ),
+]
+
+LIMITS = dict(max_new_tokens=16, eos_token_id=[])
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def head(request, tmp_path_factory):
+    return head_of_kind(request.param, tmp_path_factory.mktemp("head"))
+
+
+def check_drafts(head, recorded, session=None, **limits):
+    """Greedy texts of a ragged batch are Plain's, and drafts the formulas'."""
+    ids, mask = head.prompts(2, longest=9)
+    options = dict(attention_mask=mask, **{**LIMITS, **limits})
+    want = generate(head.target, ids, Plain(), **options).sequences
+    got = generate(head.target, ids, recorded, session=session, **options)
+    assert torch.equal(got.sequences, want)
+    compared = 0
+    for b, whole in enumerate(unpadded(want, mask)):
+        for text, candidates in recorded.of(b):
+            levels = min(recorded.method.length, len(whole) - len(text) - 1)
+            assert list(candidates.tokens) == head.chain(text, levels)
+            compared += levels
+    assert compared > options["max_new_tokens"]
+    return got
+
+
+@pytest.mark.quick_on("best", "emulated")
+def test_drafts_are_those_of_the_formulas(head, backend, monkeypatch):
+    if backend.name == "emulated":  # as on a GPU, where layer_stack has no kernel
+        monkeypatch.setattr(parts, "_stack_of", lambda *_: None)
+    check_drafts(head, Recorded(head.method), max_new_tokens=6 if backend.name == "emulated" else 16)
+
+
+def test_calls_of_a_repeated_shape_are_graphs(head, backend, monkeypatch):
+    """Of the target and of the head, as with a draft model. An assistant reads texts of every length, so it has none."""
+    if backend.name not in ("emulated", "cpu-portable"):
+        pytest.skip("graphs are taped: any instruction set shows the same")
+    monkeypatch.setattr(parts, "_stack_of", lambda *_: None)
+    use_taped_graphs(monkeypatch)
+    generate(head.target, head.prompts(2)[0], Plain(), session=Session(head.target, cuda_graphs=True), **LIMITS)
+    of_target = TapedGraph.made
+    use_taped_graphs(monkeypatch)
+    check_drafts(head, Recorded(head.method), Session(head.target, cuda_graphs=True))
+    assert TapedGraph.made > of_target
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_texts_are_plains(head, count):
+    """Greedy and by seed, with requests that differ and end at different places; beside n-grams."""
+    ids, mask = head.prompts(count)
+    mixed = dict(
+        temperature=[0.8, 0.0, 1.2, 0.5, 0.9, 1.0, 0.3, 0.7][:count], top_k=[0, 5] * (count // 2) + [7] * (count % 2),
+        top_p=0.95, seeds=list(range(count)),
+    )  # fmt: skip
+    for options in ({}, mixed, dict(mixed, rule="coupled_inverse")):
+        options = dict(LIMITS, attention_mask=mask, **options) | dict(eos_token_id=[3, 9])
+        want = generate(head.target, ids, Plain(), **options)
+        for method in (head.method, replace(head.method, length=2, ngram=NGram(shortest=1))):
+            got = generate(head.target, ids, method, **options)
+            assert torch.equal(got.sequences, want.sequences) and got.lengths == want.lengths
+
+
+def test_they_are_often_right(head):
+    ids, mask = head.prompts(3)
+    assert generate(head.target, ids, head.method, attention_mask=mask, **LIMITS).stats.mean_acceptance_length > 1.1
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_caches_in_8_bits(head, dtype):
+    """The target's; all methods write the same text over the same cache."""
+    ids, mask = head.prompts(3)
+    options = dict(attention_mask=mask, temperature=[0.0, 0.8, 1.1], seeds=[1, 2, 3], **LIMITS)
+    want, got = (
+        generate(head.target, ids, method, session=Session(head.target, cache_dtype=dtype), **options)
+        for method in (Plain(), head.method)
+    )
+    assert torch.equal(got.sequences, want.sequences) and got.stats.num_draft_tokens > 20
+
+
+def test_several_texts_of_a_prompt(head):
+    ids, mask = head.prompts(2)
+    options = dict(attention_mask=mask, temperature=0.9, seeds=[1, 5], num_return_sequences=3, **LIMITS)
+    want, got = (generate(head.target, ids, method, **options) for method in (Plain(), head.method))
+    assert torch.equal(got.sequences, want.sequences)
+
+
+def test_a_session_that_goes_on(head):
+    """The second text begins with the first one's tokens."""
+    ids = whole_prompts(1, 9, vocabulary=head.vocabulary)
+    session = Session(head.target, room=80)
+    first = generate(head.target, ids, head.method, session=session, **LIMITS).sequences
+    again = generate(head.target, first, head.method, session=session, **LIMITS).sequences
+    assert torch.equal(again, generate(head.target, first, Plain(), **LIMITS).sequences)
+
+
+def test_inside_transformers(head):
+    ids = whole_prompts(1, 9, vocabulary=head.vocabulary)
+    options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    want = head.target.generate(ids, **options)
+    assert torch.equal(head.target.generate(ids, custom_generate=custom_generate(head.method), **options), want)
+
+
+SLOW = pytest.mark.slow  # the rule and the grammars are in a quick pair each
+
+
+@pytest.mark.parametrize(
+    ("rule", "has_grammar"),
+    [
+        ("coupled", True),
+        ("rejection", True),
+        ("block", False),
+        pytest.param("coupled", False, marks=SLOW),
+        pytest.param("rejection", False, marks=SLOW),
+        pytest.param("block", True, marks=SLOW),
+        pytest.param("traversal", False, marks=SLOW),
+    ],
+)
+def test_a_request_is_drafted_for_in_a_batch_as_alone(head, rule, has_grammar):
+    """Requests that differ in all they can, and some of which end early. Under a grammar coupled texts are Plain's."""
+    ids, mask = head.prompts(4, longest=9, seed=2)
+    coldest = 0.0 if rule == "coupled" else 0.2  # alone, a greedy request has candidates of that rule
+    of_each = dict(temperature=[0.5, 1.3, coldest, 0.9], top_k=[0, 5, 3, 4], seeds=[3, 50, 7, 1])
+    if has_grammar:
+        of_each["grammar"] = [*(random_automaton(head.vocabulary, seed=seed) for seed in range(3)), None]
+    options = dict(rule=rule, max_new_tokens=14, eos_token_id=[] if has_grammar else [3, 9])
+    found = assert_as_alone(head.target, head.method, ids, mask, of_each, **options)
+    if rule == "coupled":
+        want = generate(head.target, ids, Plain(), attention_mask=mask, **of_each, **options)
+        assert torch.equal(found.sequences, want.sequences)
