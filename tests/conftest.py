@@ -22,6 +22,7 @@ LONG = (
     "test_attention_masks.py",
     "test_attention_one_row.py",
     "test_generate.py",
+    "test_heads.py",
     "test_next_tree.py",
     "test_next_rows.py",
     "test_indexed.py",

@@ -17,15 +17,12 @@ from pass_ext.decoding.session import recording, session
 class TapedGraph(NoHostReads):
     """Records inside ``with``, and fails where a CUDA graph would: at a result that the host waits for."""
 
-    made = 0
-    """Graphs so far."""
     replays = 0
-    """Replays of all graphs so far."""
+    """Of all graphs so far."""
 
     def __init__(self):
         super().__init__()
         self.calls = []
-        TapedGraph.made += 1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -45,13 +42,22 @@ class TapedGraph(NoHostReads):
 
 
 def use_taped_graphs(monkeypatch):
-    """Has sessions with ``cuda_graphs=True`` record their calls here."""
+    """Has sessions with ``cuda_graphs=True`` record their calls here -> a list that grows by the model of each replayed call."""
+    replayed = []
+
+    class Calls(recording.RecordedCalls):
+        def __call__(self, trees, ids, model):
+            before = TapedGraph.replays
+            called = super().__call__(trees, ids, model)
+            replayed.extend([model] * (TapedGraph.replays - before))
+            return called
 
     def record(function, device, pool=None):
         with TapedGraph() as graph:
             result = function()
         return graph, result
 
-    TapedGraph.made = TapedGraph.replays = 0
     monkeypatch.setattr(recording, "record_graph", record)
     monkeypatch.setattr(session, "can_record", lambda device: True)
+    monkeypatch.setattr(session, "RecordedCalls", Calls)
+    return replayed

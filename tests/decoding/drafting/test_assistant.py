@@ -1,6 +1,5 @@
 """Gemma 4's assistant: drafts are those of the formula around transformers' module, texts are Plain's."""
 
-
 import pytest
 import torch
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support import dflash_files
 from support.heads import MASKED, PlainEagle3, eagle3_checkpoint, learn
 from support.mtp import model_with_mtp
 from support.small_models import small_model
@@ -16,13 +17,15 @@ import pass_ext
 from pass_ext.decoding.drafting.heads.eagle3 import save_eagle3
 
 NEW, LENGTH, PROMPTS = 40, 3, 4
+FEW = 11
+DFLASH = dict(block=LENGTH + 1, layer_types=["full_attention"] * 2, max_position_embeddings=512)
 OPTIONS = dict(max_new_tokens=NEW, eos_token_id=[])
 
 pytestmark = pytest.mark.timeout(1200)
 
 
-def prompts():
-    return torch.randint(3, 97, (PROMPTS, 10), generator=torch.Generator().manual_seed(3))
+def prompts(vocabulary=97):
+    return torch.randint(3, vocabulary, (PROMPTS, 10), generator=torch.Generator().manual_seed(3))
 
 
 def texts_of(target):
@@ -31,8 +34,8 @@ def texts_of(target):
 
 def check_steps(folder, target, method, speculation, often=0.5, **options):
     """vLLM writes the texts of pass_ext in as many steps, fewer than so many of each token."""
-    method = replace(method, length=LENGTH)
-    ours = [pass_ext.generate(target, ids[None], method, **OPTIONS) for ids in prompts()]
+    method, ids = replace(method, length=LENGTH), prompts(target.config.vocab_size)
+    ours = [pass_ext.generate(target, own[None], method, **OPTIONS) for own in ids]
     theirs = run_engine(
         folder / "engine",
         folder / "target",
@@ -78,6 +81,18 @@ def test_vllm_drafts_with_a_saved_head_as_often_right(settings, tmp_path):
     is_masked = "mask_token_id" in settings
     speculation = {"method": "eagle3", "model": str(tmp_path / "head"), "parallel_drafting": is_masked}
     check_steps(tmp_path, target, method, speculation, often=0.75 if is_masked else 0.5)
+
+
+def test_vllm_drafts_a_block_as_often_right(tmp_path):
+    """DFlash, of a vocabulary so small that drafts without training are right now and then."""
+    target = small_model(
+        "llama", vocab_size=FEW, num_hidden_layers=3, hidden_size=128, head_dim=32, max_position_embeddings=512
+    )
+    target.save_pretrained(tmp_path / "target")
+    config = dflash_files.settings("dflash", width=128, vocabulary=FEW, head_dim=32, num_target_layers=3, **DFLASH)
+    tensors = dflash_files.tensors("dflash", 128, FEW, seed=1, head_dim=32)
+    method = pass_ext.load_drafter(dflash_files.written(tmp_path / "head", config, tensors), target)
+    check_steps(tmp_path, target, method, {"method": "dflash", "model": str(tmp_path / "head")}, often=0.98)
 
 
 MTP = {
