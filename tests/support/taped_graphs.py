@@ -42,7 +42,7 @@ class TapedGraph(NoHostReads):
 
 
 def use_taped_graphs(monkeypatch):
-    """Has sessions with ``cuda_graphs=True`` record their calls here -> a list that grows by the model of each replayed call."""
+    """Has sessions with ``cuda_graphs=True`` record here -> a list that grows by the model of each replayed call."""
     replayed = []
 
     class Calls(recording.RecordedCalls):

@@ -1,5 +1,5 @@
-"""What every kind of head has in common: drafts by its formulas, on the CPU, on the kernels of a GPU and in graphs; Plain's texts
-over all caches and samplings, in sessions that go on and inside transformers; requests of a batch as alone."""
+"""What every kind of head has in common: drafts by its formulas, on the CPU, on the kernels of a GPU and in graphs; Plain's
+texts over all caches and samplings, in sessions that go on and inside transformers; requests of a batch as alone."""
 
 import copy
 from dataclasses import replace
