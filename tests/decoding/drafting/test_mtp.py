@@ -126,6 +126,14 @@ def test_what_does_not_fit_is_refused(tmp_path):
     model_with_mtp(tmp_path / "other", "qwen3_next")
     with pytest.raises(ValueError, match=r"has no tensors for .*kv_a_layernorm.weight.* of DeepseekV3ForCausalLM"):
         load_drafter(tmp_path / "other", target)
+    of_streams, _ = model_with_mtp(tmp_path / "streams", "deepseek_v4")
+    with pytest.raises(ValueError, match=r"continues a model with streams \(hc_head\), and the model is a DeepseekV3"):
+        load_drafter(tmp_path / "streams", target)
+    tensors = load_file(tmp_path / "streams/model.safetensors")
+    del tensors["mtp.0.attn.wq_a.weight"]
+    save_file(tensors, tmp_path / "streams/model.safetensors")
+    with pytest.raises(ValueError, match=r"no tensors for model.layers.0.self_attn.q_a_proj.weight of DeepseekV4"):
+        load_drafter(tmp_path / "streams", of_streams)
     wide, _ = model_with_mtp(tmp_path / "wide", "deepseek_v3", hidden_size=96)
     with pytest.raises(ValueError, match=r"eh_proj.weight' must be \[96, 192\] .* got \[64, 128\]"):
         load_drafter(tmp_path, wide)
