@@ -107,7 +107,7 @@ def test_they_are_often_right(head):
     assert generate(head.target, ids, head.method, attention_mask=mask, **LIMITS).stats.mean_acceptance_length > 1.02
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.int8, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.slow)])
 def test_caches_in_8_bits(head, dtype):
     """The target's; all methods write the same text over the same cache."""
     if head.target.config.model_type == "deepseek_v4":
