@@ -74,8 +74,8 @@ class _Recording:
 
     def replay(self, trees: PackedTrees, ids: Tensor, model: Adapted) -> Called:
         self.ids.copy_(ids)
-        for buffer, value in zip(self.beside, model.beside, strict=True):
-            buffer.copy_(value)
+        for copied, given in zip(self.beside, model.beside, strict=True):
+            copied.copy_(given)
         for buffer, value in zip(self.trees, trees, strict=True):
             if isinstance(buffer, Tensor) and isinstance(value, Tensor):
                 buffer.copy_(value)
