@@ -221,7 +221,7 @@ def _held_already(
         )
     if isinstance(prompt, Mapping):
         prompt = WholePrompts.prepared(session.model.model, asked.input_ids, asked.mask, prompt)
-    return session.take(prompt.read(session.model, taps), samples)
+    return session.take(prompt.read(session.model, taps), samples * prompt.copies)
 
 
 def _device_rows(

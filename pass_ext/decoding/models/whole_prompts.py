@@ -136,12 +136,33 @@ class WholePrompts:
         self, input_ids: Tensor, mask: Tensor, config: Any, inputs: Mapping[str, Any], names: Sequence[str]
     ) -> None:
         self._ids, self._mask, self._config, self._inputs, self._names = input_ids, mask, config, inputs, names
+        self.copies = 1
+        """Texts of each prompt that transformers has made rows of, and that are read once."""
         if bool((mask[:, -1] == 0).any()):
             raise ValueError(
                 f"prompts with {', '.join(names)} must be padded on the left, where transformers expects padding: set "
                 "processor.tokenizer.padding_side = 'left'"
             )
         check_embeddings(input_ids, inputs)
+
+    def once(self, copies: int, config: Any) -> WholePrompts:
+        """The prompts without the copies that transformers has made for ``num_return_sequences``, in whatever they can be told
+        apart; else these."""
+        cache = given_cache(self._inputs)
+        if copies < 2 or any(getattr(layer, "keys", None) is not None for layer in getattr(cache, "layers", ())):
+            return self
+        inputs = {name: _without_copies(value, copies) for name, value in self._inputs.items()}
+        ids, encoded = self._ids[::copies], dict[str, Any]()
+        for name, outputs in (self._inputs.get("mm_encoder_outputs") or {}).items():
+            counts = ids.eq(getattr(config, f"{name}_token_id", None) or -1).sum(1).tolist()
+            encoded[name] = _outputs_without_copies(outputs, counts, copies)
+        known = [value is not None or self._inputs[name] is None for name, value in inputs.items()]
+        if not all(known) or None in encoded.values():
+            return self
+        inputs |= {"mm_encoder_outputs": encoded} if encoded else {}
+        found = WholePrompts(ids, self._mask[::copies], self._config, inputs, self._names)
+        found.copies = copies
+        return found
 
     @classmethod
     def prepared(cls, model: Any, input_ids: Tensor, mask: Tensor, inputs: Mapping[str, Any]) -> WholePrompts:
@@ -295,6 +316,42 @@ class WholePrompts:
         starts = (total - self._mask.sum(1)).tolist()
         columns = zip(by_text, starts, begins, strict=True)
         return [own[start + begin - first : total - 1 - first] for own, start, begin in columns]
+
+
+def _without_copies(value: Any, copies: int) -> Any:
+    """A tensor of which each row stands ``copies`` times, or each column of 3D positions, with each once; None: it is none."""
+    if not isinstance(value, Tensor):
+        return value
+    for axis in (0, 1) if value.dim() == 3 else (0,):
+        once = value.index_select(axis, torch.arange(0, value.shape[axis], copies, device=value.device))
+        if torch.equal(once.repeat_interleave(copies, axis), value):
+            return once
+    return None
+
+
+def _outputs_without_copies(outputs: Any, counts: Sequence[int], copies: int) -> Any:
+    """An encoder's outputs, of which those of each text stand ``copies`` times, with those of each once. counts: the rows of
+    each text. None: they cannot be told apart."""
+    entries, kept, at = getattr(outputs, "pooler_output", None), list[int](), 0
+    deep = getattr(outputs, "deepstack_features", None)
+    if entries is None or (deep is not None and any(len(features) != len(entries) for features in deep)):
+        return None
+    sizes = list(map(len, entries))
+    for count in counts:
+        first = at
+        while at < len(sizes) and sum(sizes[first:at]) < count:
+            at += 1
+        if sum(sizes[first:at]) != count:
+            return None
+        kept += range(first, at)
+        at += (copies - 1) * (at - first)
+    if at != len(sizes):
+        return None
+    found = copy.copy(outputs)
+    found.pooler_output = entries[kept] if isinstance(entries, Tensor) else [entries[i] for i in kept]
+    if deep is not None:
+        found.deepstack_features = [[features[i] for i in kept] for features in deep]
+    return found
 
 
 class _Notes:

@@ -124,7 +124,9 @@ class CustomGenerate:
         max_length, end_tokens, criteria = _split_criteria(stopping_criteria, generation_config)
         cache_format = _other_cache_format(model, has_padding=bool((mask == 0).any()))
         fills_cache = cache is not None and _must_be_filled(cache, max_length - 1, generation_config, not cache_format)
-        whole = WholePrompts(input_ids, mask, generation_config, model_kwargs, names) if names else None
+        copies, whole = generation_config.num_return_sequences or 1, None
+        if names:
+            whole = WholePrompts(input_ids, mask, generation_config, model_kwargs, names).once(copies, model.config)
         past = None if cache is None or whole is not None else _past(cache, mask, adapted)
         if cache_format and (fills_cache or past is not None):
             raise ValueError(
@@ -152,9 +154,7 @@ class CustomGenerate:
             attention_mask=mask,
             prompt=whole,
             **parameters,
-            seeds=_seeds(
-                self._seeds if seeds is None else seeds, len(input_ids), generation_config.num_return_sequences
-            ),
+            seeds=_seeds(self._seeds if seeds is None else seeds, len(input_ids), copies),
             rule=self._rule,
             eos_token_id=sorted(end_tokens),
             streamer=None if streamer is None else Continued(streamer),
@@ -237,9 +237,9 @@ def _split_criteria(criteria: Sequence[Any], config: Any) -> tuple[int, set[int]
     return max_length, end_tokens, rest
 
 
-def _seeds(seeds: Any, rows: int, copies: int | None) -> Any:
+def _seeds(seeds: Any, rows: int, copies: int) -> Any:
     """One seed per row. A single seed is counted up, because copies of a prompt would otherwise get the same text."""
-    return [seeds + row % (copies or 1) for row in range(rows)] if isinstance(seeds, int) else seeds
+    return [seeds + row % copies for row in range(rows)] if isinstance(seeds, int) else seeds
 
 
 def _padding(input_ids: Tensor, mask: Tensor) -> list[list[int]]:

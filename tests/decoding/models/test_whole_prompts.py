@@ -9,11 +9,19 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from support.generation import slots_for  # noqa: E402
-from support.pictures import BY_GRID, PICTURED, SOUNDING, image_token, prompts, sound_of, tiny_model  # noqa: E402
 from support.small_models import small_model  # noqa: E402
 from transformers import AutoModelForImageTextToText, DynamicCache  # noqa: E402
 
 from benchmarks.architectures import models  # noqa: E402
+from benchmarks.architectures.pictures import (  # noqa: E402
+    BY_GRID,
+    PICTURED,
+    SOUNDING,
+    image_token,
+    prompts,
+    sound_of,
+    tiny_model,
+)
 from pass_ext import (  # noqa: E402
     MultiCandidate,
     NGram,
@@ -155,7 +163,7 @@ def test_drafters_with_taps_get_the_states_behind_a_picture(name):
         torch.testing.assert_close(reader.hidden[0][b], own, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5", "gemma3", "llava"])
 def test_texts_of_one_prompt_read_its_picture_once(name, monkeypatch):
     model = model_of(name)
     inputs, rows = prompts(model, [5, PICTURE, 6, 7], [5, 6, SMALL, 8]), []
@@ -170,9 +178,10 @@ def test_texts_of_one_prompt_read_its_picture_once(name, monkeypatch):
     texts = ours(model, inputs, **options)
     assert rows == [2] and len(set(map(tuple, texts[:3].tolist()))) == 3
     assert torch.equal(texts, ours(model, inputs, NGram(shortest=1), **options))
+    rows.clear()
     same = custom_generate(NGram(shortest=1), seeds=5)
     sampled = dict(do_sample=True, top_k=0, num_return_sequences=3, custom_generate=same)
-    assert torch.equal(own_text(model, inputs, **sampled), texts)
+    assert torch.equal(own_text(model, inputs, **sampled), texts) and rows == [2]
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5", "llava", "gemma3"])

@@ -1,0 +1,216 @@
+"""The classes of transformers that read pictures or sound, and which of them pass_ext decodes behind such prompts.
+
+    text       a prompt of text alone, by `model.generate(custom_generate=…)`
+    pictures   a prompt with a random picture or sound, by Plain, NGram, PaSS and Speculative
+    same       transformers' own greedy text, token for token
+    refused    a sentence with the reason
+
+What is given: "pixels" or "sound", the tensors that its processor gives; or "rows", random ones in place of those that the
+encoder makes, where the shapes that it takes are not written here; or nothing.
+
+`python -m benchmarks.architectures.whole_prompts [name …]` judges them and writes
+benchmarks/results/architectures/whole_prompts.json and .md; `--check` compares the page.
+"""
+
+import argparse
+import gc
+import inspect
+import json
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pass_ext
+from benchmarks import ROOT
+from benchmarks.architectures.__main__ import _quiet, versions
+from benchmarks.architectures.pictures import PICTURED, SOUNDING, WIDTH, prompts, sound_of, tiny_model
+from benchmarks.harness.results import save
+from pass_ext import LookaheadEmbedding, NGram, PaSS, Plain, Speculative, Tree
+
+RESULT = Path("benchmarks/results/architectures/whole_prompts.json")
+PAGE = RESULT.with_suffix(".md")
+SAME, NEW, IMAGE, SOUND, ROWS = "same", 8, 90, 92, 4
+BEFORE, BEHIND = [5, 6], [7, 8, 5, 6]
+OPTIONS: dict[str, Any] = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+
+
+def classes() -> dict[str, str]:
+    """Name of a config -> the class that reads it: of pictures and text, then those of sound and text."""
+    from transformers.models.auto import modeling_auto
+
+    pictured = dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    others = dict(getattr(modeling_auto, "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", {}))
+    return {name: str(kind) for name, kind in sorted(pictured.items())} | {
+        name: str(kind) for name, kind in sorted(others.items()) if name not in pictured
+    }
+
+
+def inputs_of(name: str, model: Any) -> tuple[str, dict[str, Any]]:
+    """What is given, and the prompt."""
+    if name in PICTURED:
+        return "pixels", prompts(model, [*BEFORE, (4, 8), *BEHIND])
+    parameters = inspect.signature(type(model).forward).parameters
+    rows: dict[str, Any] = {}
+    token, count, given = IMAGE, ROWS, "nothing"
+    if name in SOUNDING:
+        sound, count = sound_of(model)
+        rows, token, given = dict(sound), model.config.audio_token_id, "sound"
+    elif "mm_encoder_outputs" in parameters:
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        width = getattr(model.config.get_text_config(decoder=True), "hidden_size", WIDTH)
+        encoded = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(1))
+        rows = {"mm_encoder_outputs": {"image": BaseModelOutputWithPooling(pooler_output=encoded)}}
+        token, given = getattr(model.config, "image_token_id", IMAGE) or IMAGE, "rows"
+    ids = torch.tensor([[*BEFORE, *[token] * count, *BEHIND]])
+    return given, dict(input_ids=ids, attention_mask=torch.ones_like(ids), **rows)
+
+
+def methods(model: Any) -> dict[str, Any]:
+    """Name -> method."""
+    torch.manual_seed(0)
+    table = model.get_input_embeddings().weight
+    slots = LookaheadEmbedding(3, table.shape[1], vocabulary=table.shape[0])
+    torch.nn.init.normal_(slots.weight)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
+    draft = LlamaForCausalLM(LlamaConfig(vocab_size=table.shape[0], **sizes)).eval().requires_grad_(False)
+    return {
+        "Plain": Plain(),
+        "NGram": NGram(longest=2, shortest=1, tokens=4),
+        "PaSS": PaSS(slots, tree=Tree.from_branching((2, 2)), rows=16),
+        "Speculative": Speculative(draft, 3),
+    }
+
+
+def judge(name: str) -> dict[str, Any]:
+    """The line of one class."""
+    import transformers
+
+    kinds = [transformers.AutoModelForImageTextToText, getattr(transformers, "AutoModelForMultimodalLM", None)]
+    line: dict[str, Any] = {"architecture": name, "class": classes()[name]}
+    for kind in filter(None, kinds):
+        try:
+            model = tiny_model(name, kind)
+            break
+        except Exception as error:
+            line["not tried"] = f"transformers cannot build it: {_short(error)}"
+    else:
+        return line
+    line.pop("not tried", None)
+    ids = torch.tensor([[*BEFORE, *BEHIND]])
+    line["text"] = _outcome(model, dict(input_ids=ids, attention_mask=torch.ones_like(ids)))
+    try:
+        line["given"], inputs = inputs_of(name, model)
+    except Exception as error:
+        line["given"], line["pictures"] = "nothing", f"not tried: no picture of its shapes: {_short(error)}"
+        return line
+    line["pictures"] = "not tried: no prompt of its shapes" if line["given"] == "nothing" else _outcome(model, inputs)
+    return line
+
+
+def _outcome(model: Any, inputs: dict[str, Any]) -> str:
+    """``SAME``; or what went wrong, by which method."""
+    try:
+        own = model.generate(**_again(inputs), **OPTIONS)
+    except Exception as error:
+        return f"not tried: transformers' own generate fails: {_short(error)}"
+    try:
+        for name, method in methods(model).items():
+            got = model.generate(**_again(inputs), **OPTIONS, custom_generate=pass_ext.custom_generate(method))
+            if not torch.equal(own, got):
+                return f"another text by {name}"
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return f"refused: {_short(error)}"
+    except Exception as error:
+        return f"fails: {type(error).__name__}: {_short(error)}"
+    return SAME
+
+
+def _again(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs, whose dictionaries transformers changes, once more."""
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in inputs.items()}
+
+
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:240]
+
+
+HEADER = """# Prompts with pictures or sound: the classes of transformers
+
+Written by `python -m benchmarks.architectures.whole_prompts` from `whole_prompts.json`; do not edit.
+transformers {transformers}, torch {torch}, {date}: every class of `AutoModelForImageTextToText` and
+`AutoModelForMultimodalLM`, tiny and random, in float32, greedy, {new} new tokens by Plain, NGram, PaSS and Speculative through
+`model.generate(custom_generate=…)`.
+
+*text*: a prompt of text alone. *pictures*: behind a random picture or sound. *given*: `pixels` or `sound` are the tensors of
+its processor, which its own encoder reads; `rows` are random ones in place of what its encoder makes.
+**yes**: the text is transformers' own, by all four methods. **no**: refused with the reason.
+
+"""
+
+
+def render(result: dict[str, Any]) -> str:
+    """The page of a result."""
+    lines = result["rows"]
+    right = [line for line in lines if line.get("pictures") == SAME]
+    untried = [line for line in lines if "not tried" in line or line["pictures"].startswith("not tried")]
+    others = [line for line in lines if line not in right and line not in untried]
+    text = HEADER.format(**result["versions"], date=result["date"][:10], new=NEW)
+    text += (
+        f"## Decoded behind pictures or sound: {len(right)}\n\n| architecture | given | text |\n| --- | --- | --- |\n"
+    )
+    for line in right:
+        text += f"| {line['architecture']} | {line['given']} | {_cell(line['text'])} |\n"
+    text += f"\n## Not decoded: {len(others)}\n\n| architecture | given | text | why not |\n| --- | --- | --- | --- |\n"
+    for line in others:
+        text += f"| {line['architecture']} | {line['given']} | {_cell(line['text'])} | {_why(line['pictures'])} |\n"
+    text += f"\n## Not tried: {len(untried)}\n\n| architecture | text | why not |\n| --- | --- | --- |\n"
+    for line in untried:
+        why = line.get("not tried", line.get("pictures", ""))
+        text += f"| {line['architecture']} | {_cell(line.get('text', ''))} | {_why(why)} |\n"
+    return text
+
+
+def _cell(outcome: str) -> str:
+    if outcome == SAME:
+        return "yes"
+    return (
+        "" if outcome.startswith("not tried") or not outcome else "no" if outcome.startswith("refused") else "**wrong**"
+    )
+
+
+def _why(outcome: str) -> str:
+    return outcome.removeprefix("refused: ").removeprefix("not tried: ").replace("|", "\\|")
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="classes to judge, by the names of their configs; default: all")
+    parser.add_argument("--render", action="store_true", help="judge nothing; write the page from the result")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page is out of date")
+    options = parser.parse_args()
+    file, page = ROOT / RESULT, ROOT / PAGE
+    if options.check:
+        return int(not page.exists() or page.read_text() != render(json.loads(file.read_text())))
+    if not options.render:
+        known = {line["architecture"]: line for line in json.loads(file.read_text())["rows"]} if options.names else {}
+        for name in options.names or classes():
+            with _quiet():
+                known[name] = judge(name)
+            print(json.dumps(known[name]), flush=True)
+            gc.collect()
+        rows = [known[name] for name in classes() if name in known]
+        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        save({"date": date, "versions": versions(), "rows": rows}, file)
+    page.write_text(render(json.loads(file.read_text())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
