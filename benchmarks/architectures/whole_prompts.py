@@ -119,6 +119,8 @@ def _outcome(model: Any, inputs: dict[str, Any]) -> str:
         own = model.generate(**_again(inputs), **OPTIONS)
     except Exception as error:
         return f"not tried: transformers' own generate fails: {_short(error)}"
+    if not isinstance(own, torch.Tensor):
+        return f"not tried: its own generate gives {type(own).__name__}"
     try:
         for name, method in methods(model).items():
             got = model.generate(**_again(inputs), **OPTIONS, custom_generate=pass_ext.custom_generate(method))

@@ -13,18 +13,17 @@ def random_picture(seed=0, side=40):
     return Image.fromarray(pixels.numpy())
 
 
-def llava_processor(tokenizer):
-    """The processor of a Llava with pictures of SIDE, whose placeholder is a token of its own."""
+def llava_processor(tokenizer, placeholder="<image>"):
+    """The processor of a Llava with pictures of SIDE."""
     from transformers import CLIPImageProcessor, LlavaProcessor
 
-    tokenizer.add_tokens(["<image>"], special_tokens=True)
     size = dict(size=dict(shortest_edge=SIDE), crop_size=dict(height=SIDE, width=SIDE))
     return LlavaProcessor(
         CLIPImageProcessor(**size),
         tokenizer,
         patch_size=PATCH,
         vision_feature_select_strategy="default",
-        image_token="<image>",
+        image_token=placeholder,
         num_additional_image_tokens=1,
     )
 
@@ -54,4 +53,6 @@ def llava_with_processor():
     text = small_model("llama", vocab_size=BYTES + 2).config
     model = llava_of(text, BYTES + 1)
     model.generation_config.pad_token_id = model.generation_config.eos_token_id = BYTES
-    return model, llava_processor(byte_tokenizer())
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    return model, llava_processor(tokenizer)

@@ -1,6 +1,7 @@
 """Prompts with pictures: texts are transformers' own, token for token, by every method, alone and in ragged batches."""
 
 import copy
+import io
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from support.generation import slots_for  # noqa: E402
+from support.pictures import llava_of, llava_processor, random_picture  # noqa: E402
 from support.small_models import small_model  # noqa: E402
 from transformers import AutoModelForImageTextToText, DynamicCache  # noqa: E402
 
@@ -33,6 +35,7 @@ from pass_ext import (  # noqa: E402
     custom_generate,
     generate,
 )
+from pass_ext.checkpoint import demo_model, load_checkpoint  # noqa: E402
 from pass_ext.decoding.drafting.draft_calls import DraftCalls  # noqa: E402
 from pass_ext.decoding.drafting.drafter import Drafter  # noqa: E402
 from pass_ext.decoding.drafting.from_ngrams import NGramDrafter  # noqa: E402
@@ -253,6 +256,16 @@ def test_embeddings_of_a_prompt(name):
     assert torch.equal(own, own_text(model, inputs, custom_generate=custom_generate(NGram(shortest=1))))
 
 
+def test_hooks_in_an_encoder_leave_the_decoder_its_own_forward():
+    """transformers hooks a vision tower whose hidden states it wants, and leaves the hooks there."""
+    model = model_of("llava")
+    inputs = prompts(model, [*BEFORE, PICTURE, *BEHIND])
+    for _ in range(2):
+        result = generate(model, inputs["input_ids"], prompt=inputs, max_new_tokens=4, eos_token_id=[])
+    assert any(part._forward_hooks for part in model.model.vision_tower.modules())
+    assert result.stats.way == "own forward"
+
+
 def test_n_grams_and_draft_models_read_what_is_behind_the_picture(monkeypatch):
     """The text ends as it went on into a picture: its placeholders would follow."""
     model = model_of("llava")
@@ -272,6 +285,32 @@ def test_n_grams_and_draft_models_read_what_is_behind_the_picture(monkeypatch):
     draft = small_model("llama", vocab_size=model.get_input_embeddings().num_embeddings)
     ours(model, inputs, Speculative(draft, length=2))
     assert seen[0][:3] == [9, 7, 8] and not any(image_token(model.config) in ids for ids in seen)
+
+
+@pytest.mark.slow  # test_texts_behind_a_picture_are_transformers_own shows the same on tiny models
+def test_a_picture_before_smollm2():
+    """The bytes of a picture, a real processor, a random vision tower and SmolLM2's text model."""
+    text, tokenizer = load_checkpoint(demo_model(), torch.float32, weights="dense")
+    placeholder = "<filename>"  # a token of its table that no text here has
+    processor = llava_processor(tokenizer, placeholder)
+    model = llava_of(text.config, tokenizer.convert_tokens_to_ids(placeholder))
+    model.model.language_model, model.lm_head = text.model, text.lm_head
+    image = pytest.importorskip("PIL.Image")
+    data = io.BytesIO()
+    random_picture(side=200).save(data, "jpeg")
+    said = ["<filename>\nWrite a list of ten animals: dog, cat,", "The sea is blue. The sky is blue. The sea"]
+    processor.tokenizer.padding_side = "left"
+    inputs = processor(images=[image.open(data)], text=said, padding=True, return_tensors="pt")
+    options = dict(max_new_tokens=24, do_sample=False)
+    own = model.generate(**inputs, **options)
+    method = custom_generate(NGram())
+    assert torch.equal(own, model.generate(**inputs, **options, custom_generate=method))
+    assert method.stats.mean_acceptance_length > 1
+    other = processor(images=[random_picture(seed=1)], text=said, padding=True, return_tensors="pt")
+    logits = [model(**each).logits[0, -1] for each in (inputs, other)]
+    assert not torch.allclose(*logits, atol=1e-2), "the picture changes nothing"
+    slots = PaSS("smollm2-135m-instruct")
+    assert torch.equal(own, model.generate(**inputs, **options, custom_generate=custom_generate(slots)))
 
 
 # ---- refusals ----
