@@ -1,5 +1,6 @@
 """Tiny models with random weights that read pictures or sound, and prompts with random ones of the right shapes for them."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -31,13 +32,39 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2_audio": dict(audio_config=dict(max_source_positions=16)),
     "qwen2_5_vl": dict(text_config=_MROPE, vision_config=dict(window_size=32)),
 }
-# A picture for each of the classes: rows of patches with their grid, or pixels.
+# A picture for each of these classes: rows of patches with their grid, or pixels.
 BY_GRID = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 BY_PIXELS = ("llava", "gemma3", "internvl", "aya_vision", "cohere2_vision", "ovis2", "deepseek_vl")
 IN_A_ROW = ("idefics2", "idefics3", "smolvlm")
 WITH_SIZES = ("mistral3", "lighton_ocr")
 SOUNDING = ("voxtral", "qwen2_audio")
+OF_PIXELS = (
+    "paligemma",
+    "got_ocr2",
+    "qianfan_ocr",
+    "blip-2",
+    "aria",
+    "llava_onevision",
+    "vipllava",
+    "perception_lm",
+    "janus",
+)
 PICTURED = (*BY_GRID, *BY_PIXELS, *IN_A_ROW, *WITH_SIZES, "gemma4")
+
+
+def is_by_grid(config: Any) -> bool:
+    """True if its pictures are rows of patches, with a grid."""
+    vision = getattr(config, "vision_config", None)
+    return all(hasattr(vision, field) for field in ("temporal_patch_size", "patch_size", "in_channels"))
+
+
+def _fit_sections(text: Any) -> None:
+    """Makes M-RoPE's sections as many as the pairs of a tiny head."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    pairs = int(16 * rope.get("partial_rotary_factor", 1)) // 2
+    if "mrope_section" in rope and sum(rope["mrope_section"]) != pairs:
+        first, second = pairs // 4, 3 * pairs // 8
+        rope["mrope_section"] = [first, second, pairs - first - second]
 
 
 def tiny_model(name: str, auto: Any, seed: int = 0) -> Any:
@@ -55,6 +82,7 @@ def tiny_model(name: str, auto: Any, seed: int = 0) -> Any:
             setattr(getattr(config, part), field, value)
     if name == "qwen2_audio":
         config.audio_token_id = 92
+    _fit_sections(config.get_text_config(decoder=True))
     torch.manual_seed(seed)
     model = auto.from_config(config, attn_implementation="eager").float().eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
@@ -77,7 +105,7 @@ def sound_of(model: Any, seed: int = 0) -> tuple[Inputs, int]:
 def picture_of(model: Any, seed: int = 0, rows: tuple[int, int] = (4, 8)) -> tuple[Inputs, int]:
     """What a processor gives for one picture beside the ids, and how many rows of the text it takes."""
     name, noise = model.config.model_type, torch.Generator().manual_seed(seed)
-    if name in BY_GRID:
+    if is_by_grid(model.config):
         vision = model.config.vision_config
         numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         inputs = dict(
@@ -122,7 +150,26 @@ def prompts(model: Any, *texts: list[Any], seed: int = 0) -> Inputs:
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
     inputs = {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
-    kinds = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids", **dict.fromkeys(BY_GRID, "mm_token_type_ids")}
-    if model.config.model_type in kinds:
-        inputs[kinds[model.config.model_type]] = ((ids == token) & (mask == 1)).long()
+    kinds = {"gemma3": "token_type_ids", "paligemma": "token_type_ids", "gemma4": "mm_token_type_ids"}
+    kind = kinds.get(model.config.model_type, "mm_token_type_ids" if is_by_grid(model.config) else "")
+    if kind in inspect.signature(type(model).forward).parameters:
+        inputs[kind] = ((ids == token) & (mask == 1)).long()
     return dict(input_ids=ids, attention_mask=mask, **inputs)
+
+
+def llava_of(text_config: Any, image_token: int, side: int = SIDE) -> Any:
+    """A Llava with a tiny vision tower, around a text model of this config: all random."""
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    vision = CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        image_size=side,
+        patch_size=PATCH,
+    )
+    torch.manual_seed(0)
+    config = LlavaConfig(vision_config=vision, text_config=text_config, image_token_index=image_token)
+    model = LlavaForConditionalGeneration._from_config(config, attn_implementation="eager")
+    return model.float().eval().requires_grad_(False)

@@ -26,7 +26,16 @@ import torch
 import pass_ext
 from benchmarks import ROOT
 from benchmarks.architectures.__main__ import _quiet, versions
-from benchmarks.architectures.pictures import PICTURED, SOUNDING, WIDTH, prompts, sound_of, tiny_model
+from benchmarks.architectures.pictures import (
+    OF_PIXELS,
+    PICTURED,
+    SOUNDING,
+    WIDTH,
+    is_by_grid,
+    prompts,
+    sound_of,
+    tiny_model,
+)
 from benchmarks.harness.results import save
 from pass_ext import LookaheadEmbedding, NGram, PaSS, Plain, Speculative, Tree
 
@@ -50,8 +59,12 @@ def classes() -> dict[str, str]:
 
 def inputs_of(name: str, model: Any) -> tuple[str, dict[str, Any]]:
     """What is given, and the prompt."""
-    if name in PICTURED:
-        return "pixels", prompts(model, [*BEFORE, (4, 8), *BEHIND])
+    if name in (*PICTURED, *OF_PIXELS) or is_by_grid(model.config):
+        try:
+            return "pixels", prompts(model, [*BEFORE, (4, 8), *BEHIND])
+        except Exception:  # its shapes are others
+            if name in PICTURED:
+                raise
     parameters = inspect.signature(type(model).forward).parameters
     rows: dict[str, Any] = {}
     token, count, given = IMAGE, ROWS, "nothing"

@@ -110,6 +110,13 @@ def test_draft_models_give_the_texts_of_plain_decoding(name, is_script, run):
 
 
 @needs_examples
+def test_a_text_behind_a_picture_is_the_models_own(run):
+    pytest.importorskip("transformers")
+    (tokens,) = run("pictures")
+    assert tokens > 1
+
+
+@needs_examples
 @pytest.mark.parametrize("name", DRAFTING)
 def test_an_example_insists_on_the_text_of_plain_decoding(name, one_thread, monkeypatch):
     """generate writes one wrong token wherever a draft model is used."""

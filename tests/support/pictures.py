@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.architectures.pictures import PATCH, SIDE
+from benchmarks.architectures.pictures import PATCH, SIDE, llava_of
 
 
 def random_picture(seed=0, side=40):
@@ -26,24 +26,6 @@ def llava_processor(tokenizer, placeholder="<image>"):
         image_token=placeholder,
         num_additional_image_tokens=1,
     )
-
-
-def llava_of(text_config, image_token):
-    """A Llava with a tiny vision tower, around a text model of this config: all random."""
-    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
-
-    vision = CLIPVisionConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        image_size=SIDE,
-        patch_size=PATCH,
-    )
-    torch.manual_seed(0)
-    config = LlavaConfig(vision_config=vision, text_config=text_config, image_token_index=image_token)
-    model = LlavaForConditionalGeneration._from_config(config, attn_implementation="eager")
-    return model.float().eval().requires_grad_(False)
 
 
 def llava_with_processor():

@@ -10,7 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from support.generation import slots_for  # noqa: E402
-from support.pictures import llava_of, llava_processor, random_picture  # noqa: E402
+from support.pictures import llava_processor, random_picture  # noqa: E402
 from support.small_models import small_model  # noqa: E402
 from transformers import AutoModelForImageTextToText, DynamicCache  # noqa: E402
 
@@ -20,6 +20,7 @@ from benchmarks.architectures.pictures import (  # noqa: E402
     PICTURED,
     SOUNDING,
     image_token,
+    llava_of,
     prompts,
     sound_of,
     tiny_model,

@@ -1,0 +1,93 @@
+"""What a prompt with a picture costs: reading it, beside transformers' own call on it; and each token behind it, beside one
+behind a text of as many tokens.
+
+    reading   seconds of custom_generate / seconds of transformers' generate, for one new token
+    token     seconds a token behind the picture / behind the text, by Plain: those of NEW more tokens than one
+
+SmolLM2's text model in float32 behind a tiny vision tower with random weights, whose picture takes 400 rows. Medians over
+rounds, in which all calls take turns.
+
+    python -m benchmarks.decoding.pictures
+
+Writes benchmarks/results/pictures.json.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+
+import pass_ext
+from benchmarks import ROOT
+from benchmarks.architectures.pictures import llava_of
+from benchmarks.harness import machine
+from pass_ext.checkpoint import demo_model, load_checkpoint
+
+RESULT = ROOT / "benchmarks/results/pictures.json"
+SIDE, ROWS, NEW, ROUNDS, PLACEHOLDER = 160, 400, 48, 7, "<filename>"
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    """Of one call."""
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
+
+
+def measured() -> dict[str, float]:
+    """The two ratios, and the seconds that they are of."""
+    text, tokenizer = load_checkpoint(demo_model(), torch.float32, weights="dense")
+    token = tokenizer.convert_tokens_to_ids(PLACEHOLDER)
+    model = llava_of(text.config, token, SIDE)
+    model.model.language_model, model.lm_head = text.model, text.lm_head
+    before, behind = [tokenizer(said)["input_ids"] for said in ("User: ", " What do you see? Answer: ")]
+    ids = torch.tensor([[*before, *[token] * ROWS, *behind]])
+    words = torch.randint(100, 40000, (1, ids.shape[1]), generator=torch.Generator().manual_seed(0))
+    pixels = torch.randn(1, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
+    both = dict(attention_mask=torch.ones_like(ids), do_sample=False, eos_token_id=None, pad_token_id=0)
+
+    def call(ids: torch.Tensor, new: int, *, ours: bool, **inputs: Any) -> Callable[[], Any]:
+        method = pass_ext.custom_generate() if ours else None
+        return lambda: model.generate(input_ids=ids, **inputs, **both, max_new_tokens=new, custom_generate=method)
+
+    picture = dict(pixel_values=pixels)
+    calls = {
+        "own": call(ids, 1, ours=False, **picture),
+        "ours": call(ids, 1, ours=True, **picture),
+        "picture": call(ids, 1 + NEW, ours=True, **picture),
+        "text": call(words, 1, ours=True),
+        "texts": call(words, 1 + NEW, ours=True),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for each in calls.values():
+        each()
+    for _ in range(ROUNDS):
+        for name, each in calls.items():
+            seconds[name].append(seconds_of(each))
+    spent = {name: median(values) for name, values in seconds.items()}
+    reading = median(ours / own for ours, own in zip(seconds["ours"], seconds["own"], strict=True))
+    longer = zip(seconds["picture"], seconds["ours"], seconds["texts"], seconds["text"], strict=True)
+    token_ratio = median((a - b) / (c - d) for a, b, c, d in longer)
+    return {"reading": reading, "token": token_ratio, **{f"seconds, {name}": value for name, value in spent.items()}}
+
+
+def main() -> None:
+    """Entry point of `python -m benchmarks.decoding.pictures`."""
+    result = {
+        "date": machine.now(),
+        "commit": machine.commit(),
+        "machine": machine.describe_cpu(),
+        "versions": machine.describe_versions(),
+        **measured(),
+    }
+    print(result)
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
