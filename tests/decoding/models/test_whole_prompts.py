@@ -10,8 +10,9 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from support.generation import slots_for  # noqa: E402
+from support.grammars import random_automaton  # noqa: E402
 from support.pictures import llava_processor, random_picture  # noqa: E402
-from support.small_models import small_model  # noqa: E402
+from support.small_models import VOCABULARY, small_model  # noqa: E402
 from transformers import AutoModelForImageTextToText, DynamicCache  # noqa: E402
 
 from benchmarks.architectures import models  # noqa: E402
@@ -226,6 +227,29 @@ def test_transformers_goes_on_from_our_cache(name):
     ids = half.sequences
     again = dict(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=half.past_key_values)
     assert torch.equal(own_text(model, again, max_new_tokens=5, eos_token_id=None), whole)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5"])
+def test_log_probabilities_grammars_and_stored_keys(name):
+    """What holds behind texts holds behind pictures."""
+    model = model_of(name)
+    inputs = prompts(model, [*BEFORE, PICTURE, *BEHIND], [5, 6, SMALL, 8])
+    own = own_text(model, inputs, eos_token_id=None, return_dict_in_generate=True, output_logits=True)
+    options = dict(prompt=inputs, max_new_tokens=12, eos_token_id=[])
+    found = generate(model, inputs["input_ids"], NGram(shortest=1), logprobs=0, support=True, **options)
+    logits = torch.stack(own.logits, 1).log_softmax(-1)
+    tokens = own.sequences[:, inputs["input_ids"].shape[1] :]
+    expected = logits.gather(2, tokens[..., None])[..., 0]
+    torch.testing.assert_close(torch.stack([each.raw for each in found.logprobs]), expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(torch.stack([each.ids for each in found.support]), tokens)
+    grammar = random_automaton(VOCABULARY, seed=3)
+    for more in (dict(grammar=grammar), dict(temperature=0.9, seeds=3, grammar=grammar), {"session": torch.int8}):
+        texts = []
+        for method in (Plain(), NGram(shortest=1), PaSS(slots_for(model), tree=Tree.from_branching((2, 2)), rows=12)):
+            session = Session(model, cache_dtype=torch.int8) if "session" in more else None
+            given = {name: value for name, value in more.items() if name != "session"}
+            texts.append(generate(model, inputs["input_ids"], method, session=session, **options, **given).sequences)
+        assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
 
 
 @pytest.mark.parametrize("name", SOUNDING)
