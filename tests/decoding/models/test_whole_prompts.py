@@ -283,7 +283,7 @@ def test_embeddings_of_a_prompt(name):
 
 def test_hooks_in_an_encoder_leave_the_decoder_its_own_forward():
     """transformers hooks a vision tower whose hidden states it wants, and leaves the hooks there."""
-    model = model_of("llava")
+    model = tiny_model("llava", AutoModelForImageTextToText)
     inputs = prompts(model, [*BEFORE, PICTURE, *BEHIND])
     for _ in range(2):
         result = generate(model, inputs["input_ids"], prompt=inputs, max_new_tokens=4, eos_token_id=[])

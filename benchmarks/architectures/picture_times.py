@@ -7,9 +7,9 @@ behind a text of as many tokens.
 SmolLM2's text model in float32 behind a tiny vision tower with random weights, whose picture takes 400 rows. Medians over
 rounds, in which all calls take turns.
 
-    python -m benchmarks.decoding.pictures
+    python -m benchmarks.architectures.picture_times
 
-Writes benchmarks/results/pictures.json.
+Writes benchmarks/results/picture-times.json.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.architectures.pictures import llava_of
 from benchmarks.harness import machine
 from pass_ext.checkpoint import demo_model, load_checkpoint
 
-RESULT = ROOT / "benchmarks/results/pictures.json"
+RESULT = ROOT / "benchmarks/results/picture-times.json"
 SIDE, ROWS, NEW, ROUNDS, PLACEHOLDER = 160, 400, 48, 7, "<filename>"
 
 
@@ -77,7 +77,7 @@ def measured() -> dict[str, float]:
 
 
 def main() -> None:
-    """Entry point of `python -m benchmarks.decoding.pictures`."""
+    """Entry point of `python -m benchmarks.architectures.picture_times`."""
     result = {
         "date": machine.now(),
         "commit": machine.commit(),
