@@ -17,7 +17,7 @@ from pass_ext.training.decision import command as decision_command
 from pass_ext.training.draft import command as draft_command
 from pass_ext.training.head import command as head_command
 from pass_ext.training.lookahead import command as lookahead_command
-from pass_ext.weights.gguf import formats_of
+from pass_ext.weights.model import formats_of
 
 
 def info() -> str:

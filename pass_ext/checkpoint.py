@@ -23,7 +23,9 @@ from typing import Any
 import torch
 
 from pass_ext.huge_pages import to_huge_pages
+from pass_ext.weights.folder import folder_model, layout_of
 from pass_ext.weights.gguf import read_once, stored_model
+from pass_ext.weights.torchao import pack_torchao
 
 MAX_CACHED_BYTES = 2 << 30
 _log = logging.getLogger("pass_ext")
@@ -39,14 +41,14 @@ def load_checkpoint(
     Args:
         path: a file that ends in .gguf, or what transformers' ``from_pretrained`` takes.
         dtype: of the parameters; of those that are not quantised, with the weights of a GGUF file.
-        weights: "stored": as the file has them. Those of a GGUF file keep their 4 or 8 bits, for the CPU, and are read at once.
-            "dense": a GGUF file is converted to dtype.
-        model_args: further keywords of the model's ``from_pretrained``, as quantization_config or device_map; of a GGUF file
-            with "dense" alone.
+        weights: "stored": as the files have them. Those of a GGUF file and of a checkpoint by GPTQ, AWQ, compressed-tensors or
+            torchao keep their 4 or 8 bits, for the CPU (docs/guide/quantised.md). "dense": they are converted to dtype.
+        model_args: further keywords of the model's ``from_pretrained``, as quantization_config or device_map, which then loads
+            the model, whatever its weights are; of a GGUF file with "dense" alone.
 
     A GGUF file is converted at the first call with "dense", and a model of up to 2 GiB kept in ``$PASS_EXT_CACHE``, else
-    ``~/.cache/pass_ext``: so the next call takes seconds. Folders and names are loaded by transformers' own calls. Weights in
-    CPU memory are moved to huge pages (``to_huge_pages``).
+    ``~/.cache/pass_ext``: so the next call takes seconds. All other folders and names are loaded by transformers' own calls.
+    Weights in CPU memory are moved to huge pages (``to_huge_pages``).
 
     Raises ImportError for a missing package, OSError or ValueError for what cannot be loaded.
     """
@@ -54,10 +56,18 @@ def load_checkpoint(
         raise ValueError(f"load_checkpoint: weights must be 'stored' or 'dense', got {weights!r}")
     file = Path(path)
     _check_is_there(path)
-    if file.suffix != ".gguf":
-        return _load(path, dtype, **model_args)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if file.suffix != ".gguf":
+        quantised = None if model_args else _quantised_folder(path)
+        if quantised is None or (quantised[1] == "mxfp4" and weights == "dense"):
+            model, tokenizer = _load(path, dtype, **model_args)
+            if not model_args:
+                pack_torchao(model, dtype, dense=weights == "dense")
+            return to_huge_pages(model), tokenizer
+        folder, layout = quantised
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return to_huge_pages(folder_model(folder, layout, dtype, dense=weights == "dense")), tokenizer
     if find_spec("gguf") is None:
         raise ImportError(f"load_checkpoint: {file.name} needs the package gguf: pip install gguf")
     if model_args and weights == "stored":
@@ -65,7 +75,8 @@ def load_checkpoint(
             f"load_checkpoint: {', '.join(model_args)} of from_pretrained need weights='dense' with a GGUF file"
         )
     if model_args:
-        return _load(safetensors_folder(file, dtype), dtype, **model_args)
+        model, tokenizer = _load(safetensors_folder(file, dtype), dtype, **model_args)
+        return to_huge_pages(model), tokenizer
     if weights == "stored":
         with read_once():
             model, tokenizer = (
@@ -120,6 +131,23 @@ def _check_is_there(path: str | os.PathLike[str]) -> None:
         raise FileNotFoundError(f"no such model folder: {path}")
 
 
+def _quantised_folder(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
+    """The folder of a quantised checkpoint that ``folder_model`` reads, and its layout; None: transformers loads it."""
+    from transformers import AutoConfig
+
+    config = getattr(AutoConfig.from_pretrained(path), "quantization_config", None)
+    layout = None if config is None else layout_of(config if isinstance(config, dict) else config.to_dict())
+    if layout is None:
+        return None
+    if Path(path).is_dir():
+        return Path(path), layout
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(os.fspath(path), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+    ), layout
+
+
 def _load(path: str | os.PathLike[str], dtype: torch.dtype, **model_args: Any) -> tuple[Any, Any]:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -129,7 +157,7 @@ def _load(path: str | os.PathLike[str], dtype: torch.dtype, **model_args: Any) -
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **model_args)
     except SafetensorError as error:  # neither an OSError nor a ValueError
         raise ValueError(f"the weights of {path} are damaged, or were cut off: {error}") from error
-    return to_huge_pages(model.eval().requires_grad_(False)), tokenizer
+    return model.eval().requires_grad_(False), tokenizer
 
 
 def _load_cached(folder: Path, dtype: torch.dtype) -> tuple[Any, Any] | None:
@@ -139,7 +167,8 @@ def _load_cached(folder: Path, dtype: torch.dtype) -> tuple[Any, Any] | None:
         sizes = json.loads((folder / _SIZES).read_text())
         if differing := sorted(name for name, size in sizes.items() if (folder / name).stat().st_size != size):
             raise ValueError(f"{', '.join(differing)} has another size than was written")
-        return _load(folder, dtype)
+        model, tokenizer = _load(folder, dtype)
+        return to_huge_pages(model), tokenizer
     except Exception as error:
         _log.warning("the converted model in %s is damaged or incomplete, converting it again: %s", folder, error)
         return None

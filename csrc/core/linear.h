@@ -34,18 +34,22 @@ struct PackedBlock {
 
 using PackedFour = PackedBlock<float16, 4, 1>;
 using PackedFourWide = PackedBlock<float, 4, 1>;
+using PackedFourHalves = PackedBlock<float, 4, 2>;
 using PackedEight = PackedBlock<float16, 8, 1>;
-using PackedEightWide = PackedBlock<float, 8, 2>;
+using PackedEightWide = PackedBlock<float, 8, 1>;
+using PackedEightHalves = PackedBlock<float, 8, 2>;
 
-enum class PackedForm { none, four, four_wide, eight, eight_wide };
+enum class PackedForm { none, four, four_wide, four_halves, eight, eight_wide, eight_halves };
 
 // The form whose blocks have so many bytes; none: there is none.
 inline PackedForm packed_form_of(int64_t bytes) {
   switch (bytes) {
     case sizeof(PackedFour): return PackedForm::four;
     case sizeof(PackedFourWide): return PackedForm::four_wide;
+    case sizeof(PackedFourHalves): return PackedForm::four_halves;
     case sizeof(PackedEight): return PackedForm::eight;
     case sizeof(PackedEightWide): return PackedForm::eight_wide;
+    case sizeof(PackedEightHalves): return PackedForm::eight_halves;
     default: return PackedForm::none;
   }
 }

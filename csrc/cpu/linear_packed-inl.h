@@ -151,7 +151,11 @@ void multiply_packed_group(const LinearRows<T>& problem, int64_t rows, void* mem
     case PackedForm::none: return;
     case PackedForm::four: return multiply_packed_tiles<PackedFour>(problem, rows, from, sums, begin, end);
     case PackedForm::four_wide: return multiply_packed_tiles<PackedFourWide>(problem, rows, from, sums, begin, end);
+    case PackedForm::four_halves:
+      return multiply_packed_tiles<PackedFourHalves>(problem, rows, from, sums, begin, end);
     case PackedForm::eight: return multiply_packed_tiles<PackedEight>(problem, rows, from, sums, begin, end);
     case PackedForm::eight_wide: return multiply_packed_tiles<PackedEightWide>(problem, rows, from, sums, begin, end);
+    case PackedForm::eight_halves:
+      return multiply_packed_tiles<PackedEightHalves>(problem, rows, from, sums, begin, end);
   }
 }

@@ -15,7 +15,9 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 _FORMS = {
     320: (4, torch.float16, 1),
     384: (4, torch.float32, 1),
+    512: (4, torch.float32, 2),
     576: (8, torch.float16, 1),
+    640: (8, torch.float32, 1),
     768: (8, torch.float32, 2),
 }
 """Bytes of a block of 32 inputs and 16 outputs -> bits of a code; dtype of scales and offsets, and how many an output has."""

@@ -43,7 +43,9 @@ class Form(NamedTuple):
 FORMS = (
     Form(4, torch.float16, 1),
     Form(4, torch.float32, 1),
+    Form(4, torch.float32, 2),
     Form(8, torch.float16, 1),
+    Form(8, torch.float32, 1),
     Form(8, torch.float32, 2),
 )
 
@@ -64,8 +66,7 @@ def pack_weight(codes: Tensor, scale: Tensor, offset: Tensor, *, bits: int) -> T
 
     Args:
         codes: ``[out, in]`` uint8, below 16 for 4 bits; ``in`` a multiple of 32.
-        scale, offset: of the blocks of an output: ``[out, in / 32]`` float16, for 4 bits also float32, or ``[out, in / 16]``
-            float32 for 8 bits.
+        scale, offset: of the blocks of an output: ``[out, in / 32]`` float16 or float32, or ``[out, in / 16]`` float32.
         bits: 4 or 8.
 
     Returns:
@@ -90,8 +91,8 @@ def pack_weight(codes: Tensor, scale: Tensor, offset: Tensor, *, bits: int) -> T
     form = next(known, None)
     if form is None or scale.shape != offset.shape or scale.dtype != offset.dtype:
         raise ValueError(
-            f"scale and offset must both be [out, in / 32] float16, for 4 bits also float32, or [out, in / 16] float32 for 8 "
-            f"bits, and bits 4 or 8; got {scale.dtype}{list(scale.shape)}, {offset.dtype}{list(offset.shape)}, {bits}"
+            "scale and offset must both be [out, in / 32] float16 or float32, or [out, in / 16] float32, and bits 4 or 8; "
+            f"got {scale.dtype}{list(scale.shape)}, {offset.dtype}{list(offset.shape)}, {bits}"
         )
     if bits == 4 and codes.numel() and int(codes.max()) > 15:
         raise ValueError(f"codes of 4 bits must be below 16, got {int(codes.max())}")

@@ -24,8 +24,8 @@ class Parts(NamedTuple):
     offset: Tensor
 
 
-def pack_gguf(name: str, stored: Tensor) -> Tensor:
-    """A GGUF tensor ``[out, bytes of a row]`` uint8 of the format called so, packed.
+def pack_gguf(name: str, stored: Tensor, *, wide: bool = False) -> Tensor:
+    """A GGUF tensor ``[out, bytes of a row]`` uint8 of the format called so, packed; wide: with scales in float32.
 
     ValueError for a format that is not read, a row that is no whole number of blocks, and scales that are no finite numbers.
     """
@@ -34,11 +34,17 @@ def pack_gguf(name: str, stored: Tensor) -> Tensor:
     size, bits, parts_of = FORMATS[name]
     if stored.shape[1] % size:
         raise ValueError(f"a row of {name} must have a multiple of {size} bytes, got {stored.shape[1]}")
-    codes, scale, offset = parts_of(stored.view(len(stored), -1, size))
-    if not (scale.isfinite().all() and offset.isfinite().all()):
+    parts = parts_of(stored.view(len(stored), -1, size))
+    if wide:
+        parts = Parts(parts.codes, parts.scale.float(), parts.offset.float())
+    return pack_parts(name, parts, bits)
+
+
+def pack_parts(name: str, parts: Parts, bits: int) -> Tensor:
+    """The packed weight of these parts. ValueError, with the name, for scales that are no finite numbers."""
+    if not (parts.scale.isfinite().all() and parts.offset.isfinite().all()):
         raise ValueError(f"the scales of {name} must be finite numbers of their type, got others")
-    flat = (part.reshape(len(stored), -1) for part in (codes, scale, offset))
-    return pack_weight(*flat, bits=bits)
+    return pack_weight(*(part.reshape(len(part), -1) for part in parts), bits=bits)
 
 
 # ---- blocks of 32 ----
@@ -88,10 +94,35 @@ def _q8_0(blocks: Tensor) -> Parts:
 _NONLINEAR = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
 
 
+def _nonlinear(codes: Tensor) -> Tensor:
+    return torch.tensor(_NONLINEAR).add(128).to(torch.uint8)[codes.int()]
+
+
 def _iq4_nl(blocks: Tensor) -> Parts:
     scale = _halves(blocks, 0, 2)
-    table = torch.tensor(_NONLINEAR).add(128).to(torch.uint8)
-    return Parts(table[_nibbles(blocks[..., 2:]).long()], scale, scale * -128)
+    return Parts(_nonlinear(_nibbles(blocks[..., 2:])), scale, scale * -128)
+
+
+_FP4 = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0]
+"""Twice the numbers in 4 bits, of 0 to 6 and their negatives, and 12."""
+
+
+def fp4_scales(exponents: Tensor) -> Tensor:
+    """Two to the power of each byte less 128, for twice the numbers; NaN for 255. float16 if all are, and their multiples."""
+    each = exponents.int()
+    bits = torch.where(each < 2, 1 << 21 + each, each - 1 << 23)  # of a float32; the least two are subnormal
+    scale = bits.view(torch.float32).masked_fill(each == 255, torch.nan)
+    half = scale.half()
+    return half if torch.equal(half.float(), scale) and bool((half * -12).isfinite().all()) else scale
+
+
+def fp4(codes: Tensor, scale: Tensor) -> Parts:
+    """Numbers in 4 bits, of blocks with these ``fp4_scales``."""
+    return Parts(torch.tensor(_FP4, dtype=torch.uint8)[codes.int()], scale, scale * -12)
+
+
+def _mxfp4(blocks: Tensor) -> Parts:
+    return fp4(_nibbles(blocks[..., 1:]), fp4_scales(blocks[..., :1]))
 
 
 # ---- blocks of 256 ----
@@ -109,6 +140,26 @@ def _nibbles_by_64(stored: Tensor) -> Tensor:
     return _nibbles(stored.unflatten(-1, (4, 32))).flatten(-2)
 
 
+def _pairs_of_bits(stored: Tensor) -> Tensor:
+    """Of all numbers, from 32 bytes for each 128 of them."""
+    each = stored.unflatten(-1, (-1, 1, 32)) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    return (each & 3).flatten(-3)
+
+
+def _q2_k(blocks: Tensor) -> Parts:
+    both = _halves(blocks, 80, 84).float()
+    scale, offset = both[..., :1] * (blocks[..., :16] & 15), both[..., 1:] * -(blocks[..., :16] >> 4).float()
+    return Parts(_pairs_of_bits(blocks[..., 16:80]), scale, offset)
+
+
+def _q3_k(blocks: Tensor) -> Parts:
+    high = (blocks[..., None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1).flatten(-2)
+    two = blocks[..., None, 104:108] >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    scales = (_nibbles(blocks[..., 96:104]) | (two & 3).flatten(-2) << 4).float() - 32
+    scale = _halves(blocks, 108, 110).float() * scales
+    return Parts(_pairs_of_bits(blocks[..., 32:96]) | high << 2, scale, scale * -4)
+
+
 def _q4_k(blocks: Tensor) -> Parts:
     scales, offsets = _scales_of_k(blocks[..., 4:16])
     both = _halves(blocks, 0, 4).float()
@@ -120,16 +171,40 @@ def _q5_k(blocks: Tensor) -> Parts:
     both = _halves(blocks, 0, 4).float()
     fifth = (blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1).flatten(-2)
     codes = _nibbles_by_64(blocks[..., 48:]) | fifth << 4
-    scale, offset = both[..., :1] * scales, both[..., 1:] * -offsets
-    return Parts(codes, scale.repeat_interleave(2, -1), offset.repeat_interleave(2, -1))
+    return Parts(codes, both[..., :1] * scales, both[..., 1:] * -offsets)
 
 
 def _q6_k(blocks: Tensor) -> Parts:
-    low, high = blocks[..., :128].unflatten(-1, (2, 64)), blocks[..., 128:192].unflatten(-1, (2, 1, 32))
-    two = (high >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3).flatten(-2)
-    codes = (_nibbles(low) | two << 4).flatten(-2)
+    low = blocks[..., :128].unflatten(-1, (2, 64))
+    codes = _nibbles(low).flatten(-2) | _pairs_of_bits(blocks[..., 128:192]) << 4
     scale = _halves(blocks, 208, 210).float() * blocks[..., 192:208].contiguous().view(torch.int8).float()
     return Parts(codes, scale, scale * -32)
+
+
+def _iq4_xs(blocks: Tensor) -> Parts:
+    high = blocks[..., 2:4, None] >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3
+    low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], dim=-1)
+    scale = _halves(blocks, 0, 2).float() * ((low.flatten(-2) | high.flatten(-2) << 4).float() - 32)
+    return Parts(_nonlinear(_nibbles(blocks[..., 8:].unflatten(-1, (8, 16))).flatten(-2)), scale, scale * -128)
+
+
+def _of_32(scale: Tensor) -> Tensor:
+    """The scale of a block of 256 for each 32 of it."""
+    return scale.expand(*scale.shape[:-1], 8)
+
+
+def _tq1_0(blocks: Tensor) -> Parts:
+    """Five digits to the base of 3 in a byte: fractions of 256, whose digits come out by multiplication."""
+    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)[:, None]
+    parts = blocks[..., None, :32] * powers, blocks[..., None, 32:48] * powers, blocks[..., None, 48:52] * powers[:4]
+    digits = torch.cat([part.flatten(-2) for part in parts], dim=-1).short() * 3 >> 8
+    scale = _of_32(_halves(blocks, 52, 54))
+    return Parts(digits.to(torch.uint8), scale, -scale)
+
+
+def _tq2_0(blocks: Tensor) -> Parts:
+    scale = _of_32(_halves(blocks, 64, 66))
+    return Parts(_pairs_of_bits(blocks[..., :64]), scale, -scale)
 
 
 FORMATS: dict[str, tuple[int, int, Callable[[Tensor], Parts]]] = {
@@ -139,6 +214,12 @@ FORMATS: dict[str, tuple[int, int, Callable[[Tensor], Parts]]] = {
     "Q5_1": (24, 8, _q5_1),
     "Q8_0": (34, 8, _q8_0),
     "IQ4_NL": (18, 8, _iq4_nl),
+    "MXFP4": (17, 8, _mxfp4),
+    "TQ1_0": (54, 4, _tq1_0),
+    "TQ2_0": (66, 4, _tq2_0),
+    "Q2_K": (84, 4, _q2_k),
+    "Q3_K": (110, 4, _q3_k),
+    "IQ4_XS": (136, 8, _iq4_xs),
     "Q4_K": (144, 4, _q4_k),
     "Q5_K": (176, 8, _q5_k),
     "Q6_K": (210, 8, _q6_k),

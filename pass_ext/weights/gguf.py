@@ -9,24 +9,25 @@ transformers' own tables give the config, the names and the order of rows.
 
 from __future__ import annotations
 
+import re
 import struct
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from mmap import MADV_DONTNEED
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pass_ext.weights.form import OUTPUTS, form_of
+from pass_ext.weights.experts import PackedExperts, can_be_packed, sizes_of
+from pass_ext.weights.form import OUTPUTS
 from pass_ext.weights.formats import FORMATS, pack_gguf
-from pass_ext.weights.layers import PackedEmbedding, PackedLinear
+from pass_ext.weights.model import empty_model, fill, finished, holder_of, is_lookup, packed_layer
 
 _PIECE = 1 << 19
 """Numbers that are packed at once: what this makes of them stays in the cache."""
@@ -34,23 +35,33 @@ _PIECE = 1 << 19
 
 def stored_model(file: Path, dtype: torch.dtype) -> Any:
     """The model, frozen and in eval mode. dtype: of all that is not packed. ValueError for a file that cannot be read."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     reader = _reader_of(file)
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    with _without_init():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for key, field in reader.fields.items():  # transformers leaves it at its default
+        if key.endswith(".expert_feed_forward_length") and hasattr(config, "moe_intermediate_size"):
+            config.moe_intermediate_size = int(field.parts[field.data[0]][0])
+    model = empty_model(config, dtype)
     names, processor = _tables_of(model, reader)
     table, filled = model.get_input_embeddings(), set[str]()
     whole: dict[str, Any] = {"tensors": {}}  # tensors that the processor makes of several of the file
+    experts = _experts_of(model, reader, names)
+    for place, parts in experts.items():
+        up, down, gate = (_packed_experts(parts[part]) for part in ("up", "down", "gate"))
+        model.set_submodule(place, PackedExperts(model.get_submodule(place), up, down, gate))
+        filled.update(f"{place}.{part}" for part in ("up", "down", "gate"))
+    done = {tensor.name for parts in experts.values() for tensor in parts.values()}
     for tensor in reader.tensors:
+        if tensor.name in done:
+            continue
         name = names.get(tensor.name, "")
-        module = _holder(model, name)
+        module = holder_of(model, name)
         packed = None
-        if type(module) is nn.Linear or (module is table and type(module) is nn.Embedding):
+        if type(module) is nn.Linear or (module is table and is_lookup(module)):
             packed = _packed(tensor, processor, module)
         if packed is not None:
-            layer = _layer_of(module, packed, dtype)
+            layer = packed_layer(module, packed, dtype)
             model.set_submodule(name.removesuffix(".weight"), layer)
             filled.add(name)
             continue
@@ -58,33 +69,9 @@ def stored_model(file: Path, dtype: torch.dtype) -> Any:
             weights=_dense(tensor), name=tensor.name, tensor_key_mapping=names, parsed_parameters=whole
         )
         if made.name in names:
-            filled.add(_fill(model, names[made.name], made.weights))
-    filled.update(_fill(model, name, weights) for name, weights in whole["tensors"].items())
-    _tie(model)
-    missing = [name for name, _ in model.named_parameters() if name not in filled]
-    if missing:
-        raise ValueError(f"{file.name} has no tensors for {', '.join(missing[:5])}{', …' * (len(missing) > 5)}")
-    if any(isinstance(part, (PackedLinear, PackedEmbedding)) for part in model.modules()):
-        model.save_pretrained = _refuse_to_save
-    return model.eval().requires_grad_(False)
-
-
-def formats_of(model: nn.Module) -> dict[str, int]:
-    """The bytes of a model's weights by what they are: "4 bits", "8 bits", or a dtype."""
-    found: Counter[str] = Counter()
-    holders = {parameter: module for module in model.modules() for parameter in module._parameters.values()}
-    for parameter, module in holders.items():
-        if parameter is not None:
-            is_packed = isinstance(module, (PackedLinear, PackedEmbedding)) and parameter is module.weight
-            kind = f"{form_of(parameter).bits} bits" if is_packed else str(parameter.dtype).removeprefix("torch.")
-            found[kind] += parameter.nbytes
-    return dict(found)
-
-
-def _refuse_to_save(*arguments: Any, **options: Any) -> NoReturn:
-    raise ValueError(
-        "a model whose weights are those of a GGUF file is saved as that file: keep it, or load the model with weights='dense'"
-    )
+            filled.add(fill(model, names[made.name], made.weights))
+    filled.update(fill(model, name, weights) for name, weights in whole["tensors"].items())
+    return finished(model, filled, file.name)
 
 
 # ---- the file ----
@@ -184,16 +171,53 @@ def _packed(tensor: Any, processor: Any, module: Any) -> Tensor | None:
         raise ValueError(f"tensor {tensor.name}: {error}") from error
 
 
-def _in_pieces(kind: str, stored: Any, order: Any, width: int) -> Tensor:
+def _in_pieces(kind: str, stored: Any, order: Any, width: int, *, wide: bool = False) -> Tensor:
     """The rows of a tensor in this order, packed. Memory holds what packing needs for a few of them, not for all."""
     rows = max(1, _PIECE // width // OUTPUTS) * OUTPUTS
     groups, packed = -(-len(order) // OUTPUTS), torch.empty(0)
     for first in range(0, len(order), rows):
-        piece = pack_gguf(kind, torch.from_numpy(stored[order[first : first + rows]]))
+        piece = pack_gguf(kind, torch.from_numpy(stored[order[first : first + rows]]), wide=wide)
         packed = piece.new_empty(groups, *piece.shape[1:]) if first == 0 else packed
+        if piece.shape[1:] != packed.shape[1:]:  # its scales need another form
+            return _in_pieces(kind, stored, order, width, wide=True)
         packed[first // OUTPUTS :][: len(piece)] = piece
         stored._mmap.madvise(MADV_DONTNEED)  # else the pages of the file that were read are this process's memory
     return packed
+
+
+_EXPERTS = re.compile(r"(blk\.\d+\.ffn_(gate|up|down)_exps)\.weight")
+
+
+def _experts_of(model: nn.Module, reader: Any, names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The tensors of gates, ups and downs of each module of experts that can be packed, by its name."""
+    found: dict[str, dict[str, Any]] = defaultdict(dict)
+    for tensor in reader.tensors:
+        match = _EXPERTS.fullmatch(tensor.name)
+        name = names.get(match[1]) if match else None
+        if match and name and tensor.tensor_type.name in FORMATS:
+            found[name.rpartition(".")[0]][match[2]] = tensor
+    return {
+        place: parts for place, parts in found.items() if len(parts) == 3 and _fit(model.get_submodule(place), parts)
+    }
+
+
+def _fit(module: Any, parts: Mapping[str, Any]) -> bool:
+    if not can_be_packed(module):
+        return False
+    count, up, features = sizes_of(module)
+    shapes = {part: [int(size) for size in reversed(tensor.shape)] for part, tensor in parts.items()}
+    inner = [count, up // 2, features]
+    return shapes == {"gate": inner, "up": inner, "down": [count, features, up // 2]}
+
+
+def _packed_experts(tensor: Any) -> Tensor:
+    """``[E, out / 16, in / 32, bytes]``."""
+    rows = tensor.data.reshape(-1, tensor.data.shape[-1])
+    try:
+        packed = _in_pieces(tensor.tensor_type.name, rows, np.arange(len(rows)), int(tensor.shape[0]))
+    except ValueError as error:
+        raise ValueError(f"tensor {tensor.name}: {error}") from error
+    return packed.unflatten(0, (len(tensor.data), -1))
 
 
 def _dense(tensor: Any) -> Any:
@@ -203,52 +227,3 @@ def _dense(tensor: Any) -> Any:
         return dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError as error:
         raise ValueError(f"tensor {tensor.name} is {tensor.tensor_type.name}, which is not read: {error}") from error
-
-
-# ---- the model ----
-
-
-def _without_init() -> AbstractContextManager[Any]:
-    """Inside, modules get memory that nobody writes to, which takes none until then."""
-    is_new = find_spec("transformers.initialization") is not None  # transformers 5
-    there = import_module("transformers.initialization" if is_new else "transformers.modeling_utils")
-    context: AbstractContextManager[Any] = there.no_init_weights()
-    return context
-
-
-def _holder(model: nn.Module, name: str) -> nn.Module | None:
-    """The module whose weight is called so; None: there is none."""
-    place, _, kind = name.rpartition(".")
-    try:
-        return model.get_submodule(place) if kind == "weight" else None
-    except AttributeError:
-        return None
-
-
-def _layer_of(module: Any, packed: Tensor, dtype: torch.dtype) -> nn.Module:
-    if isinstance(module, nn.Linear):
-        return PackedLinear(packed, module.out_features, module.bias)
-    return PackedEmbedding(packed, module.num_embeddings, dtype)
-
-
-def _fill(model: nn.Module, name: str, weights: Any) -> str:
-    """Writes the numbers into the parameter or buffer of this name, which it returns."""
-    place, _, own = name.rpartition(".")
-    target = getattr(model.get_submodule(place), own)
-    numbers = torch.from_numpy(np.array(weights)) if isinstance(weights, np.ndarray) else weights
-    if target.shape != numbers.shape:
-        raise ValueError(f"{name} must be {list(target.shape)}, and the file has {list(numbers.shape)}")
-    with torch.no_grad():
-        target.copy_(numbers)
-    return name
-
-
-def _tie(model: Any) -> None:
-    """Gives the output layer the weight of the table of embeddings, where the config says so."""
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not model.config.get_text_config(decoder=True).tie_word_embeddings:
-        return
-    if isinstance(table, PackedEmbedding):
-        model.set_output_embeddings(PackedLinear(table.weight, table.num_embeddings, head.bias))
-    else:
-        head.weight = table.weight

@@ -20,51 +20,65 @@ from pass_ext.weights.form import OUTPUTS, unpack_rows, unpack_weight
 _linear = torch.ops.pass_ext.linear_packed.default
 
 
-class PackedLinear(nn.Module):
+class Packed(nn.Module):
+    """A module whose parameters of uint8 are packed weights. A row of what it computes has the bits that it has alone."""
+
+
+class PackedLinear(Packed):
     """A linear layer with a packed weight, for the CPU.
 
     Args:
         weight: as ``pack_weight`` makes it, or the parameter of another layer, which both then share.
         out_features: its outputs; the weight has blocks of 16.
         bias: ``[out]``.
+        order: ``[in]``: the input that each column of the weight is of; None: its own.
 
     Gradients reach the input, which a frozen layer beneath trained ones needs, not the weight.
     """
 
-    def __init__(self, weight: Tensor, out_features: int, bias: Tensor | None = None) -> None:
+    order: Tensor | None
+
+    def __init__(
+        self, weight: Tensor, out_features: int, bias: Tensor | None = None, order: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = weight.shape[1] * 32, out_features
         self.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.register_buffer("order", order)
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and input.requires_grad:
-            return _Product.apply(input, self.weight, self.bias, self.out_features)
-        return _linear(input, self.weight, self.bias, self.out_features)
+        if self.order is not None:
+            input = input.index_select(-1, self.order)
+        return product(input, self.weight, self.bias, self.out_features)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-class PackedEmbedding(nn.Module):
+class PackedEmbedding(Packed):
     """A table of embeddings with a packed weight.
 
     Args:
         weight: as ``pack_weight`` makes it.
         num_embeddings: its rows.
         dtype: of the embeddings that it gives; ``to`` changes it.
+        scale: what multiplies them, rounded to their dtype; None: nothing.
     """
 
-    def __init__(self, weight: Tensor, num_embeddings: int, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Tensor, num_embeddings: int, dtype: torch.dtype, scale: float | None = None) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, weight.shape[1] * 32
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
+        self.scale = scale
 
     def forward(self, input: Tensor) -> Tensor:
         like: Any = self.like
-        rows = unpack_rows(self.weight, input.flatten())
-        return rows.to(like.dtype).view(*input.shape, self.embedding_dim)
+        rows = unpack_rows(self.weight, input.flatten()).to(like.dtype)
+        if self.scale is not None:
+            rows = rows * torch.tensor(self.scale, dtype=like.dtype)
+        return rows.view(*input.shape, self.embedding_dim)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"
@@ -80,8 +94,15 @@ def table_of(embedding: Any) -> Tensor:
 
 
 def is_whole(layer: PackedLinear) -> bool:
-    """True for a layer whose outputs fill the blocks of its weight."""
-    return layer.out_features % OUTPUTS == 0
+    """True for a layer that its weight alone tells: outputs fill its blocks, and inputs have their own order."""
+    return layer.out_features % OUTPUTS == 0 and layer.order is None
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    """``linear_packed`` with the gradient of its input."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Product.apply(x, weight, bias, outputs)
+    return _linear(x, weight, bias, outputs)
 
 
 class _Product(torch.autograd.Function):

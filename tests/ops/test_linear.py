@@ -209,7 +209,7 @@ def test_bad_input_is_refused_in_words(arguments, message):
 
 # ---- packed weights ----
 
-SIZES = (320, 384, 576, 768)
+SIZES = (320, 384, 512, 576, 640, 768)
 
 
 @pytest.fixture
@@ -292,7 +292,9 @@ def test_a_packed_weight_is_the_numbers_that_it_was_made_of(backend):
     for bits, scales, parts in (
         (4, torch.float16, 1),
         (4, torch.float32, 1),
+        (4, torch.float32, 2),
         (8, torch.float16, 1),
+        (8, torch.float32, 1),
         (8, torch.float32, 2),
     ):
         codes = torch.randint(0, 1 << bits, (21, 96), dtype=torch.uint8)
@@ -340,7 +342,7 @@ PACKED_REFUSALS = [
     ),
     (
         (X.new_zeros(2, 96), PACKED[..., :100].contiguous(), None, 32),
-        r"weight must have 320, 384, 576 or 768 \(bytes of a bl",
+        r"weight must have 320, 384, 512, 576, 640 or 768 \(bytes of a bl",
     ),
     ((X.new_zeros(2, 96), PACKED.transpose(0, 1), None, 48), r"weight must be contiguous"),
     ((X.new_zeros(2, 90), PACKED, None, 32), r"x must have 96 \(in, 32 for each block of weight\) in dimension 1"),

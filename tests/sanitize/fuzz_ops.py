@@ -590,9 +590,7 @@ def linear_rows(draw: Draw):
 def linear_packed(draw: Draw):
     blocks, outs, dtype = draw.pick((1, 1, 3)), draw.pick((1, 16, 33)), draw.pick(FLOATS)
     shape = [draw.size() for _ in range(draw.pick((0, 1, 1, 2)))]
-    bits, scales, each = draw.pick(
-        ((4, torch.float16, 32), (4, torch.float32, 32), (8, torch.float16, 32), (8, torch.float32, 16))
-    )
+    bits, (scales, each) = draw.pick((4, 8)), draw.pick(((torch.float16, 32), (torch.float32, 32), (torch.float32, 16)))
     scale, offset = (draw.floats(outs, 32 // each * blocks, dtype=scales) for _ in range(2))
     codes = torch.randint(0, 1 << bits, (outs, 32 * blocks), generator=draw.torch).to(torch.uint8)
     arguments = draw.damaged(dict(

@@ -26,7 +26,7 @@ BUSHY = Tree([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
 
 def slots_for(model, count=4, seed=0, **more):
     torch.manual_seed(seed)
-    width = model.get_input_embeddings().weight.shape[1]
+    width = model.get_input_embeddings().embedding_dim
     slots = pass_ext.LookaheadEmbedding(count, width, vocabulary=VOCABULARY, **more)
     for parameter in slots.parameters():
         torch.nn.init.normal_(parameter, std=0.5)

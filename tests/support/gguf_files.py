@@ -1,17 +1,52 @@
-"""``write_gguf``: a small model with random weights as a GGUF file."""
+"""``write_gguf``, ``write_gguf_of_experts``: a small model with random weights as a GGUF file."""
 
 import gguf
 import numpy as np
 
-HIDDEN, LAYERS, FFN, VOCABULARY = 32, 2, 64, 258
+HIDDEN, LAYERS, FFN, VOCABULARY, EXPERTS = 32, 2, 64, 258, 4
 
 
 def write_gguf(path, kind="F32", *, tied=False, missing=()):
     """Writes a llama of two small layers with a token per byte, its matrices in this format; returns the path. missing: tensors
     that it leaves out."""
+    matrices = {"token_embd": (VOCABULARY, HIDDEN)} | ({} if tied else {"output": (VOCABULARY, HIDDEN)})
+    vectors = {"output_norm": HIDDEN}
+    for layer in range(LAYERS):
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            matrices[f"blk.{layer}.{name}"] = HIDDEN, HIDDEN
+        matrices |= {f"blk.{layer}.{name}": (FFN, HIDDEN) for name in ("ffn_gate", "ffn_up")}
+        matrices[f"blk.{layer}.ffn_down"] = HIDDEN, FFN
+        vectors |= {f"blk.{layer}.{name}": HIDDEN for name in ("attn_norm", "ffn_norm")}
+    return _write(path, "llama", kind, matrices, vectors, missing, lambda writer: None)
+
+
+def write_gguf_of_experts(path, kind, *, width=768, missing=()):
+    """Writes a qwen3_moe of two small layers in the same way. width: of an expert; transformers knows no other than 768."""
+    heads = HIDDEN // 2
+
+    def more(writer):
+        writer.add_key_length(heads)
+        writer.add_value_length(heads)
+        writer.add_expert_count(EXPERTS)
+        writer.add_expert_used_count(2)
+        writer.add_expert_feed_forward_length(width)
+
+    matrices, vectors = dict.fromkeys(("token_embd", "output"), (VOCABULARY, HIDDEN)), {"output_norm": HIDDEN}
+    for layer in range(LAYERS):
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            matrices[f"blk.{layer}.{name}"] = HIDDEN, HIDDEN
+        matrices |= {f"blk.{layer}.{name}": (EXPERTS, width, HIDDEN) for name in ("ffn_gate_exps", "ffn_up_exps")}
+        matrices[f"blk.{layer}.ffn_down_exps"] = EXPERTS, HIDDEN, width
+        matrices[f"blk.{layer}.ffn_gate_inp"] = EXPERTS, HIDDEN
+        vectors |= {f"blk.{layer}.{name}": HIDDEN for name in ("attn_norm", "ffn_norm")}
+        vectors |= {f"blk.{layer}.{name}": heads for name in ("attn_q_norm", "attn_k_norm")}
+    return _write(path, "qwen3moe", kind, matrices, vectors, missing, more)
+
+
+def _write(path, architecture, kind, matrices, vectors, missing, more):
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
     writer.add_context_length(512)
     writer.add_embedding_length(HIDDEN)
@@ -23,35 +58,22 @@ def write_gguf(path, kind="F32", *, tied=False, missing=()):
     writer.add_rope_dimension_count(HIDDEN // 2)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(VOCABULARY)
+    more(writer)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([*bytes_to_unicode().values(), "ab", "<end>"])
     writer.add_token_types([1] * (VOCABULARY - 1) + [3])
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(VOCABULARY - 1)
     writer.add_eos_token_id(VOCABULARY - 1)
-    random = np.random.default_rng(0)
-
-    def add(name, *shape):
-        numbers, own = (random.standard_normal(shape) / 5).astype(np.float32), gguf.GGMLQuantizationType[kind]
-        if name in missing:
-            return
-        if kind == "F32" or len(shape) == 1:
-            writer.add_tensor(name, numbers)
+    random, own = np.random.default_rng(0), gguf.GGMLQuantizationType[kind]
+    for name, shape in (matrices | vectors).items():
+        numbers = (random.standard_normal(shape) / 5).astype(np.float32)
+        if f"{name}.weight" in missing:
+            continue
+        if kind == "F32" or name in vectors or name.endswith("ffn_gate_inp"):
+            writer.add_tensor(f"{name}.weight", numbers)
         else:
-            writer.add_tensor(name, gguf.quantize(numbers, own), raw_dtype=own)
-
-    add("token_embd.weight", VOCABULARY, HIDDEN)
-    if not tied:
-        add("output.weight", VOCABULARY, HIDDEN)
-    add("output_norm.weight", HIDDEN)
-    for layer in range(LAYERS):
-        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
-            add(f"blk.{layer}.{name}.weight", HIDDEN, HIDDEN)
-        for name in ("ffn_gate", "ffn_up"):
-            add(f"blk.{layer}.{name}.weight", FFN, HIDDEN)
-        add(f"blk.{layer}.ffn_down.weight", HIDDEN, FFN)
-        for name in ("attn_norm", "ffn_norm"):
-            add(f"blk.{layer}.{name}.weight", HIDDEN)
+            writer.add_tensor(f"{name}.weight", gguf.quantize(numbers, own), raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -254,7 +254,9 @@ def packed_weight(device, outputs, width, size):
     head, scales = {
         320: (64, torch.float16),
         384: (128, torch.float32),
+        512: (256, torch.float32),
         576: (64, torch.float16),
+        640: (128, torch.float32),
         768: (256, torch.float32),
     }[size]
     blocks[..., :head].view(scales).copy_(torch.randn(*blocks.shape[:2], head // scales.itemsize) / 8)
@@ -263,9 +265,8 @@ def packed_weight(device, outputs, width, size):
 
 @sample
 def linear_packed(device):
-    for size, dtype in zip(
-        (320, 384, 576, 768), (torch.float32, torch.bfloat16, torch.float16, torch.bfloat16), strict=True
-    ):
+    floats = torch.float32, torch.bfloat16, torch.float16
+    for size, dtype in zip((320, 384, 512, 576, 640, 768), floats * 2, strict=True):
         random = numbers(device, dtype)
         x, weight, bias = random(2, 3, 64), packed_weight(device, 23, 64, size), random(23)
         yield x, weight, None, 23

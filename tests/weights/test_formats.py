@@ -10,17 +10,28 @@ from pass_ext.weights.formats import FORMATS, pack_gguf
 
 gguf = pytest.importorskip("gguf")
 
-SCALES = {"Q6_K": (208, 1), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+SCALES = {
+    "Q6_K": (208, 1),
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q2_K": (80, 2),
+    "Q3_K": (108, 1),
+}
+SCALES |= {"TQ1_0": (52, 1), "TQ2_0": (64, 1), "MXFP4": (0, 0)}
 """Format -> where a block has its float16 numbers, and how many; all other formats have one at the beginning."""
 
 
-def stored(name, rows=37, blocks=6):
+def stored(name, rows=37, blocks=6, exponents=(112, 140)):
     """Random blocks of a format, with scales that are finite."""
     random, size = np.random.default_rng(len(name)), FORMATS[name][0]
     raw = random.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
     place, count = SCALES.get(name, (0, 1))
     scales = random.normal(size=(rows, blocks, count)).astype(np.float16)
     raw[..., place : place + 2 * count] = scales.view(np.uint8)
+    if name == "MXFP4":
+        raw[..., 0] = random.integers(*exponents, (rows, blocks))
     return raw.reshape(rows, -1)
 
 
@@ -29,11 +40,19 @@ def test_a_format_has_the_numbers_that_gguf_reads(name):
     raw = stored(name)
     expected = gguf.dequantize(raw, gguf.GGMLQuantizationType[name])
     packed = pack_gguf(name, torch.from_numpy(raw))
-    assert form_of(packed).bits == (8 if name[1] in "568" or name == "IQ4_NL" else 4)
+    assert form_of(packed).bits == (8 if name[1] in "568" or name in ("IQ4_NL", "IQ4_XS", "MXFP4") else 4)
     assert np.array_equal(unpack_weight(packed, 37).numpy(), expected)
     rows = torch.tensor([36, 0, 15, 16, 16])
     assert np.array_equal(unpack_rows(packed, rows).numpy(), expected[rows.numpy()])
     assert np.array_equal(unpack_weight(packed_rows(packed, rows), 5).numpy(), expected[rows.numpy()])
+
+
+def test_exponents_that_are_no_float16_are_read():
+    raw = stored("MXFP4", exponents=(2, 250))
+    packed = pack_gguf("MXFP4", torch.from_numpy(raw))
+    assert np.array_equal(unpack_weight(packed, 37).numpy(), gguf.dequantize(raw, gguf.GGMLQuantizationType.MXFP4))
+    assert torch.equal(pack_gguf("MXFP4", torch.from_numpy(raw), wide=True), packed)
+    assert form_of(packed).bytes == 640 and form_of(pack_gguf("MXFP4", torch.from_numpy(stored("MXFP4")))).bytes == 576
 
 
 def test_formats_and_scales_that_cannot_be_read_are_refused():
@@ -50,6 +69,10 @@ def test_formats_and_scales_that_cannot_be_read_are_refused():
     raw[3, :2] = torch.tensor([60000.0], dtype=torch.float16).view(torch.uint8)  # -128 of them are no float16
     with pytest.raises(ValueError, match="scales of Q8_0 must be finite"):
         pack_gguf("Q8_0", raw)
+    raw = torch.from_numpy(stored("MXFP4"))
+    raw[3, 0] = 255
+    with pytest.raises(ValueError, match="scales of MXFP4 must be finite"):
+        pack_gguf("MXFP4", raw)
     zero = torch.zeros(16, 18, dtype=torch.uint8)
     assert torch.equal(unpack_weight(pack_gguf("Q4_0", zero), 16), torch.zeros(16, 32)), "scales of 0 are numbers"
 
@@ -60,7 +83,7 @@ def test_formats_and_scales_that_cannot_be_read_are_refused():
         (((2, 33), torch.uint8, (2, 1), torch.float16, 4), "codes must be uint8 .* multiple of 32"),
         (((2, 32), torch.int8, (2, 1), torch.float16, 4), "codes must be uint8"),
         (((2, 32), torch.uint8, (2, 3), torch.float16, 4), "scale and offset must both be"),
-        (((2, 32), torch.uint8, (2, 1), torch.float32, 8), "scale and offset must both be"),
+        (((2, 32), torch.uint8, (2, 2), torch.float16, 8), "scale and offset must both be"),
         (((2, 32), torch.uint8, (2, 1), torch.float16, 5), "scale and offset must both be"),
     ],
 )

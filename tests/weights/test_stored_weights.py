@@ -12,14 +12,17 @@ pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
 import gguf
-from support.gguf_files import VOCABULARY, write_gguf
+from support.gguf_files import VOCABULARY, write_gguf, write_gguf_of_experts
 
 import pass_ext
 from pass_ext.__main__ import main
 from pass_ext.checkpoint import load_checkpoint
 from pass_ext.decoding.models import own_forward
-from pass_ext.weights.gguf import formats_of, read_once
+from pass_ext.layers import unpack_weight
+from pass_ext.weights.experts import PackedExperts
+from pass_ext.weights.gguf import read_once
 from pass_ext.weights.layers import PackedEmbedding, PackedLinear
+from pass_ext.weights.model import formats_of
 
 KINDS = ("Q4_0", "Q4_1", "Q8_0")
 
@@ -65,6 +68,30 @@ def test_the_numbers_are_those_of_the_dense_model(files, kind, tokens):
     assert (head.weight is table.weight) == (kind == "tied")
     assert torch.equal(table(tokens), dense.get_input_embeddings()(tokens))
     assert formats_of(model).keys() == {"float32", "4 bits" if kind.startswith("Q4") else "8 bits"}
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "MXFP4"])
+def test_experts_have_the_numbers_of_the_file(tmp_path, tokens, kind):
+    file = write_gguf_of_experts(tmp_path / "experts.gguf", kind)
+    model, _ = load_checkpoint(file, torch.float32)
+    dense, _ = load_checkpoint(file, torch.float32, weights="dense")
+    experts = {name: part for name, part in model.named_modules() if isinstance(part, PackedExperts)}
+    assert len(experts) == 2 and len(packed_layers(model)) == 2 * 4 + 2
+    for name, part in experts.items():
+        own = dense.get_submodule(name)
+        for expert in range(4):
+            gate, up, down = (unpack_weight(weight[expert], size) for weight, size in
+                              ((part.gate, 768), (part.up, 768), (part.down, 32)))  # fmt: skip
+            assert torch.equal(torch.cat([gate, up]), own.gate_up_proj[expert])
+            assert torch.equal(down, own.down_proj[expert])
+    got, expected = (each(tokens[:, :40]).logits for each in (model, dense))
+    assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
+    plain = pass_ext.generate(model, tokens[:, :30], max_new_tokens=16, eos_token_id=[]).sequences
+    got = pass_ext.generate(model, tokens[:, :30], pass_ext.NGram(), max_new_tokens=16, eos_token_id=[])
+    assert torch.equal(got.sequences, plain)
+    assert sum(formats_of(model).values()) < 0.5 * sum(formats_of(dense).values())
+    other, _ = load_checkpoint(write_gguf_of_experts(tmp_path / "narrow.gguf", kind, width=96))
+    assert other.config.moe_intermediate_size == 96
 
 
 def test_its_layers_run_by_the_layer_ops(model, tokens):

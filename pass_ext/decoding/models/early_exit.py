@@ -185,7 +185,7 @@ def rows_of_head(head: nn.Linear | PackedLinear, vocabulary: Tensor) -> nn.Linea
     """A head for these tokens only, in their order; its weights are a copy."""
     if isinstance(head, PackedLinear):
         bias = None if head.bias is None else head.bias.detach()[vocabulary]
-        return PackedLinear(packed_rows(head.weight, vocabulary), len(vocabulary), bias)
+        return PackedLinear(packed_rows(head.weight, vocabulary), len(vocabulary), bias, head.order)
     fewer = nn.Linear(head.in_features, len(vocabulary), bias=head.bias is not None, device="meta")
     fewer.weight = nn.Parameter(head.weight.detach()[vocabulary], requires_grad=False)
     if head.bias is not None:

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from pass_ext.decoding.models.module_ops import FLOATS
 from pass_ext.ops import linear  # noqa: F401, which registers the op
+from pass_ext.weights.layers import Packed
 
 _linear = torch.ops.pass_ext.linear_rows.default
 _REFUSED = "Session: batch_invariant must be False for this model"
@@ -121,12 +122,12 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 def check_seen(model: Any) -> None:
-    """Refuses a model whose products other libraries compute: with weights that are codes, or of another class than PyTorch's,
-    or with other kernels for experts than PyTorch's."""
+    """Refuses a model whose products other libraries compute: with weights that are codes, but for ours, or of another class
+    than PyTorch's, or with other kernels for experts than PyTorch's."""
     for name, part in model.named_modules() if isinstance(model, nn.Module) else ():
         experts = getattr(getattr(part, "config", None), "_experts_implementation", None)
         reason = None if experts in _EXPERTS else f"computes experts by {experts}"
-        for weight in (*part._parameters.values(), *part._buffers.values()):
+        for weight in () if isinstance(part, Packed) else (*part._parameters.values(), *part._buffers.values()):
             if weight is not None and weight.dim() > 1 and not _are_numbers(weight):
                 reason = f"has a weight of the class {type(weight).__name__} in {weight.dtype}"
         if reason is not None:
