@@ -16,6 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -73,18 +74,23 @@ def of_llama_cpp(file: Path) -> Callable[[list[int]], Tensor]:
     return logits
 
 
+FORMS = {
+    "dense": ("dense", torch.float32),
+    "packed": ("stored", torch.float32),
+    "dense, bfloat16": ("dense", torch.bfloat16),
+    "packed, bfloat16": ("stored", torch.bfloat16),
+}
+"""Name -> weights and dtype of `load_checkpoint`."""
+
+
 def measure(file: Path) -> dict[str, Any]:
     """The perplexities of a file, and how far they are from the dense model's."""
-    model, tokenizer = load_checkpoint(file, torch.float32, weights="dense")
-    pieces = pieces_of(tokenizer)
-    found = {"dense": perplexity(of_transformers(model), pieces)}
-    for dtype in (torch.float32, torch.bfloat16):
-        name = "" if dtype is torch.float32 else ", bfloat16"
-        if dtype is torch.bfloat16:
-            model = load_checkpoint(file, dtype, weights="dense")[0]
-            found[f"dense{name}"] = perplexity(of_transformers(model), pieces)
-        model = load_checkpoint(file, dtype)[0]
-        found[f"packed{name}"] = perplexity(of_transformers(model), pieces)
+    pieces: list[list[int]] = []
+    found: dict[str, float] = {}
+    for name, (weights, dtype) in FORMS.items():
+        model, tokenizer = load_checkpoint(file, dtype, weights=weights)
+        pieces = pieces or pieces_of(tokenizer)
+        found[name] = perplexity(of_transformers(model), pieces)
     if find_spec("llama_cpp"):
         found["llama.cpp"] = perplexity(of_llama_cpp(file), pieces)
     return {
@@ -93,6 +99,10 @@ def measure(file: Path) -> dict[str, Any]:
         "perplexity": {name: round(value, 5) for name, value in found.items()},
         "from dense": {name: f"{value / found['dense'] - 1:+.4%}" for name, value in found.items()},
     }
+
+
+def _others() -> list[str]:
+    return ["transformers", "gguf", *(["llama-cpp-python"] if find_spec("llama_cpp") else [])]
 
 
 def main(files: list[str]) -> None:
@@ -106,7 +116,7 @@ def main(files: list[str]) -> None:
         "date": machine.now(),
         "commit": machine.commit(),
         "machine": machine.describe_cpu(),
-        "versions": machine.describe_versions(),
+        "versions": machine.describe_versions() | {name: metadata.version(name) for name in _others()},
         "files": rows,
     }
     folder = ROOT / "benchmarks" / "results" / machine.device_slug("cpu")

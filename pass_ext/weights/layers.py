@@ -77,7 +77,7 @@ class PackedEmbedding(Packed):
         like: Any = self.like
         rows = unpack_rows(self.weight, input.flatten()).to(like.dtype)
         if self.scale is not None:
-            rows = rows * torch.tensor(self.scale, dtype=like.dtype)
+            rows = rows * like.new_full((), self.scale)
         return rows.view(*input.shape, self.embedding_dim)
 
     def extra_repr(self) -> str:

@@ -164,7 +164,7 @@ def test_what_runs_on_dense_weights_runs_on_packed_ones(model, case):
     case(model)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "gpt_neox"])
+@pytest.mark.parametrize("family", ["gpt_oss", "gpt_neox", "gemma3_text"])
 def test_sessions_that_are_batch_invariant_take_packed_weights(family):
     batch_invariant(model_of(family))
 
