@@ -141,9 +141,9 @@ class Trainer(ABC):
             self.losses.append(total.item())
 
     def _gradients(self) -> list[Tensor]:
-        """One of each parameter, zeros where this rank's share has none."""
+        """One of each parameter that is trained, zeros where this rank's share has none."""
         for parameter in self.module.parameters():
-            if parameter.grad is None:
+            if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
 

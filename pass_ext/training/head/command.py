@@ -44,6 +44,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--weight-decay", type=float, least=0, default=0.0)
     add("--warm-up", type=int, least=0, default=20, help="steps")
     add("--clip", type=float, least=0, default=1.0, help="largest gradient norm")
+    add(
+        "--time-budget",
+        type=float,
+        least=0,
+        default=0,
+        metavar="MINUTES",
+        help="end after so many minutes of steps, at most --steps, the learning rate being zero by then; 0: after --steps",
+    )
+    add(
+        "--step-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the products in training steps; the head's own numbers are float32. bfloat16 is faster where the processor "
+        "has such products (a GPU, AVX-512 BF16, AMX)",
+    )
     shared.add_run_arguments(parser, name="model")
 
 

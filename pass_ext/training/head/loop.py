@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.drafting.heads.eagle3 import Eagle3Head
+from pass_ext.training.common.loss import distillation_loss
 from pass_ext.training.common.ranks import Ranks
 from pass_ext.training.common.steps import Trainer, rate_at
 from pass_ext.training.draft.loop import Hidden
@@ -83,6 +84,8 @@ class HeadSettings:
     warm_up: int
     clip: float
     seed: int
+    step_dtype: str
+    time_budget: float
 
 
 class HeadTrainer(Trainer):
@@ -109,9 +112,10 @@ class HeadTrainer(Trainer):
                 weight_decay=settings.weight_decay,
             ),
             steps=settings.steps,
-            schedule=lambda step: rate_at(step, settings.steps, settings.warm_up),
+            schedule=lambda step: rate_at(step, self.expected_steps(step), settings.warm_up),
             clip=settings.clip,
             ranks=ranks,
+            time_budget=settings.time_budget,
         )
         self.head, self._hidden, self._settings, self._lengths = head, hidden, settings, list(lengths)
         mine = list(self.ranks.share_of(range(len(self._lengths))))
@@ -119,8 +123,9 @@ class HeadTrainer(Trainer):
         self._starts = dict(zip(mine, starts, strict=False))
         """Where this rank's texts begin among its rows."""
         self._embeddings = model.get_input_embeddings()
+        self._dtype = getattr(torch, settings.step_dtype)
         weight = model.get_output_embeddings().weight.detach()
-        self._teacher = weight if head.tokens is None else weight[head.tokens]
+        self._table = weight if head.tokens is None else weight[head.tokens]
         self._long = [text for text, length in enumerate(self._lengths) if length > settings.unroll + 1]
         if not self._long:
             raise SystemExit(f"no training text is longer than --unroll + 1, {settings.unroll + 1} tokens")
@@ -136,9 +141,9 @@ class HeadTrainer(Trainer):
 
     def loss(self, step: int) -> Tensor:
         """The loss of those of one step's windows that this rank has."""
-        settings, head = self._settings, self.head
-        device, total = self._teacher.device, torch.zeros((), device=self._teacher.device)
-        whole = sum(settings.decay**k for k in range(settings.unroll))
+        settings, head, table = self._settings, self.head, self._table
+        device, whole = table.device, sum(settings.decay**k for k in range(settings.unroll))
+        drafted, weights, final, teachers, count = [], [], [], [], 0
         for text, first, end in self.windows(step):
             self.tokens += end - first
             if text not in self._starts:
@@ -146,22 +151,23 @@ class HeadTrainer(Trainer):
             rows = slice(self._starts[text] + first, self._starts[text] + end)
             self.ranks.did("rows", end - first)
             with torch.no_grad():
-                tokens = self._hidden.tokens[rows].long().to(device)
-                embedded = self._embeddings(tokens).float()
+                embedded = self._embeddings(self._hidden.tokens[rows].long().to(device)).float()
             taps = torch.stack([self._hidden.behind[int(tap)][rows] for tap in head.taps], 1).to(device, torch.float32)
-            final = self._hidden.final[rows].to(device, self._teacher.dtype)
-            for k, out in enumerate(passes(head, embedded, taps, settings.unroll), 1):
-                count = len(out)
-                weights = torch.full(
-                    (count,), settings.decay ** (k - 1) / whole / count / settings.batch, device=device
-                )
-                total = total + _divergence(head.lm_head.weight, out, self._teacher, final[k:], weights)
-        return total
-
-
-def _divergence(weight: Tensor, rows: Tensor, teacher: Tensor, final: Tensor, weights: Tensor) -> Tensor:
-    """``sum_j weights[j] · KL(softmax(teacher · final[j]) || softmax(weight · rows[j]))``."""
-    with torch.no_grad():
-        law = (final @ teacher.T).float().log_softmax(-1)
-    drafted = (rows @ weight.T).float().log_softmax(-1)
-    return ((law.exp() * (law - drafted)).sum(-1) * weights).sum()
+            with self.part("passes"), torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
+                drafted += [out.to(table.dtype) for out in passes(head, embedded, taps, settings.unroll)]
+            for k in range(1, settings.unroll + 1):
+                teachers.append(torch.arange(count + k, count + end - first, device=device))
+                weight = settings.decay ** (k - 1) / whole / len(teachers[-1]) / settings.batch
+                weights.append(torch.full((len(teachers[-1]),), weight, device=device))
+            final.append(self._hidden.final[rows].to(device, table.dtype))
+            count += end - first
+        if not drafted:
+            return 0 * head.fc.weight.sum()
+        with self.part("loss"):
+            return distillation_loss(
+                [torch.cat(drafted)],
+                [table],
+                torch.cat(weights),
+                teacher_rows=torch.cat(final),
+                teacher=torch.cat(teachers),
+            )

@@ -24,6 +24,7 @@ from pass_ext.training.draft.loop import document_windows, frequent_tokens
 from pass_ext.training.draft.pipeline import hidden_of
 from pass_ext.training.head.evaluation import evaluate_head
 from pass_ext.training.head.loop import HeadSettings, HeadTrainer
+from pass_ext.training.head.start import begin_linear
 
 
 class TrainedHead:
@@ -72,8 +73,9 @@ def train(run: Run) -> Path:
     if options.vocabulary and options.vocabulary < target.vocabulary:
         every = torch.tensor([token for text in training for token in text])
         vocabulary = frequent_tokens(every, options.vocabulary, target.vocabulary)
-    head = _start(run, target, taps, vocabulary)
-    trainer = HeadTrainer(model, head, hidden, settings, ranks, [len(text) for text in training])
+    head, lengths = _start(run, target, taps, vocabulary), [len(text) for text in training]
+    begin_linear(head, model, hidden, ranks.share_of(lengths), ranks)
+    trainer = HeadTrainer(model, head, hidden, settings, ranks, lengths)
     described = json.dumps([identity, taps, options.vocabulary, options.inner, dataclasses.asdict(settings)])
     digest = hashlib.sha256(described.encode()).hexdigest()
     checkpoint = Checkpoint(run.out / f"head-{digest[:8]}.pt", described)
@@ -86,7 +88,7 @@ def train(run: Run) -> Path:
             result,
             texts.description,
             settings={**dataclasses.asdict(settings), "taps": list(taps)},
-            steps=settings.steps,
+            steps=trainer.step,
             seconds=round(seconds, 1),
             evaluation=evaluation,
         )
@@ -98,7 +100,9 @@ def train(run: Run) -> Path:
 
 
 def _start(run: Run, target: Any, taps: tuple[int, ...], vocabulary: Tensor | None) -> Eagle3Head:
-    """An untrained head in float32, whose final norm and output layer begin as the model's."""
+    """A head in float32 whose output layer is the model's and stays so. Each tapped state has a norm of its own, because states
+    of late layers are many times as large as those of early ones; and there are as many key heads as heads, because an
+    embedding comes in by the values alone."""
     model, text = run.model, run.model.config.get_text_config(decoder=True)
     heads = text.num_attention_heads
     layer = dict(
@@ -107,7 +111,7 @@ def _start(run: Run, target: Any, taps: tuple[int, ...], vocabulary: Tensor | No
         intermediate_size=run.options.inner or text.intermediate_size,
         num_hidden_layers=1,
         num_attention_heads=heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        num_key_value_heads=heads,
         head_dim=getattr(text, "head_dim", None) or target.width // heads,
         vocab_size=target.vocabulary,
         rms_norm_eps=getattr(text, "rms_norm_eps", None) or 1e-6,
@@ -121,7 +125,7 @@ def _start(run: Run, target: Any, taps: tuple[int, ...], vocabulary: Tensor | No
         speculators_model_type="eagle3",
         draft_vocab_size=target.vocabulary if vocabulary is None else len(vocabulary),
         eagle_aux_hidden_state_layer_ids=list(taps),
-        norm_before_residual=True,
+        fc_norm=True,
         target_hidden_size=target.width,
         transformer_layer_config=layer,
         speculators_config=dict(
@@ -140,6 +144,7 @@ def _start(run: Run, target: Any, taps: tuple[int, ...], vocabulary: Tensor | No
             head.t2d = torch.zeros(target.vocabulary, dtype=torch.bool).index_fill_(0, vocabulary, True)
             table = table[vocabulary]
         head.lm_head.weight.copy_(table)
+    head.lm_head.requires_grad_(False)
     return head.to(target.device)
 
 

@@ -15,7 +15,9 @@ from support.heads import PlainEagle3, eagle3_checkpoint
 
 from pass_ext import Plain, generate, load_drafter
 from pass_ext.__main__ import main
-from pass_ext.training.head.loop import passes
+from pass_ext.training.common.ranks import Ranks
+from pass_ext.training.draft.loop import collect_hidden
+from pass_ext.training.head.loop import HeadSettings, HeadTrainer, passes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,6 +58,74 @@ def test_the_passes_of_training_are_the_drafts_of_decoding(tmp_path, settings):
             for j in (0, 3, len(rows) - 1):
                 expected = plain.logits(text[: j + 2], text[j + 2 : j + 1 + k])[plain.tokens]
                 torch.testing.assert_close(head.logits(rows[j]), expected, rtol=1e-4, atol=1e-4)
+
+
+def trainer_of(tmp_path, texts, ranks=None, **settings):
+    """A trainer of a random head on texts, of which the rank has its share, and what it trains on."""
+    target = small_model("llama", num_hidden_layers=4)
+    eagle3_checkpoint(tmp_path, target)
+    head = load_drafter(tmp_path, target).head
+    head.lm_head.weight.copy_(target.get_output_embeddings().weight[head.tokens])
+    head.requires_grad_(True).lm_head.requires_grad_(False)
+    mine = (ranks or Ranks()).share_of(texts)
+    known = dict(
+        steps=4, batch=3, length=8, unroll=2, decay=0.5, learning_rate=0.01, weight_decay=0.0, warm_up=1, clip=1.0
+    )
+    known |= dict(seed=0, step_dtype="float32", time_budget=0.0) | settings
+    hidden = collect_hidden(target, mine, [1, 2, 3])
+    return target, HeadTrainer(target, head, hidden, HeadSettings(**known), ranks, [len(text) for text in texts])
+
+
+TEXTS = [[5, 9, 33, 60, 7, 81, 12, 44, 13, 70, 21, 8], [90, 3, 17, 17, 52, 66, 29, 41, 9], [31, 8, 77, 25, 50, 14]]
+
+
+def test_the_loss_of_a_step_is_the_divergence_of_every_draft(tmp_path):
+    target, trainer = trainer_of(tmp_path, TEXTS)
+    head, table, output = (trainer.head, target.get_input_embeddings().weight, target.get_output_embeddings().weight)
+    expected = 0.0
+    for text, first, end in trainer.windows(0):
+        ids = torch.tensor([TEXTS[text]])
+        with torch.no_grad():
+            states = target(ids, output_hidden_states=True).hidden_states
+            final = states[-1][0, first:end].bfloat16().float()  # as states are kept
+            law = (final @ output[head.tokens].T).log_softmax(-1)
+            taps = torch.stack([states[k][0, first:end] for k in (1, 2, 3)], 1).bfloat16().float()
+            for k, rows in enumerate(passes(head, table[ids[0, first:end]], taps, 2), 1):
+                divergence = (law[k:].exp() * (law[k:] - head.logits(rows).log_softmax(-1))).sum(-1)
+                expected += float(0.5 ** (k - 1) / 1.5 * divergence.mean() / 3)
+    assert trainer.loss(0).item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_products_in_bfloat16_change_the_loss_by_their_rounding(tmp_path):
+    wide, narrow = (
+        trainer_of(tmp_path / name, TEXTS, step_dtype=name)[1].loss(0).item() for name in ("float32", "bfloat16")
+    )
+    assert wide != narrow and narrow == pytest.approx(wide, rel=0.03)
+
+
+def test_a_rank_without_a_window_takes_the_step_of_the_others(tmp_path):
+    _, trainer = trainer_of(tmp_path, TEXTS, Ranks(1, 2), batch=1)
+    step = next(step for step in range(20) if trainer.windows(step)[0][0] != 1)
+    loss = trainer.loss(step)
+    loss.backward()
+    assert loss.item() == 0 and not any(
+        weight.grad.any() for weight in trainer.head.parameters() if weight.grad is not None
+    )
+
+
+def test_the_output_layer_is_the_model_s_and_stays_so(folder, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    trained = load_file(run(folder, tmp_path / "out", "--steps", "3", "--learning-rate", "0.01"))
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokens = trained["d2t"] + torch.arange(len(trained["d2t"]))
+    assert torch.equal(trained["lm_head.weight"], model.get_output_embeddings().weight[tokens])
+
+
+def test_the_steps_end_with_the_minutes(folder, tmp_path):
+    run(folder, tmp_path / "out", "--steps", "100000", "--time-budget", "0.02")
+    record = json.loads((tmp_path / "out/model.json").read_text())
+    assert 0 < record["steps"] == len(record["losses"]) < 100000
 
 
 def test_a_head_is_trained_loaded_and_exact(folder, tmp_path, capsys):
