@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs=3,
         metavar="K",
-        help="the layers whose inputs the head reads; default: 2, half of the model's, and the last but two",
+        help="the layers whose inputs the head reads; default: half of the model's, the last but two, and the last",
     )
     add(
         "--vocabulary",
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, least=1, default=1000)
     add("--batch", type=int, least=1, default=4, help="windows a step")
     add("--length", type=int, least=1, default=256, help="tokens a window")
-    add("--learning-rate", type=float, least=0, default=0.001)
+    add("--learning-rate", type=float, least=0, default=0.002, help="Muon's, as that of AdamW counts")
     add("--weight-decay", type=float, least=0, default=0.0)
     add("--warm-up", type=int, least=0, default=20, help="steps")
     add("--clip", type=float, least=0, default=1.0, help="largest gradient norm")

@@ -1,4 +1,4 @@
-"""The optimisation of an EAGLE-3 head, which learns to draft from its own states.
+"""The optimisation of an EAGLE-3 head, which learns to draft from its own states: Muon on its matrices.
 
     pass 1   row j: the model's states of token j, and token j + 1                -> its state s_1[j]
     pass k   row j: s_{k-1}[j], and token j + k; it sees rows 0 … j of pass 1 and row j of the passes between, as a draft does
@@ -105,11 +105,11 @@ class HeadTrainer(Trainer):
     ) -> None:
         super().__init__(
             head,
-            torch.optim.AdamW(
+            torch.optim.Muon(
                 [weight for weight in head.parameters() if weight.requires_grad],
                 lr=settings.learning_rate,
-                betas=(0.9, 0.95),
                 weight_decay=settings.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
             ),
             steps=settings.steps,
             schedule=lambda step: rate_at(step, self.expected_steps(step), settings.warm_up),

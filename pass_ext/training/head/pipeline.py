@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.drafting.heads.eagle3 import Eagle3Head, default_taps, save_eagle3
+from pass_ext.decoding.drafting.heads.eagle3 import Eagle3Head, save_eagle3
 from pass_ext.decoding.drafting.heads.head import target_facts
 from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.training.common.frozen_model import check_head
@@ -50,8 +50,8 @@ def train(run: Run) -> Path:
     """The path of the safetensors file, beside which config.json, the record, the card and the curve lie."""
     options, model, ranks = run.options, run.model, run.ranks
     target = target_facts(packed_model(model))
-    taps = tuple(options.taps or default_taps(target))
     layers = target.layers or 0
+    taps = tuple(options.taps or (layers // 2, layers - 3, layers - 1))
     if len(set(taps)) != 3 or not 1 <= min(taps) <= max(taps) <= layers:
         raise SystemExit(f"--taps must be three different numbers from 1 to {layers}, the model's layers, got {taps}")
     texts = run.texts()
@@ -100,9 +100,9 @@ def train(run: Run) -> Path:
 
 
 def _start(run: Run, target: Any, taps: tuple[int, ...], vocabulary: Tensor | None) -> Eagle3Head:
-    """A head in float32 whose output layer is the model's and stays so. Each tapped state has a norm of its own, because states
-    of late layers are many times as large as those of early ones; and there are as many key heads as heads, because an
-    embedding comes in by the values alone."""
+    """A head in float32 whose output layer is the model's and stays so, as its norms stay as they begin. Each tapped state has
+    a norm of its own, because states of late layers are many times as large as those of early ones; and there are as many key
+    heads as heads, because an embedding comes in by the values alone."""
     model, text = run.model, run.model.config.get_text_config(decoder=True)
     heads = text.num_attention_heads
     layer = dict(
@@ -144,7 +144,8 @@ def _start(run: Run, target: Any, taps: tuple[int, ...], vocabulary: Tensor | No
             head.t2d = torch.zeros(target.vocabulary, dtype=torch.bool).index_fill_(0, vocabulary, True)
             table = table[vocabulary]
         head.lm_head.weight.copy_(table)
-    head.lm_head.requires_grad_(False)
+    for name, weight in head.named_parameters():
+        weight.requires_grad_(weight.dim() == 2 and name != "lm_head.weight")
     return head.to(target.device)
 
 

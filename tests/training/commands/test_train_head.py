@@ -17,7 +17,8 @@ from pass_ext import Plain, generate, load_drafter
 from pass_ext.__main__ import main
 from pass_ext.training.common.ranks import Ranks
 from pass_ext.training.draft.loop import collect_hidden
-from pass_ext.training.head.loop import HeadSettings, HeadTrainer, passes
+from pass_ext.training.head.loop import HeadSettings, HeadTrainer, PassAttention, passes
+from pass_ext.training.head.start import begin_linear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -111,6 +112,44 @@ def test_a_rank_without_a_window_takes_the_step_of_the_others(tmp_path):
     assert loss.item() == 0 and not any(
         weight.grad.any() for weight in trainer.head.parameters() if weight.grad is not None
     )
+
+
+def test_a_head_begins_as_the_best_linear_one(tmp_path):
+    """Without its MLP the head puts out the least-squares solution of its inputs; with it, it comes nearer to the states."""
+    target = small_model("llama", num_hidden_layers=4)
+    target.model.norm.weight.copy_(torch.rand(target.config.hidden_size) + 0.5)
+    eagle3_checkpoint(tmp_path, target, fc_norm=True, dim=32, key_heads=4)
+    head = load_drafter(tmp_path, target).head
+    for norm in (*head.fc_norm, head.layers[0].input_layernorm, head.layers[0].hidden_norm):
+        norm.weight.fill_(1.0)
+    head.layers[0].post_attention_layernorm.weight.fill_(1.0)
+    chooser = torch.Generator().manual_seed(0)
+    texts = [torch.randperm(97, generator=chooser)[:40].tolist() for _ in range(30)]
+    hidden = collect_hidden(target, texts, [1, 2, 3])
+    begin_linear(head, target, hidden, [40] * len(texts), Ranks())
+
+    def over_rms(x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+    embedded = target.get_input_embeddings()(hidden.tokens.long())
+    taps = torch.stack([hidden.behind[k].float() for k in (1, 2, 3)], 1)
+    before = torch.arange(len(texts) * 40).view(-1, 40)[:, :-1].flatten()
+    x = torch.cat([over_rms(taps[before]).flatten(1), over_rms(embedded[before + 1])], 1)
+    y = hidden.final[before + 1].float() / target.model.norm.weight
+
+    def error():
+        rows = []
+        for begin in range(0, len(hidden.tokens), 40):
+            part = slice(begin, begin + 39)
+            states = head.take(taps[part])
+            rows.append(head(embedded[begin + 1 : begin + 40], states, torch.arange(39), PassAttention())[1])
+        return float((torch.cat(rows) - y).square().mean())
+
+    whole = error()
+    head.layers[0].mlp.down_proj.weight.zero_()
+    best = float((x @ torch.linalg.lstsq(x, y).solution - y).square().mean())
+    assert error() < 1.1 * best < 0.5 * float(y.square().mean()) and whole < 0.95 * error()
+    torch.testing.assert_close(head.norm.weight, target.model.norm.weight)
 
 
 def test_the_output_layer_is_the_model_s_and_stays_so(folder, tmp_path):
