@@ -89,7 +89,8 @@ class HeadSettings:
 
 
 class HeadTrainer(Trainer):
-    """Trains ``head`` in place on ``hidden``, this rank's share of the texts; the model lends its embeddings and output layer.
+    """Trains the matrices of ``head`` in place on ``hidden``, this rank's share of the texts. Norms and the output layer, which
+    is the model's, stay; the model lends its embeddings.
 
     lengths: of all ranks' texts.
     """
@@ -103,6 +104,8 @@ class HeadTrainer(Trainer):
         ranks: Ranks | None = None,
         lengths: Sequence[int] = (),
     ) -> None:
+        for name, weight in head.named_parameters():
+            weight.requires_grad_(weight.dim() == 2 and name != "lm_head.weight")
         super().__init__(
             head,
             torch.optim.Muon(

@@ -100,9 +100,9 @@ def train(run: Run) -> Path:
 
 
 def _start(run: Run, target: Any, taps: tuple[int, ...], vocabulary: Tensor | None) -> Eagle3Head:
-    """A head in float32 whose output layer is the model's and stays so, as its norms stay as they begin. Each tapped state has
-    a norm of its own, because states of late layers are many times as large as those of early ones; and there are as many key
-    heads as heads, because an embedding comes in by the values alone."""
+    """A head in float32 whose output layer is the model's. Each tapped state has a norm of its own, because states of late
+    layers are many times as large as those of early ones; and there are as many key heads as heads, because an embedding comes
+    in by the values alone."""
     model, text = run.model, run.model.config.get_text_config(decoder=True)
     heads = text.num_attention_heads
     layer = dict(
@@ -144,8 +144,6 @@ def _start(run: Run, target: Any, taps: tuple[int, ...], vocabulary: Tensor | No
             head.t2d = torch.zeros(target.vocabulary, dtype=torch.bool).index_fill_(0, vocabulary, True)
             table = table[vocabulary]
         head.lm_head.weight.copy_(table)
-    for name, weight in head.named_parameters():
-        weight.requires_grad_(weight.dim() == 2 and name != "lm_head.weight")
     return head.to(target.device)
 
 

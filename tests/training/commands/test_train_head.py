@@ -67,7 +67,6 @@ def trainer_of(tmp_path, texts, ranks=None, **settings):
     eagle3_checkpoint(tmp_path, target)
     head = load_drafter(tmp_path, target).head
     head.lm_head.weight.copy_(target.get_output_embeddings().weight[head.tokens])
-    head.requires_grad_(True).lm_head.requires_grad_(False)
     mine = (ranks or Ranks()).share_of(texts)
     known = dict(
         steps=4, batch=3, length=8, unroll=2, decay=0.5, learning_rate=0.01, weight_decay=0.0, warm_up=1, clip=1.0
