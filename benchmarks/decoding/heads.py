@@ -33,7 +33,8 @@ LENGTHS = (2, 3, 4)
 
 def texts(path: str) -> list[dict[str, Any]]:
     """A row for each form of the weights, kind and method."""
-    models, methods = {}, {}
+    models: dict[str, Any] = {}
+    methods: dict[str, dict[str, Any]] = {}
     for form in FORMS:
         models[form], tokenizer = load_checkpoint(demo_model(), torch.bfloat16, weights=form)
         head = pass_ext.load_drafter(path, models[form])

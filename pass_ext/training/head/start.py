@@ -35,9 +35,9 @@ def begin_linear(head: Eagle3Head, model: Any, hidden: Hidden, lengths: Sequence
     """Gives the head its first weights. hidden: of this rank's share of the texts. lengths: of the texts of this share."""
     factors = norm_factors(model)
     head.norm.weight.copy_(factors)
-    rows, layer = _Rows(model, head.taps, hidden, lengths, factors), head.layers[0]
+    layer: Any = head.layers[0]
+    rows, mlp = _Rows(model, head.taps, hidden, lengths, factors), layer.mlp
     solved = _least_squares(rows.pairs(), ranks)
-    mlp: Any = layer.mlp
     for product, spread in ((mlp.gate_proj, 2.0), (mlp.up_proj, 1.0)):
         nn.init.normal_(product.weight, std=spread / product.in_features**0.5)
 
