@@ -62,7 +62,8 @@ def _fit_sections(text: Any) -> None:
     """Makes M-RoPE's sections as many as the pairs of a tiny head."""
     rope = getattr(text, "rope_parameters", None) or {}
     pairs = int(16 * rope.get("partial_rotary_factor", 1)) // 2
-    if "mrope_section" in rope and sum(rope["mrope_section"]) != pairs:
+    is_glm = text.model_type.startswith("glm")  # its sections have a default
+    if rope and (is_glm or "mrope_section" in rope) and sum(rope.get("mrope_section", ())) != pairs:
         first, second = pairs // 4, 3 * pairs // 8
         rope["mrope_section"] = [first, second, pairs - first - second]
 

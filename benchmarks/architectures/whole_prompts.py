@@ -123,6 +123,10 @@ def judge(name: str) -> dict[str, Any]:
         line["given"], line["pictures"] = "nothing", f"not tried: no picture of its shapes: {_short(error)}"
         return line
     line["pictures"] = "not tried: no prompt of its shapes" if line["given"] == "nothing" else _outcome(model, inputs)
+    if line["given"] == "rows" and line["pictures"].startswith("not tried"):  # other models take a list, a picture each
+        encoded = inputs["mm_encoder_outputs"]["image"]
+        encoded.pooler_output = (encoded.pooler_output,)
+        line["pictures"] = _outcome(model, inputs)
     return line
 
 

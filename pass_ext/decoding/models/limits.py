@@ -23,6 +23,11 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
     text = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder model; decoder-only models are supported")
+    if name.startswith("kosmos"):
+        raise ValueError(
+            f"{name} counts positions by ids, from its padding token's on, and rows of a tree are embeddings, so pass_ext "
+            "cannot decode this model"
+        )
     inner = unwrapped(model)
     if _has_alibi(inner, text):
         raise ValueError(

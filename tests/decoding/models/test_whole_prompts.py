@@ -373,6 +373,14 @@ def test_bad_prompts_are_refused():
         model.generate(inputs_embeds=embeds, max_new_tokens=2, custom_generate=custom_generate())
 
 
+@pytest.mark.parametrize("name", ["kosmos-2", "kosmos-2.5"])
+def test_models_that_count_positions_by_ids_are_refused(name):
+    """Their texts would be others, also behind text alone."""
+    model = model_of(name)
+    with pytest.raises(ValueError, match="kosmos.* counts positions by ids"):
+        model.generate(input_ids=torch.tensor([BEFORE]), **OPTIONS, custom_generate=custom_generate())
+
+
 def callable_model():
     def model(rows, positions, attend, wanted):
         raise AssertionError
