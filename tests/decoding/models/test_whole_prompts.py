@@ -377,7 +377,7 @@ def test_bad_prompts_are_refused():
 def test_models_that_count_positions_by_ids_are_refused(name):
     """Their texts would be others, also behind text alone."""
     model = model_of(name)
-    with pytest.raises(ValueError, match="kosmos.* counts positions by ids"):
+    with pytest.raises(ValueError, match=r"kosmos.* counts positions by ids"):
         model.generate(input_ids=torch.tensor([BEFORE]), **OPTIONS, custom_generate=custom_generate())
 
 
