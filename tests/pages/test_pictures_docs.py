@@ -1,5 +1,8 @@
 """docs/guide/pictures.md: its block runs, with a real processor and a tiny model, and gives the model's own text."""
 
+import json
+import re
+
 import pytest
 import torch
 from support.code_blocks import blocks_of, run_blocks
@@ -11,10 +14,21 @@ pytest.importorskip("PIL")
 from support.pictures import llava_with_processor, random_picture
 
 import pass_ext
+from benchmarks.architectures import whole_prompts
 
 PAGE = ROOT / "docs/guide/pictures.md"
 
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="an sdist has no docs")
+
+
+def test_the_table_shows_its_result_and_the_page_its_counts():
+    result = json.loads((ROOT / whole_prompts.RESULT).read_text())
+    table = (ROOT / whole_prompts.PAGE).read_text()
+    assert table == whole_prompts.render(result) and "**wrong**" not in table.partition("## ")[2]
+    right, refused, untried = (int(count) for count in re.findall(r"## .*: (\d+)", table))
+    assert f"of {len(result['rows'])} of" in PAGE.read_text()
+    for words in (f"sound in {right},", f"{refused} are refused", f"of {untried}"):
+        assert words in PAGE.read_text().replace("\n", " ")
 
 
 def test_the_block_of_the_page_runs():
