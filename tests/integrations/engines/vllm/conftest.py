@@ -2,8 +2,14 @@
 
 import pytest
 import torch
+from vllm_job import MOST_SECONDS
 
 from pass_ext.checkpoint import demo_model, safetensors_folder
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.add_marker(pytest.mark.timeout(5 * MOST_SECONDS))  # a test may be the first that needs five engines
 
 
 @pytest.fixture(scope="session")

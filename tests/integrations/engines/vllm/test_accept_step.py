@@ -10,12 +10,11 @@ import torch
 from integrations.engines.vllm.small_llama import CYCLE, LAYERS, WIDTH, write_small_llama
 from support.chi_square import chi_square_tail
 from support.paths import ROOT
-from vllm_job import MOST_SECONDS, run_alone
+from vllm_job import run_alone
 
 from pass_ext import LookaheadEmbedding
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.timeout(4 * MOST_SECONDS)  # a test may be the first that needs four engines
 VOCABULARY = 16
 NGRAMS = dict(method="ngram", num_speculative_tokens=4, prompt_lookup_max=2, prompt_lookup_min=1)
 PROMPTS = [[(i + j) % CYCLE + CYCLE * (i % 2) for j in range(6 + i)] * 2 for i in range(8)]

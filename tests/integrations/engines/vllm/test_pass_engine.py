@@ -16,8 +16,6 @@ NEW = 48
 SLOTS = "smollm2-135m-instruct-slots"
 GREEDY = {"temperature": 0.0, "max_tokens": NEW}
 
-pytestmark = pytest.mark.timeout(1200)
-
 
 def with_pass(drafts, slots=SLOTS, **settings):
     model = "pass_ext.integrations.vllm.PaSS"

@@ -12,9 +12,8 @@ from contextlib import suppress
 
 import pytest
 from support.paths import ROOT
-from vllm_job import ENVIRONMENT
+from vllm_job import ENVIRONMENT, MOST_SECONDS
 
-pytestmark = pytest.mark.timeout(900)
 QUESTION = {"model": "model", "temperature": 0, "max_tokens": 40}
 OPTIONS = ["--enforce-eager", "--max-model-len", "512"]
 QUESTION["messages"] = [{"role": "user", "content": "List the planets of the solar system."}]
@@ -39,7 +38,7 @@ def address(tmp_path_factory):
         )
     try:
         address = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 600
+        deadline = time.monotonic() + MOST_SECONDS
         while time.monotonic() < deadline and server.poll() is None:
             with suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5):
                 yield address
@@ -57,7 +56,7 @@ def ask(address, **changes):
         data=json.dumps({**QUESTION, **changes}).encode(),
         headers={"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=300) as answer:
+    with urllib.request.urlopen(request, timeout=MOST_SECONDS) as answer:
         return answer.read().decode()
 
 
@@ -78,7 +77,7 @@ def test_a_streamed_text_is_the_text_and_its_guesses_are_counted(address):
 def test_a_wrong_option_ends_the_server_before_it_loads_a_model():
     ended = subprocess.run(
         [*COMMAND, "--drafts", "9", *OPTIONS],
-        env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=800,
+        env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=MOST_SECONDS,
     )  # fmt: skip
     log = ended.stdout + ended.stderr
     assert ended.returncode != 0 and "EngineCore" not in log and "Loading" not in log

@@ -13,9 +13,6 @@ from vllm_job import run_alone
 
 HERE = Path(__file__).parent
 SOURCE = Path(sys.prefix, "source")
-MOST_SECONDS = 1500
-
-pytestmark = pytest.mark.timeout(MOST_SECONDS + 60)
 
 FILES = {
     "tests/v1/e2e/general/test_min_tokens.py": 14,
@@ -63,7 +60,6 @@ def test_what_fails_is_named(proposer, file, model_folder, tmp_path):
             "PYTHONPATH": os.pathsep.join([str(HERE), os.environ["PYTHONPATH"]]),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # two processes less that import vLLM
         },
-        MOST_SECONDS,
         cwd=SOURCE,
     )
     log = (tmp_path / "log").read_text()
