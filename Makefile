@@ -43,9 +43,9 @@ ENGINE_SOURCES := $(CSRC) $(shell find pass_ext tests/integrations/engines tests
 test-engines: build $(VENV)/.dev .venv-vllm/source/.ready $(ENGINES:%=build/engines/%.begun)
 	@mkdir -p build/metadata
 	@$(BIN)/python setup.py -q dist_info --output-dir build/metadata
-	@for engine in $(ENGINES); do echo "== Tests inside $$engine; stopped, they go on where they were"; \
+	@failed=0; for engine in $(ENGINES); do echo "== Tests inside $$engine; stopped, they go on where they were"; \
 		PYTHONPATH="$(CURDIR):$(CURDIR)/build/metadata" .venv-$$engine/bin/python -m pytest -p no:cacheprovider \
-		--sittings build/engines/$$engine.passed tests/integrations/engines/$$engine $(PYTEST) || exit 1; done
+		--sittings build/engines/$$engine.passed tests/integrations/engines/$$engine $(PYTEST) || failed=1; done; exit $$failed
 
 # What has passed counts until a source changes.
 build/engines/%.begun: .venv-%/.ready $(ENGINE_SOURCES)
