@@ -148,21 +148,22 @@ _HEADS = [
     f"tests/decoding/drafting/test_{name}.py"
     for name in ("heads", "dflash", "dflash_laws", "eagle3", "eagle3_laws", "load_drafter", "mtp", "assistant")
 ]
-_FORMATS, _STORED = "tests/weights/test_formats.py", "tests/weights/test_stored_weights.py"
-# Name in pass_ext/weights/ -> the tests.
-_WEIGHTS = {
-    "form": [_FORMATS, "tests/ops/layer/test_packed_weights.py"],
-    "formats": [_FORMATS, _STORED],
-    "gguf": [_STORED],
-    "layers": [_STORED],
-}
+_WEIGHTS = [
+    *(
+        f"tests/weights/test_{name}.py"
+        for name in ("formats", "stored_weights", "quantised_folders", "packed_contract")
+    ),
+    "tests/ops/layer/test_packed_weights.py",
+]
 
-# Path below pass_ext/decoding/ -> the tests. A new file of heads/ needs no line.
+# Path below pass_ext/decoding/ -> the tests. A new file of heads/ needs no line, nor does one of pass_ext/weights/.
 _PYTHON: dict[str, list[str]] = {
     "models/shadow": ["tests/decoding/models/test_model_meanwhile.py", "tests/decoding/models/test_layer_adapters.py"],
     **{
         f"drafting/heads/{file.stem}": _HEADS for file in sorted(ROOT.glob("pass_ext/decoding/drafting/heads/[!_]*.py"))
     },
+    "models/cache": ["tests/integrations/transformers/test_transformers_cache.py"],
+    "models/whole_prompts": ["tests/decoding/models/test_whole_prompts.py"],
     "models/taps": ["tests/decoding/drafting/test_taps.py", _HEADS[0]],
     "session/text_states": ["tests/decoding/drafting/test_taps.py", _HEADS[0]],
     "models/limits": ["tests/decoding/models/test_decoded_models.py", "tests/decoding/models/test_adapted_models.py"],
@@ -296,7 +297,7 @@ _PYTHON: dict[str, list[str]] = {
 
 TARGETS = {f"csrc/{name}": sources_and_tests for name, sources_and_tests in _CPP.items()}
 TARGETS |= {f"pass_ext/decoding/{name}.py": ([], tests) for name, tests in _PYTHON.items()}
-TARGETS |= {f"pass_ext/weights/{name}.py": ([], tests) for name, tests in _WEIGHTS.items()}
+TARGETS |= {f"pass_ext/weights/{file.name}": ([], _WEIGHTS) for file in sorted(ROOT.glob("pass_ext/weights/[!_]*.py"))}
 # Files without tests here: they choose among instruction sets, need a GPU or hold no code.
 LEFT_OUT = ["csrc/core/platform.h", "csrc/core/grid.h"]
 LEFT_OUT += [f"csrc/cpu/{name}" for name in ("isa.h", "isa.cpp", "each_isa.h", "buffer.h", "old_linux.cpp")]
