@@ -1,7 +1,7 @@
-"""The numbers of docs/performance.md, four of them and the picture in README.md, and the runs that measured them, from
-benchmarks/results/.
+"""The numbers of docs/performance.md, some of them and the picture in README.md, those of docs/guide/quantised.md, and the runs
+that measured them, from benchmarks/results/.
 
-`python -m tools.performance` writes the tables into both pages; `--check` writes nothing and fails where a page shows others.
+`python -m tools.performance` writes the tables into these pages; `--check` writes nothing and fails where a page shows others.
 """
 
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.contenders.roster import LLAMA
 from benchmarks.contenders.summary import counted, lines, llama_of, ratios_of
 from benchmarks.contenders.workers import names
 from benchmarks.harness.markdown import has_part, replace_part, table
@@ -19,7 +20,7 @@ from benchmarks.pages.gpu_status import claims, content_hash, kernel_files, read
 from tools.command import run
 
 NAME = "tools.performance"
-PAGE, README = Path("docs/performance.md"), Path("README.md")
+PAGE, README, QUANTISED = Path("docs/performance.md"), Path("README.md"), Path("docs/guide/quantised.md")
 RESULTS = Path("benchmarks/results/cpu-intel-xeon-processor")
 COMMANDS = {
     "ops/accept.json": "python -m benchmarks.ops.accept",
@@ -29,6 +30,8 @@ COMMANDS = {
     "acceptance.json": "python -m benchmarks.pages.acceptance",
 }
 CONTENDERS, RACE = "contenders.json", "python -m benchmarks.contenders --vllm-python PYTHON"
+STORED_RACE, RACE_STORED = "stored-contenders.json", "python -m benchmarks.contenders.stored"
+STORED, MEASURE_STORED = "stored-weights.json", "python -m benchmarks.decoding.stored_weights"
 GPU_COMMANDS = {
     "large-model.json": "python -m benchmarks.gpu.large_model",
     "kernel-time.json": "python -m benchmarks.kernel_time.on_gpu",
@@ -144,6 +147,86 @@ def contender_numbers(file: Path, result: Result, *, only_fastest: bool = False)
     return shown
 
 
+def stored_numbers(root: Path) -> list[Number]:
+    """Tokens per second with the file's own bits, beside the fastest of llama.cpp's formats and builds; without a run, none."""
+    run = newest(root, STORED_RACE)
+    if run is None:
+        return []
+    file, result = run
+    rows, processor = counted(result), result["machine"]["cpu"]["model"]
+    speeds = {line["contender"]: line["tokens_per_second"][0] for line in lines(rows)}
+    theirs = max(
+        (name for name in speeds if name.startswith(LLAMA)), key=lambda name: speeds[name], default="llama.cpp"
+    )
+    shown = []
+    for name in (names.PLAIN, names.ADAPTED):
+        ours, other = (found(file.name, speeds, contender) for contender in (name, theirs))
+        ratios = ratios_of(rows, name, theirs)
+        what = f"`generate`, {name}, the file's own bits, {processor}"
+        ratio = f"{median(ratios):.2f} × ({min(ratios):.2f}–{max(ratios):.2f})"
+        shown.append(Number(what, f"{ours:.1f} tokens/s", f"{other:.1f} tokens/s, {theirs}, its fastest", ratio, file))
+    return shown
+
+
+def quantised_text(root: Path) -> str:
+    """The part of docs/guide/quantised.md: whole texts beside llama.cpp, texts and loading beside bfloat16, products."""
+    parts, run = [], newest(root, STORED_RACE)
+    if run is not None:
+        file, result = run
+        race = [[line["contender"], f"{line['tokens_per_second'][0]:.1f}"] for line in lines(counted(result))]
+        settings, rounds = result["settings"], len({row["round"] for row in counted(result)})
+        words = (
+            f"{settings['model']}, greedy, {settings['length']} tokens a text, {rounds} rounds in turn on {place_of(result)}: "
+            f"pass_ext with the file's own bits or in bfloat16, llama.cpp with the file that its line names. In these rounds "
+            f"other programs took at most {settings['most_others']:.0%} of the cores."
+        )
+        parts += [words, "", *table(["", "tokens/s"], race, left=1), "", run_sentence(file, RACE_STORED, result), ""]
+    run = newest(root, STORED)
+    if run is None:
+        raise Missing(f"there is no benchmarks/results/*/{STORED}")
+    file, result = run
+    loads = {(row["weights"], row["kept conversion"]): row for row in result["load"]}
+    speeds = {row["weights"]: row["tokens/s"] for row in result["texts"]}
+    kinds = ("stored", ""), ("dense", "no"), ("dense", "yes")
+    of_loads = [
+        [what, *(f"{loads[kind][key]:{form}}" for kind in kinds)]
+        for what, key, form in (("load, seconds", "seconds", ".1f"), ("most memory, MB", "megabytes", ",d"))
+    ]
+    of_texts = [
+        [f"{name}, tokens/s", *(f"{speeds[kind][name]:,.1f}" for kind in ("stored", "dense")), ""]
+        for name in speeds["stored"]
+    ]
+    heads = ["", "the file's own bits", "bfloat16", "bfloat16, its conversion kept"]
+    products = [
+        [row["weight"], str(row["rows"]), *(f"{milliseconds:.2f}" for milliseconds in row["ms"].values())]
+        for row in result["products"]
+    ]
+    parts += [
+        f"The same file beside its conversion to bfloat16, on {place_of(result)}:",
+        "",
+        *table(heads, of_texts + of_loads, left=1),
+        "",
+        "Milliseconds of products with 134 million weights, which no cache holds:",
+        "",
+        *table(["weight", "rows", *result["products"][0]["ms"]], products, left=1),
+        "",
+        run_sentence(file, MEASURE_STORED, result),
+    ]
+    return "\n".join(parts)
+
+
+def place_of(result: Result) -> str:
+    """The machine of a result on the CPU."""
+    machine = result["machine"]
+    cpu = machine.get("cpu", machine)
+    return f"{cpu['cores']} cores of an {cpu['model']}"
+
+
+def run_sentence(file: Path, command: str, result: Result) -> str:
+    """What measured a table, and when."""
+    return f"`{command}`, {result['date'][:10]}, commit {result['commit']}: [{file.name}](../../{file.as_posix()})."
+
+
 def acceptance_number(result: Result) -> Number:
     """Mean accepted drafts per step of the exact rule that accepts most of a tree, and of the usual rule."""
     means = {(row["shape"], row["rule"], row["drafts"]): row["mean_accepted"] for row in result["rows"]}
@@ -244,6 +327,7 @@ def numbers(root: Path) -> list[Number]:
         acceptance_number(results["acceptance.json"]),
         kernel_code_number(kernel_code(root)),
         *gpu_numbers(root),
+        *stored_numbers(root),
     ]
 
 
@@ -313,6 +397,8 @@ def text(root: Path) -> str:
     runs += [run_cells(RESULTS / name, command, results[name]) for name, command in COMMANDS.items()]
     runs.append(run_cells(KERNEL_CODE, MEASURE_KERNEL_CODE, kernel_code(root)))
     runs += [run_cells(file, GPU_COMMANDS[name], result) for name, (file, result) in gpu_results(root).items()]
+    if (race_of_stored := newest(root, STORED_RACE)) is not None:
+        runs.append(run_cells(race_of_stored[0], RACE_STORED, race_of_stored[1]))
     heads = ["", "", "pass_ext", "baseline", "ratio", "result"]
     aims = aims_sentence({str(race): result for race, result in raced.items()} | results)
     parts = [gpu_sentence(root), "", *table(heads, shown, left=6), "", row_notes(of_page), "", aims, ""]
@@ -320,15 +406,16 @@ def text(root: Path) -> str:
 
 
 def readme_text(root: Path) -> str:
-    """The part of README.md: the newest race, four rows and its picture."""
+    """The part of README.md: the file's own bits, the newest race in bfloat16, and its picture."""
     file, result = next(iter(races(root).items()))
-    shown = [n for n in contender_numbers(file, result) if f", {names.PASS}, " not in n.what or names.ADAPTED in n.what]
+    dense = [n for n in contender_numbers(file, result) if f", {names.PASS}, " not in n.what or names.ADAPTED in n.what]
+    shown = [*stored_numbers(root), *dense]
     rows = [[number.what, number.ours, number.other, number.ratio] for number in shown]
     picture = f"![Tokens per second of whole texts, and the parts of a step]({file.with_suffix('.svg').as_posix()})"
     return "\n".join([*table(["", "pass_ext", "baseline", "ratio"], rows, left=4), "", picture])
 
 
-PARTS = {PAGE: text, README: readme_text}
+PARTS = {PAGE: text, README: readme_text, QUANTISED: quantised_text}
 
 
 def check(root: Path) -> str | None:

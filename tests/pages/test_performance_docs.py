@@ -18,7 +18,7 @@ def tree(tmp_path):
     """A copy of everything that the page is made of."""
     for path in (ROOT / "csrc", ROOT / "benchmarks/results"):
         shutil.copytree(path, tmp_path / path.relative_to(ROOT))
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/guide").mkdir(parents=True)
     for page in performance.PARTS:
         shutil.copy(ROOT / page, tmp_path / page)
     assert performance.check(tmp_path) is None
@@ -86,11 +86,41 @@ def test_numbers_by_other_code():
     assert shown["14"][4] == f"{times['transformers'] / times['pass_ext, Plain']:.1f} ×"
 
 
+def test_the_files_own_bits_are_shown_beside_the_fastest_of_llama_cpp(tree):
+    path = next(tree.glob("benchmarks/results/*/contenders.json"))
+    race = json.loads(path.read_text()) | {"date": "2999-01-01", "rows": []}
+    race["settings"]["most_others"] = 0.2
+    speeds = {
+        "Plain": 200,
+        "PaSS, adapters": 300,
+        "Plain, bfloat16": 100,
+        "llama.cpp, Q4_1": 90,
+        "llama.cpp, Q4_0": 150,
+    }
+    for name, speed in speeds.items():
+        for round, factor in ((0, 1.0), (1, 1.0), (2, 9.0)):
+            row = {"round": round, "contender": name, "tokens": 100, "calls": 50, "seconds": 100 / speed / factor}
+            row |= {"others": 0.1 if round < 2 else 0.3, "differs_at": None, "differs_from_float32_at": None}
+            race["rows"].append(row)
+    (path.parent / "stored-contenders.json").write_text(json.dumps(race))
+    plain, slots = performance.numbers(tree)[-2:]
+    assert (plain.ours, plain.ratio) == ("200.0 tokens/s", "1.33 × (1.33–1.33)")
+    assert (slots.ours, slots.ratio) == ("300.0 tokens/s", "2.00 × (2.00–2.00)")
+    assert plain.other == slots.other == "150.0 tokens/s, llama.cpp, Q4_0, its fastest"
+    performance.write(tree)
+    assert performance.check(tree) is None
+    assert plain.what in (tree / "README.md").read_text()
+    guide = (tree / performance.QUANTISED).read_text()
+    assert "| PaSS, adapters | 300.0 |" in guide and "at most 20% of the cores" in guide
+
+
 def test_without_a_run_on_a_gpu_its_numbers_are_left_out(tree):
     for path in tree.glob("benchmarks/results/nvidia-*/*.json"):
         path.unlink()
     performance.write(tree)
-    assert "NVIDIA H100" not in (tree / performance.PAGE).read_text() and len(performance.numbers(tree)) == 13
+    assert "NVIDIA H100" not in (tree / performance.PAGE).read_text() and len(performance.numbers(tree)) == 13 + len(
+        performance.stored_numbers(tree)
+    )
 
 
 def test_trained_slots_on_a_gpu_are_shown_by_texts_that_do_not_loop(tree):
@@ -101,7 +131,7 @@ def test_trained_slots_on_a_gpu_are_shown_by_texts_that_do_not_loop(tree):
             run = {"contender": name, "looping": looping, "tokens": 100, "seconds": 0.001 if looping else seconds}
             result["runs"].append(run)
     (large.parent / "trained-slots.json").write_text(json.dumps(result))
-    number = performance.numbers(tree)[-1]
+    number = performance.gpu_numbers(tree)[-1]
     assert (number.ours, number.ratio) == ("50.0 tokens/s", "4.0 ×")
     assert number.other.startswith("12.5 tokens/s") and number.other.endswith("Plain 25.0")
     assert ", 2 texts that do not loop" in number.what
@@ -109,9 +139,9 @@ def test_trained_slots_on_a_gpu_are_shown_by_texts_that_do_not_loop(tree):
 
 @pytest.mark.parametrize("name", performance.PARTS, ids=str)
 def test_a_number_typed_by_hand_is_found(tree, name):
-    page = tree / name
-    number = rows_of_page(tree, 6)[0][2]
-    page.write_text(page.read_text().replace(number, f"9{number}", 1))
+    page, part = tree / name, performance.PARTS[name](tree)
+    number = re.search(r"\d+\.\d", part)[0]
+    page.write_text(page.read_text().replace(part, part.replace(number, f"9{number}", 1)))
     assert performance.check(tree) == f"{name} must show the results"
     performance.write(tree)
     assert page.read_text() == (ROOT / name).read_text()
