@@ -4,8 +4,8 @@ bfloat16 ("dense").
     tokens a call    of greedy texts, by kind
     tokens/s         prompts included: medians of the rounds, methods and weights in turn
 
-`python -m benchmarks.decoding.heads FOLDER` reads the head's checkpoint there and keeps the result in heads.json of the
-machine's folder of results.
+`python -m benchmarks.decoding.trained_head FOLDER` reads the head's checkpoint there and keeps the result in trained-head.json
+of the machine's folder of results.
 """
 
 from __future__ import annotations
@@ -87,6 +87,6 @@ if __name__ == "__main__":
         "versions": machine.describe_versions(),
         "texts": texts(sys.argv[1]),
     }
-    (folder / "heads.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / "trained-head.json").write_text(json.dumps(result, indent=1) + "\n")
     for row in result["texts"]:
         print(json.dumps(row))
