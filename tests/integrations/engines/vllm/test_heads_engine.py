@@ -5,7 +5,6 @@ A drafter that is slightly wrong still writes the right text; only the number of
 
 from dataclasses import replace
 
-import pytest
 import torch
 from support.heads import PlainEagle3, eagle3_checkpoint, learn
 from support.small_models import small_model
@@ -15,8 +14,6 @@ import pass_ext
 from pass_ext.decoding.drafting.heads.eagle3 import save_eagle3
 
 NEW, LENGTH, PROMPTS = 40, 3, 4
-
-pytestmark = pytest.mark.timeout(1200)
 
 
 def test_vllm_drafts_with_a_saved_head_as_often_right(tmp_path):
