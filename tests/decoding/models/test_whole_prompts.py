@@ -43,7 +43,7 @@ from pass_ext.decoding.drafting.draft_calls import DraftCalls  # noqa: E402
 from pass_ext.decoding.drafting.drafter import Drafter  # noqa: E402
 from pass_ext.decoding.drafting.from_ngrams import NGramDrafter  # noqa: E402
 from pass_ext.decoding.models.whole_prompts import WholePrompts  # noqa: E402
-from pass_ext.drafting import Proposal  # noqa: E402
+from pass_ext.drafting import Candidates, Proposal  # noqa: E402
 
 if Version(transformers.__version__) < Version("5.24"):
     pytest.skip("configs of earlier versions have other fields to make tiny", allow_module_level=True)
@@ -254,6 +254,42 @@ def test_log_probabilities_grammars_and_stored_keys(name):
             given = {name: value for name, value in more.items() if name != "session"}
             texts.append(generate(model, inputs["input_ids"], method, session=session, **options, **given).sequences)
         assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
+
+
+class Knowing(Drafter):
+    """Drafts what the text will be."""
+
+    max_depth = 5
+
+    def __init__(self, text):
+        self.text = text.tolist()
+
+    def drafters(self, context):
+        return [self]
+
+    def propose(self, batch):
+        (text,) = batch.texts
+        chain = self.text[len(text) : len(text) + min(batch.levels[0], self.max_depth)]
+        return Proposal([Candidates.from_chains([chain]) if chain else None])
+
+
+def test_states_behind_a_picture_are_those_where_the_text_ended(monkeypatch):
+    """A step that was right went beyond the end token: what came of it is read again, and the picture is not."""
+    model = model_of("qwen3_5")
+    inputs = prompts(model, [*BEFORE, PICTURE, *BEHIND])
+    own, columns = own_text(model, inputs, eos_token_id=None), inputs["input_ids"].shape[1]
+    end = next(place for place in range(columns + 2, columns + 6) if own[0, place] not in own[0, columns:place])
+    forget, dropped = Session.forget, []
+    monkeypatch.setattr(Session, "forget", lambda self, requests: dropped.append(requests) or forget(self, requests))
+    sessions = Session(model), Session(model)
+    options = dict(prompt=inputs, max_new_tokens=12, eos_token_id=int(own[0, end]))
+    for session, method in zip(sessions, (Plain(), Knowing(own[0])), strict=True):
+        text = generate(model, inputs["input_ids"], method, session=session, **options).sequences
+        assert torch.equal(text, own[:, : end + 1])
+    assert dropped == [[0]], "no step went beyond the end"
+    assert torch.equal(*(session.prefix_lens for session in sessions))
+    for plain, drafted in zip(*(session.states for session in sessions), strict=True):
+        torch.testing.assert_close(drafted, plain, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", SOUNDING)
