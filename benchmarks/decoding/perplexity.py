@@ -6,8 +6,8 @@ The text is the prompts of benchmarks, prose and held-out code (`prompts.py`). "
 in float32, "packed" the stored weights with float32 around them; both again in bfloat16, as `load_checkpoint` gives them; and
 "llama.cpp", where llama-cpp-python is installed, its own run of the file.
 
-`python -m benchmarks.decoding.perplexity [FILE.gguf ...]` keeps the result in perplexity.json of the machine's folder of
-results; without files it takes SmolLM2's.
+`python -m benchmarks.decoding.perplexity [FILE.gguf ...]` keeps the results in perplexity-*.json of the machine's folder
+of results; without files it takes SmolLM2's.
 """
 
 from __future__ import annotations
@@ -101,26 +101,21 @@ def measure(file: Path) -> dict[str, Any]:
     }
 
 
-def _others() -> list[str]:
-    return ["transformers", "gguf", *(["llama-cpp-python"] if find_spec("llama_cpp") else [])]
-
-
 def main(files: list[str]) -> None:
-    """Measures these files, or the demo's, and keeps the result."""
+    """Measures these files, or the demo's, and keeps a result of each."""
     torch.manual_seed(0)
-    rows = []
+    others = ["transformers", "gguf", *(["llama-cpp-python"] if find_spec("llama_cpp") else [])]
     for file in map(Path, files or [str(demo_model())]):
-        rows.append(measure(file))
-        print(json.dumps(rows[-1]), flush=True)
-    result = {
-        "date": machine.now(),
-        "commit": machine.commit(),
-        "machine": machine.describe_cpu(),
-        "versions": machine.describe_versions() | {name: metadata.version(name) for name in _others()},
-        "files": rows,
-    }
-    folder = ROOT / "benchmarks" / "results" / machine.device_slug("cpu")
-    (folder / "perplexity.json").write_text(json.dumps(result, indent=1) + "\n")
+        result = {
+            "date": machine.now(),
+            "commit": machine.commit(),
+            "machine": machine.describe_cpu(),
+            "versions": machine.describe_versions() | {name: metadata.version(name) for name in others},
+            **measure(file),
+        }
+        print(json.dumps(result, indent=1), flush=True)
+        folder = ROOT / "benchmarks" / "results" / machine.device_slug("cpu")
+        (folder / f"perplexity-{machine.slug(file.stem)}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
