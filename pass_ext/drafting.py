@@ -6,6 +6,7 @@
 from pass_ext.decoding.drafting.candidates import Batch, Candidates, Proposal
 from pass_ext.decoding.drafting.drafter import DraftContext, DraftingMethod
 from pass_ext.decoding.drafting.drafting import drafters_of
+from pass_ext.decoding.drafting.heads.keep_mtp import keep_mtp
 from pass_ext.decoding.methods import Assistant, DFlash, Eagle3, Mtp
 from pass_ext.decoding.planning.calibration import calibrate
 from pass_ext.decoding.planning.plan import plan
@@ -32,6 +33,7 @@ __all__ = [
     "SyntheticAcceptance",
     "calibrate",
     "drafters_of",
+    "keep_mtp",
     "plan",
     "recall_scores",
 ]

@@ -101,6 +101,8 @@ class ModelDrafter(Drafter):
             max(0, min(most, self.tree.max_depth, self._draft.most_positions - len(text)))
             for most, text in zip(levels, self._texts, strict=True)
         ]
+        if not any(depths):
+            return Proposal([None] * len(depths))
         nodes = self.tree.num_nodes
         tokens = torch.full((len(depths), nodes + 1), -1, device=self._device)
         draft_rows = [[-1] * nodes for _ in depths]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.arguments import instance, whole_number
+from pass_ext.decoding.methods import Assistant, DFlash, HeadMethod
 from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.session.session import Session
@@ -48,6 +49,11 @@ def calibrate(
     """
     whole_number("ranks", ranks)
     whole_number("levels", levels)
+    if isinstance(draft_model, HeadMethod | DFlash | Assistant):
+        raise TypeError(
+            f"calibrate: draft_model must be a model, got {type(draft_model).__name__}: a head drafts from the model's states. "
+            "Its hit rates follow from stats.acceptance_rate_per_position of texts with a chain: each by the one in front of it"
+        )
     target, draft = packed_model(model), packed_model(draft_model)
     prompts = _checked(texts, prompt_lengths, min(target.table.shape[0], draft.table.shape[0]))
     right = _map_rows(target, texts, lambda logits, text, rows: logits.argmax(-1).cpu())

@@ -7,8 +7,11 @@ REMEMBERED = 8
 """Steps of a kind whose median counts: two slow ones among them change nothing."""
 REMEMBERED_OF_ROWS = 3
 """The same for one number of rows, beside all steps: times are no straight line between the measured numbers."""
+FEWEST_PLAIN = 2
+"""Plain steps that tell something: of one alone nobody knows whether it was a slow one, beside which drafting looks cheap."""
 FEWEST_DRAFTED = 4
-"""Drafted steps that tell something, where plain ones are known: the first ones are slow, for memory is allocated."""
+"""Drafted steps whose median tells something, where plain ones are known. Of fewer the fastest does, for the first are slow:
+memory is allocated."""
 OLDEST = 20.0
 """Seconds after which a step is forgotten: the machine may be busy or idle meanwhile, and what looked dear is tried again."""
 
@@ -16,11 +19,11 @@ OLDEST = 20.0
 
 MOST_LOST = 3.0
 """Plain steps' time that drafting may lose before it pauses: by chance alone, good drafts lose it once in hundreds of steps."""
-FIRST_PAUSE = 48
-"""Plain steps of a pause, twice as many after each trial in a row that lost: so 256 tokens hold three trials at most, and wrong
-drafts cost 5 %."""
-UNCOMPARED = 2
-"""Drafted steps before a plain one is timed, where none was lately: without it nothing tells what drafting gains."""
+PAUSED = 24
+"""Plain steps of a pause for each that was lost, twice as many after each trial in a row that lost: so 256 tokens hold three
+trials at most, two where a drafted step takes as long as three plain ones, and wrong drafts cost 5 %."""
+UNCOMPARED = 1
+"""Drafted steps before a plain one is timed, where too few were lately: without these nothing tells what drafting gains."""
 
 # ---- the price of a row (pace.py) ----
 

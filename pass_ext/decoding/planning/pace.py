@@ -1,19 +1,19 @@
 """``Pace``: whether the next step of a batch drafts, and the price of its rows.
 
     lost    seconds of a drafted step / those of a plain one - its tokens / those of a plain one; gains only make good losses
-    pause   once 3 plain steps are lost: 48 plain steps, and twice as many after each trial in a row that lost
+    pause   once 3 plain steps or more are lost: 24 plain steps for each, and twice as many after each trial in a row that lost
     price   of n rows of each request: their seconds, in tokens at the speed of the last steps
 
 So drafts that are never right cost 5 % of a text of 256 tokens. Where no plain step was timed lately, one stands between
-drafted ones, for comparison.
+drafted ones, for comparison. The seconds of the first drafted step tell nothing: in it a head reads the prompt.
 """
 
 from __future__ import annotations
 
 from pass_ext.decoding.planning.constants import (
-    FIRST_PAUSE,
     KEPT,
     MOST_LOST,
+    PAUSED,
     PLANNED_STEPS,
     PRICED_EVERY,
     UNCOMPARED,
@@ -32,7 +32,8 @@ class Pace:
     def __init__(self, clock: StepClock, tokens: float, seconds: float) -> None:
         self.clock = clock
         self._tokens, self._seconds = PLANNED_STEPS * tokens, PLANNED_STEPS * seconds
-        self._lost, self._pause, self._left = 0.0, FIRST_PAUSE, 0
+        self._lost, self._paused, self._left = 0.0, PAUSED, 0
+        self._has_drafted = False
         self._drafted = 0  # steps since the last plain one
         self._steps, self._plain_tokens = 0, 1.0
 
@@ -44,7 +45,9 @@ class Pace:
         """Counts a step: the rows and tokens of so many requests together. may_draft: False: nothing was drafted, though
         rows may hold tokens that a grammar forces."""
         is_plain = rows == requests or not may_draft
-        self.clock.add(rows, seconds, is_plain=is_plain)
+        if is_plain or self._has_drafted:
+            self.clock.add(rows, seconds, is_plain=is_plain)
+        self._has_drafted = self._has_drafted or not is_plain
         self._steps += 1
         each = tokens / requests
         took = self.clock.seconds(rows, is_plain=is_plain)
@@ -56,9 +59,10 @@ class Pace:
         self._drafted += 1
         self._lost += took / self.clock.seconds(requests, is_plain=True) - each / self._plain_tokens
         if self._lost < 0:  # it has paid
-            self._lost, self._pause = 0.0, FIRST_PAUSE
+            self._lost, self._paused = 0.0, PAUSED
         if self._lost >= MOST_LOST:
-            self._lost, self._left, self._pause = 0.0, self._pause, 2 * self._pause
+            self._left = round(self._lost * self._paused)
+            self._lost, self._paused = 0.0, 2 * self._paused
 
     def prices(self, most: int, requests: int) -> list[float] | None:
         """Tokens that a step of 1, 2, … rows costs each of so many requests; None: those of the last call still hold."""

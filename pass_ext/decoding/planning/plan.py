@@ -346,7 +346,7 @@ def plan(model: Any, method: PaSS | ByModel, requests: int = 1, *, temperature: 
 
     Args:
         model: a model as ``generate`` takes it.
-        method: ``PaSS``, or ``Speculative`` or ``MultiCandidate`` without a tree of its own.
+        method: ``PaSS``; or ``Speculative``, ``MultiCandidate``, ``Eagle3`` or ``Mtp`` without a tree of its own.
         requests: how many are decoded together. The plan is the best one that is common to all; ``PaSS`` with rows "auto"
             takes the rows of each request anew in each step.
         temperature: of the texts. ``PaSS`` knows how often slots are right in greedy texts, temperature 0, and in others; draft
@@ -355,29 +355,36 @@ def plan(model: Any, method: PaSS | ByModel, requests: int = 1, *, temperature: 
     whole_number("plan: requests", requests)
     if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
         raise ValueError(f"plan: temperature must be a number, 0 or more, got {temperature!r}")
-    return _plan(method, model, requests, temperature)
+    return method_plan(method, model, requests, temperature)
 
 
 @singledispatch
-def _plan(method: Any, model: Any, requests: int, temperature: float) -> Plan:
+def method_plan(method: Any, model: Any, requests: int, temperature: float) -> Plan:
+    """As ``plan``, by the method's class."""
     raise TypeError(
-        f"plan: method must be PaSS(...), Speculative(...) or MultiCandidate(...), got {type(method).__name__}"
+        "plan: method must be PaSS(...), Speculative(...), MultiCandidate(...), Eagle3(...) or Mtp(...), got "
+        f"{type(method).__name__}"
     )
 
 
-@_plan.register
+@method_plan.register
 def _(method: PaSS, model: Any, requests: int, temperature: float) -> Plan:
     return pass_plan(method, packed_model(model), requests, greedy=temperature == 0)[0]
 
 
-@_plan.register(Speculative)
-@_plan.register(MultiCandidate)
+@method_plan.register(Speculative)
+@method_plan.register(MultiCandidate)
 def _(method: Speculative | MultiCandidate, model: Any, requests: int, temperature: float) -> Plan:
+    check_is_planned(method)
+    return draft_plan(method, packed_model(model), packed_model(method.draft_model), requests)
+
+
+def check_is_planned(method: ByModel) -> None:
+    """Refuses a method with a tree of its own."""
     if method.tree is not None:
         raise ValueError(
             f'plan: method must have length="auto" or branching="auto", got a {type(method).__name__} with a tree of its own'
         )
-    return draft_plan(method, packed_model(model), packed_model(method.draft_model), requests)
 
 
 def pass_plan(

@@ -10,8 +10,8 @@
     seconds(rows)  t(rows) · ratio, the lower median of seconds / t(rows) over the last plain steps or the last drafted ones,
                    where steps with just as many rows are known, theirs count with it
 
-While one kind is unknown, or drafted steps are too few to tell, the other stands for it: a machine that is busy, or a text that
-is long, slows both.
+While one kind is unknown, the other stands for it: a machine that is busy, or a text that is long, slows both. Of a few drafted
+steps the fastest tells what drafting adds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pass_ext._library import kernels_hash, status
 from pass_ext.checkpoint import cache_folder
 from pass_ext.decoding.methods import MAX_PLANNED_ROWS
 from pass_ext.decoding.models.packed import Adapted
-from pass_ext.decoding.planning.constants import FEWEST_DRAFTED, OLDEST, REMEMBERED, REMEMBERED_OF_ROWS
+from pass_ext.decoding.planning.constants import FEWEST_DRAFTED, FEWEST_PLAIN, OLDEST, REMEMBERED, REMEMBERED_OF_ROWS
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.tree import Tree, pack_trees
@@ -111,18 +111,19 @@ class StepClock:
 
     @property
     def knows_plain(self) -> bool:
-        """True if a plain step was timed lately."""
-        return bool(_lately(self._plain))
+        """True if enough plain steps were timed lately."""
+        return len(_lately(self._plain)) >= FEWEST_PLAIN
 
     def seconds(self, rows: int, *, is_plain: bool = False) -> float:
         """Seconds of a step by the rows of all requests together."""
         plain, drafted = _lately(self._plain), _lately(self._drafted)
         if is_plain:
             known = plain or drafted
+        elif plain and len(drafted) < FEWEST_DRAFTED:
+            known = [max(median_low(plain), min(drafted, default=0.0))]
         else:
-            is_known = len(drafted) >= FEWEST_DRAFTED or not plain
-            known = drafted if is_known else plain
-            own = _lately(self._of_rows[rows]) if is_known and rows in self._of_rows else []
+            known = drafted
+            own = _lately(self._of_rows[rows]) if rows in self._of_rows else []
             known = [median_low(known), *own] if own else known
         return self.table.at(rows) * (median_low(known) if known else 1.0)
 

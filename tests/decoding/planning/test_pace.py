@@ -10,7 +10,8 @@ import time
 import pytest
 import torch
 
-from pass_ext import LookaheadEmbedding, PaSS, Plain, Session, Tree, generate
+from pass_ext import Drafter, LookaheadEmbedding, PaSS, Plain, Session, Tree, generate
+from pass_ext.drafting import Candidates, Proposal
 
 _begin = itertools.count(10_000, 10_000)  # so that no test remembers another's steps
 
@@ -176,3 +177,69 @@ def test_what_looked_dear_is_tried_again(monkeypatch):
     machine.seconds = lambda rows: (0.1 + 0.004 * rows) * (5 if rows > 1 and 100 < len(machine.calls) < 140 else 1)
     generate(machine, torch.tensor([[0, 1, 2]]), PaSS(slots()), max_new_tokens=900, eos_token_id=[])
     assert machine.calls[-60:].count(1) < 10
+
+
+class Dear(Drafter):
+    """Chains of 15 tokens from a head that takes so many seconds for them, and the first time those for the prompt too. The
+    first ``right`` tokens are right."""
+
+    max_depth, name = 15, "dear"
+
+    def __init__(self, machine, seconds, prompt, right):
+        self.machine, self.seconds, self.prompt, self.right = machine, seconds, prompt, right
+
+    def propose(self, batch):
+        if any(batch.levels):
+            self.machine.clock += self.seconds + self.prompt
+            self.prompt = 0.0
+        return Proposal(
+            [
+                self.chain(text, levels) if levels else None
+                for text, levels in zip(batch.texts, batch.levels, strict=False)
+            ]
+        )
+
+    def chain(self, text, levels):
+        right = [(text[-1] + 1 + place) % 3 for place in range(15)]
+        return Candidates.from_chains([[*right[: self.right], *[39] * (15 - self.right)][:levels]])
+
+
+class Head:
+    """The method of a ``Dear``."""
+
+    def __init__(self, *settings):
+        self.settings = settings
+
+    def drafters(self, context):
+        drafter = Dear(context.target.model, *self.settings)
+        drafter.pace = context.pace()
+        context.target.model.begun = len(context.target.model.calls)  # the times of calls are measured
+        return [drafter]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.03, 0.06, 0.12, 0.2])
+@pytest.mark.parametrize("further", [0.001, 0.004, 0.008])
+def test_heads_that_are_never_right_cost_five_percent_of_256_tokens(monkeypatch, further, seconds):
+    """Drafting takes up to twice as long as the model's call, which the times of the model's calls do not tell."""
+    for _ in range(2):  # the second text knows the times of the first
+        assert speed(monkeypatch, line(0.1, further), Head(seconds, 0.1, 0))[0] >= 0.95
+
+
+def test_a_head_that_pays_goes_on_though_it_reads_a_long_prompt_first(monkeypatch):
+    """That takes as long as twenty calls of the model."""
+    reached, _, rows = speed(monkeypatch, line(0.1, 0.004), Head(0.03, 2.0, 3), tokens=300)
+    assert reached > 1.5 and rows.count(1) < 15
+
+
+def test_beside_one_slow_plain_step_drafting_looks_no_cheaper(monkeypatch):
+    """Another program has held up the first one."""
+    machine = Machine(monkeypatch, lambda rows: 0.0)
+    machine.begun = None
+
+    def seconds(rows):
+        is_slow = rows == 1 and machine.begun is not None and 1 not in machine.calls[machine.begun :]
+        return (0.1 + 0.001 * rows) * (3 if is_slow else 1)
+
+    machine.seconds = seconds
+    stats = generate(machine, torch.tensor([[0, 1, 2]]), Head(0.05, 0.0, 0), max_new_tokens=256, eos_token_id=[]).stats
+    assert stats.num_drafts < 30

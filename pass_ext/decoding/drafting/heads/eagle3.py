@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.drafting.heads.checkpoint import HeadCheckpoint
 from pass_ext.decoding.drafting.heads.head import HeadModule, TargetFacts
-from pass_ext.decoding.drafting.heads.layers import Attention, DecoderLayer, Mlp, RmsNorm, Rotary, layer_config
+from pass_ext.decoding.drafting.heads.layers import DecoderLayer, RmsNorm, Rotary, layer_config
 from pass_ext.decoding.models.packed import Attend
 from pass_ext.modules.files import write_tensors
 
@@ -50,25 +50,21 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
 _FIRST, _ORIGINAL = "layers.0.", "midlayer."
 
 
-class FirstLayer(nn.Module):
+class FirstLayer(DecoderLayer):
     """The layer that reads embeddings and states."""
 
     def __init__(self, config: Any, has: Collection[str], *, norms_residual: bool) -> None:
-        super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
+        super().__init__(config, 0, has, 2 * config.hidden_size)
         self._norms_residual = norms_residual
-        self.input_layernorm = RmsNorm(width, eps)
-        self.hidden_norm = RmsNorm(width, eps)
-        self.self_attn = Attention(config, 0, 2 * width, has)
-        self.post_attention_layernorm = RmsNorm(width, eps)
-        self.mlp = Mlp(config, 0, has)
+        self.hidden_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, embedded: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, embedded: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
         """Embeddings and states ``[N, d]`` -> ``[N, d]``."""
-        normed = self.hidden_norm(states)
-        rows: Tensor = normed if self._norms_residual else states
-        rows = rows + self.self_attn(torch.cat((self.input_layernorm(embedded), normed), 1), rotation, attend)
-        return rows + self.mlp(self.post_attention_layernorm(rows))
+        normed: Tensor = self.hidden_norm(states)
+        rows = torch.cat((self.input_layernorm(embedded), normed), 1)
+        return self.around(rows, normed if self._norms_residual else states, rotation, attend)
 
 
 class Eagle3Head(HeadModule):

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.drafting.heads.layers import fuse_layers
 from pass_ext.decoding.models.module_ops import computes_by_ops
 from pass_ext.decoding.models.packed import Adapted, StepAttend
 from pass_ext.decoding.models.parts import unwrapped
@@ -146,6 +147,7 @@ class Head(Adapted):
         # Not as Adapted does it: the table is the target's, and may have no values here.
         self.model, self.module, self._target = module, module, target
         self._shadow: Any = shadow_of(module)
+        fuse_layers(self._shadow)
         computes_by_ops(self._shadow, takes_rows_of_our_call)
         self.table, self.has_table = target.table, target.has_table
         if module.embedding is not None:

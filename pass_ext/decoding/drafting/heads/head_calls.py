@@ -32,19 +32,27 @@ class HeadCalls(DraftCalls):
         nothing = head.table.new_empty(0, head.module.state_width)
         self._true = [nothing] * len(texts)
         """The target's states, as the head takes them, of each text's rows that are not in the caches."""
+        self._pending: list[list[Tensor]] = [[] for _ in texts]
+        """The target's own states of rows that ``_true`` lacks yet; while drafting pauses they wait."""
         self._node_rows: dict[int, int] = {}
         """Where each request's root lay among the rows of the last call."""
 
     def take(self, hidden: Sequence[Tensor]) -> None:
         """Takes the target's states ``[new, taps, width]`` of what has become text since the last step."""
-        counts = list(map(len, hidden))
-        if not any(counts):
-            return
-        states = self._head.take(torch.cat(list(hidden)))
-        for b, new in enumerate(states.split(counts)):
-            if self._held[b] == len(self._true[b]) == 0:  # its first ones, which may begin after what `past` held
-                self._first[b] = len(self._texts[b]) - len(new)
-            self._true[b] = torch.cat((self._true[b], new))
+        for b, states in enumerate(hidden):
+            if len(states):
+                if self._held[b] == len(self._true[b]) == len(self._pending[b]) == 0:
+                    # its first ones, which may begin after what `past` held
+                    self._first[b] = len(self._texts[b]) - len(states)
+                self._pending[b].append(states)
+
+    def read_text(self, requests: Sequence[int]) -> None:
+        if any(self._pending[b] for b in requests):
+            pending, self._pending = self._pending, [[] for _ in self._pending]
+            counts = [sum(map(len, pieces)) for pieces in pending]
+            states = self._head.take(torch.cat([piece for pieces in pending for piece in pieces]))
+            self._true = list(map(torch.cat, zip(self._true, states.split(counts), strict=True)))
+        super().read_text(requests)
 
     def keep_text(self) -> None:
         last, self._last = self._last, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from pass_ext.decoding.arguments import type_of
 from pass_ext.decoding.drafting.candidates import Batch, Proposal
@@ -13,7 +14,9 @@ from pass_ext.decoding.drafting.heads.head import Head, HeadModule
 from pass_ext.decoding.drafting.heads.head_calls import HeadCalls
 from pass_ext.decoding.drafting.heads.mask_calls import MaskCalls
 from pass_ext.decoding.methods import HeadMethod
+from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.planning.pace import Pace
+from pass_ext.decoding.planning.plan import Plan, check_is_planned, draft_plan, method_plan
 from pass_ext.decoding.session.session import Session
 from pass_ext.ops.common.rules import RULES
 from pass_ext.tree import Tree
@@ -49,12 +52,25 @@ class HeadDrafter(ModelDrafter):
 
 def head_drafters(method: HeadMethod, context: DraftContext) -> Sequence[Drafter]:
     """The drafters of a method with a head: the head, if it is expected to gain anything, and n-grams."""
-    name, module = type(method).__name__, method.head
-    if not isinstance(module, HeadModule) or module.method != name:
-        what = type_of(module) if not isinstance(module, HeadModule) else f"one for {module.method}"
-        raise TypeError(f"{name}: head must be one that load_drafter(path, model) has read for {name}, got {what}")
+    module = _module_of(method)
     context.check_origins(*([N_GRAM] if method.ngram else []), module.kind)
     head = Head(module, context.target)
     chosen = chosen_tree(method, context, head)
     ngrams = ngram_drafters(method.ngram, context)
     return ngrams if chosen is None else [HeadDrafter(head, chosen[0], context, chosen[1]), *ngrams]
+
+
+@method_plan.register
+def _(method: HeadMethod, model: Any, requests: int, temperature: float) -> Plan:
+    check_is_planned(method)
+    target = packed_model(model)
+    return draft_plan(method, target, Head(_module_of(method), target), requests)
+
+
+def _module_of(method: HeadMethod) -> HeadModule:
+    """The method's head; refuses any other object."""
+    name, module = type(method).__name__, method.head
+    if not isinstance(module, HeadModule) or module.method != name:
+        what = type_of(module) if not isinstance(module, HeadModule) else f"one for {module.method}"
+        raise TypeError(f"{name}: head must be one that load_drafter(path, model) has read for {name}, got {what}")
+    return module

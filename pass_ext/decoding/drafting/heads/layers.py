@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.drafting.heads.fused import FusedLayer
 from pass_ext.decoding.models.packed import Attend
 
 FORMS = ("llama", "qwen2", "qwen3", "mistral")
@@ -75,7 +76,7 @@ class Attention(nn.Module):
         super().__init__()
         heads, key_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         prefix = f"layers.{layer}.self_attn"
-        self._layer, self._dim, self._window = layer, dim, _window(config, layer)
+        self.layer, self.dim, self.window = layer, dim, _window(config, layer)
         self.q_proj = _linear(width, heads * dim, f"{prefix}.q_proj", has)
         self.k_proj = _linear(width, key_heads * dim, f"{prefix}.k_proj", has)
         self.v_proj = _linear(width, key_heads * dim, f"{prefix}.v_proj", has)
@@ -86,9 +87,9 @@ class Attention(nn.Module):
 
     def forward(self, rows: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """rotation: as ``Rotary`` gives it."""
-        q, k, v = (product(rows).unflatten(1, (-1, self._dim)) for product in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (product(rows).unflatten(1, (-1, self.dim)) for product in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotated(self.q_norm(q), *rotation), rotated(self.k_norm(k), *rotation)
-        out: Tensor = self.o_proj(attend(self._layer, q, k, v, window=self._window).flatten(1))
+        out: Tensor = self.o_proj(attend(self.layer, q, k, v, window=self.window).flatten(1))
         return out
 
 
@@ -111,21 +112,44 @@ class Mlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A layer on rows ``[N, hidden_size]``."""
+    """A layer on rows ``[N, hidden_size]``.
 
-    def __init__(self, config: Any, layer: int, has: Collection[str]) -> None:
+    Args:
+        width: of the rows that go into attention; None: those of all others.
+    """
+
+    def __init__(self, config: Any, layer: int, has: Collection[str], width: int | None = None) -> None:
         super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RmsNorm(width, eps)
-        self.self_attn = Attention(config, layer, width, has)
-        self.post_attention_layernorm = RmsNorm(width, eps)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RmsNorm(size, eps)
+        self.self_attn = Attention(config, layer, width or size, has)
+        self.post_attention_layernorm = RmsNorm(size, eps)
         self.mlp = Mlp(config, layer, has)
+        self._fused: FusedLayer | None = None
+
+    def fuse(self) -> None:
+        """Has the layer compute few rows by the layer ops, where these know its parts."""
+        self._fused = FusedLayer.of(self.self_attn, self.mlp, self.post_attention_layernorm)
 
     def forward(self, rows: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """rotation: as ``Rotary`` gives it."""
-        rows = rows + self.self_attn(self.input_layernorm(rows), rotation, attend)
+        return self.around(self.input_layernorm(rows), rows, rotation, attend)
+
+    def around(self, normed: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """The layer from the rows that go into attention, and those that its output is added to."""
+        fused = self._fused
+        if fused is not None and fused.takes(normed):
+            return fused(normed, residual, rotation, attend)
+        rows = residual + self.self_attn(normed, rotation, attend)
         out: Tensor = rows + self.mlp(self.post_attention_layernorm(rows))
         return out
+
+
+def fuse_layers(head: nn.Module) -> None:
+    """Fuses the decoder layers of a head's shadow."""
+    for part in head.modules():
+        if isinstance(part, DecoderLayer):
+            part.fuse()
 
 
 def _linear(inputs: int, outputs: int, name: str, has: Collection[str]) -> nn.Linear:

@@ -1,0 +1,169 @@
+"""What drafting by heads costs: the parts of a step, and whole texts beside Plain, with drafts that are never right.
+
+`python -m benchmarks.pages.heads` gives SmolLM2-135M-Instruct random heads of each form, and a model of Gemma 4 of about this
+size, with random weights, an assistant. Each round writes a text by Plain and by each method, with its usual length and with
+length="auto", in shuffled order. Writes benchmarks/results/<device>/heads.json and the page beside it. `--render` and `--check`
+measure nothing.
+"""
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import pass_ext
+from benchmarks.decoding import random_heads
+from benchmarks.decoding.prompts import read_prompts
+from benchmarks.decoding.steps import RANGES, timed_ranges
+from benchmarks.harness import machine
+from benchmarks.harness.markdown import table
+from benchmarks.pages import by_machine
+from pass_ext.checkpoint import demo_model, load_checkpoint
+
+PLAIN, ASSISTANT, AUTO = "Plain", "Assistant", ', "auto"'
+TOKENS, STEPS, ROUNDS = 256, 24, 3
+"""Tokens of a text with length "auto"; of one with the usual length; rounds."""
+AIM = 0.95
+GEMMA: dict[str, Any] = dict(
+    hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4, num_key_value_heads=1,
+    head_dim=128, global_head_dim=128, num_global_key_value_heads=1, vocab_size=49152, vocab_size_per_layer_input=0,
+    hidden_size_per_layer_input=0, layer_types=[*["sliding_attention"] * 5, "full_attention"] * 3, sliding_window=512,
+    num_kv_shared_layers=0,
+)  # fmt: skip
+
+
+def measure(names: Sequence[str], rounds: int) -> dict[str, Any]:
+    """The result: seconds of each text, and milliseconds of the parts of a step."""
+    torch.manual_seed(0)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        smollm, tokenizer = load_checkpoint(demo_model(), torch.bfloat16, weights="dense")
+        prompts = [torch.tensor([each.ids]) for each in read_prompts("chat", tokenizer, rounds + 1)]
+        models = {"SmolLM2-135M-Instruct": (smollm, [name for name in names if name in random_heads.FORMS])}
+        if ASSISTANT in names:
+            models["Gemma 4, random"] = _gemma(), [ASSISTANT]
+        for title, (model, own) in models.items():
+            methods: dict[str, Any] = {PLAIN: pass_ext.Plain()}
+            for name in own:
+                place = Path(folder) / name
+                random_heads.FORMS.get(name, random_heads.assistant)(place, model)
+                methods[name] = pass_ext.load_drafter(place, model)
+                methods[name + AUTO] = replace(methods[name], length="auto")
+            rows += _raced(title, model, methods, prompts)
+    return {
+        "date": machine.now(),
+        "commit": machine.commit(),
+        "machine": machine.describe_cpu(),
+        "versions": machine.describe_versions(),
+        "settings": {"tokens": TOKENS, "steps": STEPS, "rounds": rounds},
+        "rows": rows,
+    }
+
+
+def _gemma() -> Any:
+    from transformers import AutoModelForCausalLM, Gemma4TextConfig
+
+    model = AutoModelForCausalLM.from_config(Gemma4TextConfig(**GEMMA), dtype=torch.bfloat16)
+    return model.eval().requires_grad_(False)
+
+
+def _raced(title: str, model: Any, methods: dict[str, Any], prompts: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+    """A row for each method; the first prompt warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    parts: dict[str, dict[str, list[float]]] = {name: {part: [] for part in RANGES} for name in methods}
+    found: dict[str, dict[str, Any]] = {name: {} for name in methods}
+    for turn, prompt in enumerate(prompts):
+        texts = {}
+        for name in random.Random(turn).sample(list(methods), len(methods)):
+            tokens = TOKENS if name == PLAIN or name.endswith(AUTO) else STEPS
+            with timed_ranges(torch.device("cpu")) as times:
+                begun = time.perf_counter()
+                got = pass_ext.generate(model, prompt, methods[name], max_new_tokens=tokens, eos_token_id=[])
+                taken = time.perf_counter() - begun
+            texts[name] = got.sequences[0, prompt.shape[1] :].tolist()
+            if turn:
+                seconds[name].append(round(taken, 4))
+                for part in RANGES:  # the first call reads the prompt
+                    parts[name][part] += times[part][1:]
+                found[name] = {"calls": got.stats.model_calls, "drafts": got.stats.num_drafts}
+        assert all(text == texts[PLAIN][: len(text)] for text in texts.values()), "texts are Plain's"
+        print(f"{title}: round {turn} of {len(prompts) - 1}", file=sys.stderr)
+    return [
+        {"model": title, "method": name, "seconds": seconds[name], **found[name],
+         "ms": {part: round(1e3 * median(parts[name][part]), 3) for part in RANGES}}
+        for name in methods
+    ]  # fmt: skip
+
+
+def render(result: dict[str, Any]) -> str:
+    """The page."""
+    settings, rows = result["settings"], result["rows"]
+    plain = {row["model"]: row for row in rows if row["method"] == PLAIN}
+    steps, races = [], []
+    for row in rows:
+        whole = sum(row["ms"].values())
+        if not row["method"].endswith(AUTO):
+            cells = [f"{row['ms'][part]:.2f}" for part in RANGES]
+            against = whole / sum(plain[row["model"]]["ms"].values())
+            share = f"{row['ms']['draft'] / whole:.0%}"
+            steps.append([row["model"], row["method"], *cells, f"{whole:.2f}", share, f"{against:.2f}"])
+        else:
+            ratios = [a / b for a, b in zip(plain[row["model"]]["seconds"], row["seconds"], strict=True)]
+            speed = f"{median(ratios):.3f} ({min(ratios):.3f}–{max(ratios):.3f})"
+            met = "met" if median(ratios) >= AIM else "not met"
+            races.append([row["model"], row["method"], speed, f"{row['drafts']} of {row['calls']}", met])
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return "\n".join([
+        "# Heads",
+        "",
+        "Written by `python -m benchmarks.pages.heads`; do not edit.",
+        "",
+        "Random heads of the forms that `load_drafter` reads, in bfloat16, greedy, one text: their drafts are never right, so "
+        "this is what drafting costs; what it gains depends on the head. EAGLE-3 and P-EAGLE (four layers) draft 8,192 "
+        "tokens, DFlash has five layers and blocks of 16, DSpark of 7, DFlash-2 of 8. "
+        f"{result['machine']['model']}, {result['machine']['torch_threads']} threads. {result['date'][:10]}, commit "
+        f"{result['commit']}, {versions}.",
+        "",
+        "## A step",
+        "",
+        "Milliseconds of the parts of a step that drafts with the method's usual length, medians; *against Plain*: tokens "
+        "that it must write to be as fast.",
+        "",
+        *table(["model", "method", *RANGES, "whole", "drafting", "against Plain"], steps, left=2),
+        "",
+        '## length="auto"',
+        "",
+        f"Speed of {settings['tokens']} tokens against Plain's, prompt included: median of {settings['rounds']} rounds in "
+        f"turn, lowest and highest; steps that drafted in the last one. Aim: at least {AIM}.",
+        "",
+        *table(["model", "method", "× Plain", "drafted", "aim"], races, left=2),
+        "",
+    ])  # fmt: skip
+
+
+def main() -> int:
+    """Entry point of `python -m benchmarks.pages.heads`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--only", nargs="+", metavar="FORM", help="print the page of these forms, and write nothing")
+    parser.add_argument("--render", action="store_true", help="measure nothing")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
+    options = parser.parse_args()
+    if options.only:
+        print(render(measure(options.only, options.rounds)))
+        return 0
+    if not (options.render or options.check):
+        by_machine.keep("heads", measure([*random_heads.FORMS, ASSISTANT], options.rounds))
+    return by_machine.write_pages("heads", render, check=options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
