@@ -101,7 +101,8 @@ void multiply_packed_tile(const Block* block, int64_t steps, const uint32_t* dig
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
               Words& sum_of_pairs = dot[(word * kPairs + pair) % kChains][r];
-              sum_of_pairs = add_pairs(sum_of_pairs, code, constant(Words{}, digits[r * kDigitPairs + word * kPairs + pair]));
+              sum_of_pairs =
+                  add_pairs(sum_of_pairs, code, constant(Words{}, digits[r * kDigitPairs + word * kPairs + pair]));
             }
           }
         }
@@ -151,8 +152,7 @@ void multiply_packed_group(const LinearRows<T>& problem, int64_t rows, void* mem
     case PackedForm::none: return;
     case PackedForm::four: return multiply_packed_tiles<PackedFour>(problem, rows, from, sums, begin, end);
     case PackedForm::four_wide: return multiply_packed_tiles<PackedFourWide>(problem, rows, from, sums, begin, end);
-    case PackedForm::four_halves:
-      return multiply_packed_tiles<PackedFourHalves>(problem, rows, from, sums, begin, end);
+    case PackedForm::four_halves: return multiply_packed_tiles<PackedFourHalves>(problem, rows, from, sums, begin, end);
     case PackedForm::eight: return multiply_packed_tiles<PackedEight>(problem, rows, from, sums, begin, end);
     case PackedForm::eight_wide: return multiply_packed_tiles<PackedEightWide>(problem, rows, from, sums, begin, end);
     case PackedForm::eight_halves:
