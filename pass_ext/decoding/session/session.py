@@ -35,8 +35,9 @@ from pass_ext.ops.state import state_commit_
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
 Layers = Sequence[tuple[Tensor, Tensor]]
-Past = tuple[Layers, int | Sequence[int]] | tuple[Layers, int | Sequence[int], Sequence[Tensor]]
-"""Keys and values of each layer that attends; their number of tokens, of all texts or of each; the states after these."""
+Past = Sequence[Any]
+"""Keys and values of each layer that attends; their number of tokens, of all texts or of each; and, where there are some, the
+states after these, and the offsets of the texts' positions behind pictures."""
 
 _MOST = 1 << 30  # positions are int32
 _MOST_PACKED = 256
@@ -56,8 +57,8 @@ class Session:
         requests, room: the number of texts, and the most tokens of each; None: the first generation's number, and as many
             tokens as each generation needs.
         past: the keys and values of the first n tokens of every prompt, ``[B, n, heads, D]`` per layer that attends; and n, of
-            all prompts or of each; and, if the model has some, the states after them, ``[B, ...]``. The next generation begins
-            with them; set ``session.past`` for a later one.
+            all prompts or of each; and, if the model has some, the states after them, ``[B, ...]``; and, if pictures were
+            read, the ``session.offsets`` of then. The next generation begins with them; set ``session.past`` for a later one.
         cuda_graphs: True: on CUDA, calls of a repeated shape are CUDA graphs. False: none are. None: where all steps have one
             shape (``run_ahead``), the step is one graph, unless the model does what a graph cannot hold: then it warns.
         run_ahead: True: the host begins each step before it has read the one before, so a GPU never waits for it; texts are the
@@ -86,10 +87,10 @@ class Session:
         cache_dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
     ) -> None:
-        if past is not None and not (isinstance(past, (list, tuple)) and len(past) in (2, 3)):
+        if past is not None and not (isinstance(past, (list, tuple)) and len(past) in (2, 3, 4)):
             raise TypeError(
-                "Session: past must be the keys and values of every layer, the number of tokens, and the states if there are "
-                f"some, got {type_of(past)}"
+                "Session: past must be the keys and values of every layer, the number of tokens, and the states and the "
+                f"offsets of positions if there are some, got {type_of(past)}"
             )
         for name, number in (("requests", requests), ("room", room)):
             if number is not None:
@@ -384,12 +385,21 @@ class Session:
         """
         if self.past is None:
             return [0] * len(texts)
-        (past, given_lengths, *states), self.past = self.past, None
+        (past, given_lengths, *rest), self.past = self.past, None
+        states = rest[0] if rest else ()
+        offsets = rest[1] if len(rest) > 1 else None
         lengths = _lengths_of(given_lengths, len(texts), samples)
         for text, held in zip(texts, lengths, strict=True):
             if len(text) <= held:
                 raise ValueError(f"past holds {held} tokens, so prompts must be longer, got {len(text)}")
-        self._fill(past, lengths, states[0] if states else [], samples)
+        self._fill(past, lengths, states, samples)
+        if offsets is not None:
+            given = offsets.tolist() if isinstance(offsets, Tensor) else list(offsets)
+            if samples * len(given) != len(texts):
+                raise ValueError(
+                    f"past: its offsets must be one for each of {len(texts) // samples} prompts, got {given}"
+                )
+            self._stand([offset for offset in given for _ in range(samples)])
         return lengths
 
     def take(self, read: ReadPrompts, samples: int) -> list[int]:
@@ -402,19 +412,24 @@ class Session:
         self._fill(read.layers, lengths, read.states, samples)
         if read.states and self.wants_states:
             self._read = lengths, [state.clone() for state in self.states]
-        if any(offsets):
-            if self.model.rope_limit is not None and max(offsets) > 0:
-                raise ValueError(
-                    f"{self.model.name} changes its rotary frequencies after {self.model.rope_limit} tokens, and a prompt has "
-                    f"more positions than tokens: {max(offsets)} more"
-                )
-            if self.offsets is None:
-                self.offsets = torch.zeros_like(self.prefix_lens)
-                self._forget_recorded()
-            self.offsets.copy_(torch.tensor(offsets, dtype=torch.int32))
+        self._stand(offsets)
         if self.text_states is not None:
             self.text_states.begin([states for states in read.hidden for _ in range(samples)])
         return lengths
+
+    def _stand(self, offsets: Sequence[int]) -> None:
+        """Sets each text's position of a row less its index in the text."""
+        if not any(offsets):
+            return
+        if self.model.rope_limit is not None and max(offsets) > 0:
+            raise ValueError(
+                f"{self.model.name} changes its rotary frequencies after {self.model.rope_limit} tokens, and a prompt has "
+                f"more positions than tokens: {max(offsets)} more"
+            )
+        if self.offsets is None:
+            self.offsets = torch.zeros_like(self.prefix_lens)
+            self._forget_recorded()
+        self.offsets.copy_(torch.tensor(offsets, dtype=torch.int32))
 
     def _fill(self, past: Layers, lengths: Sequence[int], states: Sequence[Tensor], samples: int) -> None:
         """Takes keys and values of the first tokens of each text, and the states after them."""

@@ -120,6 +120,33 @@ def test_rows_behind_a_picture_have_fewer_positions_than_rows(name, monkeypatch)
     assert not torch.allclose(*first), "a row's position changes nothing"
 
 
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5"])
+def test_a_session_goes_on_behind_a_picture_with_its_offsets(name):
+    """A second turn of text alone over ``past`` is the whole conversation's text; without its offsets it is not."""
+    model = model_of(name)
+    inputs, session = prompts(model, [*BEFORE, (8, 16), *BEHIND]), Session(model)
+    said = ours(model, inputs, session=session)
+    held = session.prefix_lens.tolist()
+    layers = [(k[:, : held[0]].clone(), v[:, : held[0]].clone()) for k, v in session.caches]
+    states = [state.clone() for state in session.states]
+    ids = torch.cat([said, torch.tensor([BEHIND])], 1)
+    whole = dict(inputs, input_ids=ids, attention_mask=torch.ones_like(ids))
+    if "mm_token_type_ids" in whole:
+        kinds = whole["mm_token_type_ids"]
+        whole["mm_token_type_ids"] = torch.nn.functional.pad(kinds, (0, ids.shape[1] - kinds.shape[1]))
+    options = dict(max_new_tokens=12, eos_token_id=[96], logprobs=0)
+    expected = generate(model, ids, prompt=whole, **options)
+    texts = {}
+    for offsets in (session.offsets, None):
+        later = Session(model, past=(layers, held, states, offsets))
+        texts[offsets is None] = generate(model, ids, NGram(longest=2, shortest=1), session=later, **options)
+    assert torch.equal(texts[False].sequences, expected.sequences)
+    torch.testing.assert_close(texts[False].logprobs[0].raw, expected.logprobs[0].raw, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(texts[True].logprobs[0].raw[:1], expected.logprobs[0].raw[:1], atol=1e-4)
+    with pytest.raises(ValueError, match="offsets must be one for each of 1 prompts"):
+        generate(model, ids, session=Session(model, past=(layers, held, states, [0, 0])), **options)
+
+
 def logprobs_of(model, inputs):
     options = dict(prompt=inputs, max_new_tokens=2, eos_token_id=[], logprobs=0)
     return generate(model, inputs["input_ids"], **options).logprobs[0].raw
