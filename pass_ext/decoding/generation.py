@@ -126,6 +126,7 @@ def generate(
     whole_number("generate: max_new_tokens", max_new_tokens, most=MOST_NEW_TOKENS)
     whole_number("generate: num_return_sequences", num_return_sequences)
     instance("generate: session", session, (Session, NoneType), "a pass_ext.Session or None")
+    instance("generate: prompt", prompt, (Mapping, WholePrompts, NoneType), "what a processor gives, or None")
     adapted, samples = packed_model(model), num_return_sequences
     device, vocabulary = adapted.table.device, adapted.table.shape[0]
     config = generation_config

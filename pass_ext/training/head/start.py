@@ -50,7 +50,7 @@ def begin_linear(head: Eagle3Head, model: Any, hidden: Hidden, lengths: Sequence
     mlp.down_proj.weight.copy_(_least_squares(lacking(), ranks).T)
     width, tapped = head.fc.out_features, head.fc.in_features
     head.fc.weight.copy_(solved[:tapped].T)
-    attention, dim = layer.self_attn, layer.self_attn._dim
+    attention, dim = layer.self_attn, layer.self_attn.dim
     count = (attention.q_proj.out_features // dim + 1) // 2
     rank = min(count * dim, width)
     left, scales, right = torch.linalg.svd(solved[tapped:], full_matrices=False)
