@@ -132,7 +132,7 @@ def sweep_methods(lookahead: Any) -> dict[str, Any]:
 
 def sweep(run: Run, prompts: Sequence[Prompt]) -> list[Row]:
     """The rows of `sweep_methods` on some prompts, interleaved."""
-    from pass_ext.decoding.models.early_exit import packed_model
+    from pass_ext.decoding.models.any_model import packed_model
     from pass_ext.decoding.planning.plan import pass_plan
 
     methods = sweep_methods(run.lookahead)

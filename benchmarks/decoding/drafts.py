@@ -201,7 +201,7 @@ def watched_drafters() -> Iterator[list[Any]]:
 
 def plans_of(some: Sequence[Entrant], model: Any) -> dict[str, Any]:
     """Name -> plan, for each entrant with "auto"."""
-    from pass_ext.decoding.models.early_exit import packed_model
+    from pass_ext.decoding.models.any_model import packed_model
     from pass_ext.decoding.planning.plan import draft_plan
 
     target, graphs = packed_model(model), model.device.type == "cuda"

@@ -22,7 +22,7 @@ RANGES = ("draft", "verify", "accept", "commit")
 def step_times(model: Any, rounds: int, seed: int = 0) -> list[Row]:
     """Milliseconds of one call with its logits, by number of rows; interleaved, in a new order every round."""
     import pass_ext
-    from pass_ext.decoding.models.early_exit import packed_model
+    from pass_ext.decoding.models.any_model import packed_model
     from pass_ext.decoding.session.session import Session
 
     adapted = packed_model(model)

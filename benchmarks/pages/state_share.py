@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from benchmarks.harness import machine
 from benchmarks.harness.markdown import table
 from benchmarks.pages import by_machine
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.session.session import Session
 from pass_ext.tree import Tree, pack_trees
 

@@ -29,7 +29,7 @@ from pass_ext.decoding.loop.loop import Loop, Step
 from pass_ext.decoding.loop.scores import Scores
 from pass_ext.decoding.loop.texts import Listener, Texts
 from pass_ext.decoding.methods import Method, Plain
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.models.taps import Tap
 from pass_ext.decoding.models.whole_prompts import WholePrompts, parts_of
 from pass_ext.decoding.requests.guides import GrammarArgument, guides_of

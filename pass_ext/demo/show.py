@@ -16,7 +16,7 @@ from torch import Tensor
 
 import pass_ext
 from pass_ext.checkpoint import cache_folder, load_checkpoint
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.planning.plan import pass_plan
 from pass_ext.demo.contenders import JOINED, PLAIN, Contender, Run, contenders, continued, joined
 from pass_ext.demo.live import LiveText

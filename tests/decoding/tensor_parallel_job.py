@@ -17,7 +17,7 @@ from transformers.distributed import DistributedConfig
 import pass_ext
 from pass_ext.decoding.drafting.from_slots import lookahead_drafter
 from pass_ext.decoding.drafting.slot_tokens import transition_tables
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.modules.files import fingerprint_of
 
 PROMPTS = torch.tensor([[1, 5, 9, 20], [7, 7, 3, 11]])

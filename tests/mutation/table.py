@@ -179,6 +179,7 @@ _PYTHON: dict[str, list[str]] = {
         *_BOTH[:-1],
         f"{_BOTH[-1]} or test_pace or drafting_method",
     ],
+    "models/any_model": ["tests/decoding/models/test_adapted_models.py", "tests/decoding/test_wrong_types.py"],
     "models/early_exit": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
     **{f"models/{name}": _OWN_FORWARD for name in ("own_forward", "parts", "way")},
     **{

@@ -1,22 +1,21 @@
 """``EarlyExitDraft``: a model's own first k layers as its draft model, ``head(norm(adapter(h)))`` after them.
 
 pass_ext/modules/exit_adapter.py has the formula and the trained adapter. Layers, embeddings, norm and head are the target's own
-objects, so its keys and values equal the target's, layer by layer. ``packed_model`` adapts any model that a caller may give.
+objects, so its keys and values equal the target's, layer by layer.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.arguments import type_of, whole_number
+from pass_ext.decoding.arguments import whole_number
 from pass_ext.decoding.models.module_ops import is_plain
-from pass_ext.decoding.models.packed import Adapted, StepAttend
+from pass_ext.decoding.models.packed import StepAttend
 from pass_ext.decoding.models.parts import unwrapped
 from pass_ext.decoding.models.shadow import shadow_of
 from pass_ext.decoding.models.slots import CallSlots
@@ -206,19 +205,3 @@ def first_layers(model: Any, count: int) -> Any:
             if name.startswith(("_forward_hooks", "_forward_pre_hooks")):
                 vars(module)[name] = type(hooks)()
     return part
-
-
-def packed_model(model: Any) -> Adapted:
-    """Adapts a transformers model, an ``EarlyExitDraft`` or a ``PackedModel``."""
-    if isinstance(model, Adapted):
-        return model
-    if isinstance(model, EarlyExitDraft):
-        return EarlyExitModel(model)
-    if hasattr(model, "get_input_embeddings") and hasattr(model, "config"):
-        return TransformersModel(model)
-    if isinstance(model, Callable) and hasattr(model, "embedding"):  # type: ignore[arg-type]
-        return Adapted(model)
-    raise TypeError(
-        "model must be a transformers decoder-only model, or a callable with an attribute `embedding` "
-        f"(pass_ext.PackedModel), got {type_of(model)}"
-    )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pass_ext.decoding.arguments import instance, whole_number
 from pass_ext.decoding.methods import Assistant, DFlash, HeadMethod
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.files import HitRates

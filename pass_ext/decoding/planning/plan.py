@@ -22,7 +22,7 @@ from typing import Any
 
 from pass_ext.decoding.arguments import whole_number
 from pass_ext.decoding.methods import MAX_DRAFT_LEVELS, ByModel, MultiCandidate, PaSS, Speculative
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.parts import unwrapped
 from pass_ext.decoding.planning.constants import ASSUMED_FALL, ASSUMED_RATE, MOST_PLANNED_ROWS

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.arguments import instance, type_of, whole_number
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.models.indexed import split_behind, with_behind
 from pass_ext.decoding.models.one_order import check_seen
 from pass_ext.decoding.models.packed import Adapted, NewRows

@@ -15,6 +15,7 @@ from torch import Tensor
 from pass_ext.decoding.drafting.drafter import DraftingMethod
 from pass_ext.decoding.generation import Generation, generate
 from pass_ext.decoding.methods import Method, Plain
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.models.cache import (
     FULL_LAYERS,
     SLIDING_LAYERS,
@@ -30,7 +31,6 @@ from pass_ext.decoding.models.cache import (
     write_index_keys,
     write_states,
 )
-from pass_ext.decoding.models.early_exit import packed_model
 from pass_ext.decoding.models.indexed import split_behind
 from pass_ext.decoding.models.indexers import index_widths, keeps_positions
 from pass_ext.decoding.models.latents import latent_layers

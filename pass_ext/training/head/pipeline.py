@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pass_ext.decoding.drafting.heads.eagle3 import Eagle3Head, save_eagle3
 from pass_ext.decoding.drafting.heads.head import target_facts
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.training.common.frozen_model import check_head
 from pass_ext.training.common.options import settings_from
 from pass_ext.training.common.record import card_of, facts_of, save_before_evaluation, save_result, table

@@ -20,7 +20,7 @@ import pass_ext.decoding.drafting.heads.block_drafter as block_drafter
 from pass_ext import generate, load_drafter
 from pass_ext.decoding.drafting.candidates import Batch
 from pass_ext.decoding.drafting.drafter import DraftContext
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session.session import Session
 from pass_ext.drafting import DFlash

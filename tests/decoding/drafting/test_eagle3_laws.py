@@ -22,7 +22,7 @@ from pass_ext.decoding.drafting.candidates import Batch
 from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.heads.head import Head
 from pass_ext.decoding.drafting.heads.head_drafter import HeadDrafter
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session.session import Session
 from pass_ext.drafting import Eagle3

@@ -18,7 +18,7 @@ from support.paths import ROOT
 import pass_ext.decoding.drafting.from_draft_model as model_drafter
 from pass_ext import MultiCandidate, Tree, generate
 from pass_ext.decoding.drafting.drafter import DraftContext
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.decoding.session.session import Session
 from pass_ext.reference.accept import Walk

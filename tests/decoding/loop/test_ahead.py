@@ -18,7 +18,7 @@ from pass_ext.decoding.drafting.from_slots import FixedRows
 from pass_ext.decoding.drafting.slot_tokens import Filled, SlotTokens, TreeFiller
 from pass_ext.decoding.loop import device_step
 from pass_ext.decoding.loop.device_step import FixedStep
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.sampling import SamplingParams
 
 ENDS = [5, 6, 7]

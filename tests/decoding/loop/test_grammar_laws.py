@@ -16,7 +16,7 @@ import pass_ext.decoding.drafting.from_draft_model as model_drafter
 from pass_ext import Tree
 from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.drafting import guided
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.requests.grammar import Guide
 from pass_ext.decoding.requests.guides import Guides
 from pass_ext.decoding.sampling import SamplingParams

@@ -15,7 +15,7 @@ from support.small_models import ragged_prompts, small_model
 from torch import nn
 
 from pass_ext import EarlyExitDraft, NGram, PaSS, Speculative, Tree, custom_generate, generate
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 
 NEW = 8
 IDS, MASK = ragged_prompts(3, longest=8, seed=1)

@@ -13,7 +13,8 @@ from support.paths import ROOT
 from support.small_models import VOCABULARY, small_model
 from support.training_models import Letters, counting, tiny_llama
 
-from pass_ext.decoding.models.early_exit import EarlyExitDraft, EarlyExitModel, exit_parts, first_layers, packed_model
+from pass_ext.decoding.models.any_model import packed_model
+from pass_ext.decoding.models.early_exit import EarlyExitDraft, EarlyExitModel, exit_parts, first_layers
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.exit_adapter import ExitAdapter
 from pass_ext.tree import Tree, pack_trees

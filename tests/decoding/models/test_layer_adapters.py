@@ -16,7 +16,7 @@ from support.small_models import ARCHITECTURES, MASKS_KNOW_WINDOWS, prompts, sma
 import pass_ext
 from pass_ext import PaSS, Plain, Session, Tree, generate
 from pass_ext.decoding.models import own_forward, parts
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters, PlacedSlots
 from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
 from pass_ext.ops import adapter

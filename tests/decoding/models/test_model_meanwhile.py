@@ -14,7 +14,7 @@ from support.small_models import prompts, small_model
 
 from benchmarks.architectures.models import tiny_model
 from pass_ext import NGram, PaSS, Session, Tree, generate
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.models.slots import PlacedSlots
 from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.training.lookahead.adapters import adapter_sizes

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pass_ext import NGram, PaSS, Session, Tree, generate
 from pass_ext.decoding.models import own_forward
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.models.transformers import TransformersModel
 from pass_ext.modules.slot_adapters import SlotAdapters
 from pass_ext.testing import assert_same_bits

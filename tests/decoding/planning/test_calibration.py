@@ -8,7 +8,7 @@ import torch
 from support.small_models import VOCABULARY, small_model
 
 from pass_ext import Tree
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.planning import calibration
 from pass_ext.decoding.planning.calibration import calibrate
 from pass_ext.decoding.planning.plan import Costs, plan_step

@@ -7,7 +7,7 @@ import pass_ext
 from pass_ext import MultiCandidate, NGram, Speculative, Tree
 from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.from_draft_model import model_drafter
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.planning import plan as planning
 from pass_ext.decoding.planning.step_times import StepTimes
 from pass_ext.decoding.sampling import SamplingParams

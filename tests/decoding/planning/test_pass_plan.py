@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from support.small_models import small_model
 
 from pass_ext import LookaheadEmbedding, PaSS, generate
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.planning import plan as planning
 from pass_ext.decoding.planning import step_times as timing
 from pass_ext.decoding.planning.step_times import StepTimes

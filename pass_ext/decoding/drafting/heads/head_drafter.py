@@ -14,7 +14,7 @@ from pass_ext.decoding.drafting.heads.head import Head, HeadModule
 from pass_ext.decoding.drafting.heads.head_calls import HeadCalls
 from pass_ext.decoding.drafting.heads.mask_calls import MaskCalls
 from pass_ext.decoding.methods import HeadMethod
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.planning.pace import Pace
 from pass_ext.decoding.planning.plan import Plan, check_is_planned, draft_plan, method_plan
 from pass_ext.decoding.session.session import Session

@@ -20,7 +20,7 @@ from pass_ext.decoding.drafting.heads.head import HeadModule, TargetFacts, targe
 from pass_ext.decoding.drafting.heads.mtp import has_mtp, read_mtp
 from pass_ext.decoding.drafting.heads.peagle import PEagleHead
 from pass_ext.decoding.methods import MAX_DRAFT_LEVELS, Assistant, DFlash, Eagle3, HeadMethod, Mtp
-from pass_ext.decoding.models.early_exit import packed_model
+from pass_ext.decoding.models.any_model import packed_model
 
 _log = logging.getLogger("pass_ext")
 
