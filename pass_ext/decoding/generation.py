@@ -130,7 +130,7 @@ def generate(
     adapted, samples = packed_model(model), num_return_sequences
     device, vocabulary = adapted.table.device, adapted.table.shape[0]
     config = generation_config
-    ends, all_ends, pad = special_tokens(eos_token_id, config, adapted.generation_config, type(model).__name__)
+    ends, all_ends, pad = special_tokens(eos_token_id, config, adapted.generation_config, type(adapted.model).__name__)
     if isinstance(prompt, Mapping):
         attention_mask, prompt = parts_of(prompt, input_ids, attention_mask, adapted)
     prompts = prompts_of(input_ids, attention_mask, vocabulary, pad, all_ends)

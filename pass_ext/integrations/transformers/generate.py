@@ -137,7 +137,7 @@ class CustomGenerate:
         parameters, processors = sampling_parameters(others, sample=bool(generation_config.do_sample))
         padding = _padding(input_ids, mask)
         pad = generation_config._pad_token_tensor
-        session = Session(model, past=past)
+        session = Session(adapted, past=past)
         session.wants_states = fills_cache
         logits = NotedRows() if _gives(generation_config, "output_logits") else None
         scores = NotedRows() if _gives(generation_config, "output_scores") else None
@@ -147,7 +147,7 @@ class CustomGenerate:
                 "custom_generate: output_scores must be False with a grammar, whose masks act later, got True"
             )
         result = generate(
-            model,
+            adapted,
             input_ids,
             self.method,
             max_new_tokens=max_length - input_ids.shape[1],
