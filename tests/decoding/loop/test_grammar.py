@@ -467,6 +467,15 @@ def test_words_of_allowed_tokens():
     words = torch.full((3,), 7, dtype=torch.int32)
     allow_tokens(words, [0, 31, 33, 95])
     assert [word & 0xFFFFFFFF for word in words.tolist()] == [1 << 31 | 1, 2, 1 << 31]
+    for wrong, came in (
+        ([7] * 3, "list"),
+        (words.long(), r"torch.int64 \[3\]"),
+        (words[None], r"torch.int32 \[1, 3\]"),
+    ):
+        with pytest.raises(
+            TypeError, match=f"allow_tokens: words must be one row of int32, as fill_mask gets it, got {came}"
+        ):
+            allow_tokens(wrong, [0])
 
 
 # ---- refusals ----

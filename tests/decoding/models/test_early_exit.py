@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.generation import adapter_for
+from support.packed_models import packed_copy
 from support.paths import ROOT
 from support.small_models import VOCABULARY, small_model
 from support.training_models import Letters, counting, tiny_llama
 
 from pass_ext.decoding.models.any_model import packed_model
-from pass_ext.decoding.models.early_exit import EarlyExitDraft, EarlyExitModel, exit_parts, first_layers
+from pass_ext.decoding.models.early_exit import EarlyExitDraft, EarlyExitModel, exit_parts, first_layers, rows_of_head
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.exit_adapter import ExitAdapter
 from pass_ext.tree import Tree, pack_trees
@@ -95,6 +96,15 @@ def test_the_adapter_stands_before_norm_and_head_and_the_vocabulary_behind():
     torch.testing.assert_close(chain_and_tree(whole)[0], wanted, rtol=1e-4, atol=1e-4)
     bare = packed_model(EarlyExitDraft(model, 1))
     assert not torch.allclose(chain_and_tree(bare)[0], wanted, atol=0.1), "the adapter is seen"
+
+
+def test_a_packed_head_for_some_tokens_gives_the_numbers_of_the_whole_one():
+    model, chosen = packed_copy(small_model("llama")), torch.tensor([90, 3, 17, 41])
+    head = model.get_output_embeddings()
+    fewer = rows_of_head(head, chosen)
+    assert type(fewer) is type(head) and fewer.out_features == len(chosen)
+    x = torch.randn(3, head.in_features)
+    assert torch.equal(fewer(x), head(x)[:, chosen])
 
 
 def test_draft_and_target_may_be_attached_together_and_hooks_stay_with_the_target():
