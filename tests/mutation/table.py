@@ -216,7 +216,11 @@ _PYTHON: dict[str, list[str]] = {
     ],
     "arguments": ["tests/decoding/test_wrong_types.py"],
     "models/slots": ["tests/decoding/models/test_layer_adapters.py", "tests/decoding/test_session.py"],
-    "accept": ["tests/decoding/drafting/test_speculative_laws.py", *_SPECULATIVE[:-1], f"{_SPECULATIVE[-1]} or laws or judged_in_a_batch"],
+    "accept": [
+        "tests/decoding/drafting/test_speculative_laws.py",
+        *_SPECULATIVE[:-1],
+        f"{_SPECULATIVE[-1]} or laws or judged_in_a_batch",
+    ],
     "synthetic": ["tests/decoding/loop/test_synthetic.py"],
     "requests/corpus": ["tests/decoding/drafting/test_corpus.py"],
     "generation": [*_PACE, *_BOTH[:-1], f"{_BOTH[-1]} or test_pace"],
