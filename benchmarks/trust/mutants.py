@@ -17,7 +17,6 @@ REASONS: dict[str, str] = {
     "csrc/cpu/adapter_kernels-inl.h:19:76 'a, b' -> 'b, a'": _FACTORS,
     "pass_ext/decoding/loop/device_step.py:85:70 '1' -> '2'": "equivalent: a column more, which no step writes",
     "pass_ext/decoding/models/latents.py:140:84 '0, 1' -> '1, 0'": "equivalent: two dimensions swap places either way",
-    "pass_ext/decoding/models/shadow.py:210:36 'self._of, value' -> 'value, self._of'": "a hole: lists of modules",
     "pass_ext/decoding/session/reading.py:80:64 'a, b' -> 'b, a'": "equivalent: equality of two texts, either way round",
 }
 """Fault -> why no test notices it."""

@@ -95,6 +95,29 @@ def test_offsets_for_a_model_that_is_not_attached(llama):
         adapted(torch.zeros(1, 64), torch.zeros(1).long(), None, None, slots)
 
 
+class InOrder(torch.nn.Module):
+    """A layer that finds its modules in a plain list, where torch does not look for them."""
+
+    def __init__(self, layer, kind):
+        super().__init__()
+        self.layer, self._order = layer, kind([layer])
+        self.self_attn = layer.self_attn
+
+    def forward(self, hidden, **named):
+        return self._order[0](hidden, **named)
+
+
+@pytest.mark.parametrize("kind", (list, tuple))
+def test_a_list_of_modules_holds_those_of_the_shadow(llama, kind):
+    want = [generate(llama, ids, **OPTIONS).sequences for ids in (IDS, IDS.flip(1))]
+    llama.model.layers = torch.nn.ModuleList(InOrder(layer, kind) for layer in llama.model.layers)
+    with torch.no_grad():
+        logits = llama(IDS, use_cache=False).logits
+    assert torch.equal(logits[:, -1].argmax(-1), want[0][:, IDS.shape[1]])  # the same model still
+    for ids, sequences in zip((IDS, IDS.flip(1)), want, strict=True):
+        assert torch.equal(generate(llama, ids, NGram(shortest=1), **OPTIONS).sequences, sequences)
+
+
 def test_a_generation_inside_of_one_with_deep_slots(llama, deep):
     want = generate(llama, IDS, **OPTIONS)
     wanted = generate(llama, IDS, deep, **OPTIONS).stats
