@@ -252,20 +252,21 @@ class DFlash:
         length: tokens that are drafted; None: as many as the head's blocks have. "auto": so many, and drafting pauses while it
             does not pay, by the measured times of the model's calls and of the steps.
         rows: the most rows of one call per request: candidates are a tree, the best paths through the head's lattice of tokens.
-            For greedy texts and rules that need no draft logits. None: a chain.
+            For greedy texts and rules that need no draft logits. "auto": in each step as many as pay, by the measured times of
+            the model's calls and of the steps, and drafting pauses while it does not. None: a chain.
         ngram: n-gram candidates join the tree.
     """
 
     head: Any
     length: int | Literal["auto"] | None = None
-    rows: int | None = None
+    rows: int | Literal["auto"] | None = None
     ngram: NGram | None = None
 
     def __post_init__(self) -> None:
         if self.length is not None:
             _check_length("DFlash", self.length)
-        if self.rows is not None:
-            whole_number("DFlash: rows, if not None,", self.rows, 2, MAX_PLANNED_ROWS)
+        if self.rows is not None and not (isinstance(self.rows, str) and self.rows == "auto"):
+            whole_number('DFlash: rows, if not None or "auto",', self.rows, 2, MAX_PLANNED_ROWS)
         instance("DFlash: ngram", self.ngram, (NGram, NoneType), "NGram(...) or None")
 
 

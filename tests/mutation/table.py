@@ -146,7 +146,17 @@ _OWN_FORWARD = ["tests/decoding/models/test_own_forward.py", "tests/decoding/mod
 
 _HEADS = [
     f"tests/decoding/drafting/test_{name}.py"
-    for name in ("heads", "dflash", "dflash_laws", "eagle3", "eagle3_laws", "load_drafter", "mtp", "assistant")
+    for name in (
+        "heads",
+        "dflash",
+        "dflash_laws",
+        "dflash_rows",
+        "eagle3",
+        "eagle3_laws",
+        "load_drafter",
+        "mtp",
+        "assistant",
+    )
 ]
 _WEIGHTS = [
     *(

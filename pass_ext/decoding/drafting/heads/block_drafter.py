@@ -3,12 +3,15 @@
 a step    the features of the tokens that are new in the text go in front of a block, whose rows give the scores of all
           places at once; what is drawn at a place may depend on the draft in front of it
 chain     drawn place by place as the rule asks
-tree      with ``rows``: the best paths through the most probable tokens of each place, for rules that judge any proposals
+tree      with ``rows``: the best paths through the most probable tokens of each place, for rules that judge any proposals;
+          with a price of rows as many as are worth it
+chance    of a token below another = softmax(scores of the place's offered tokens)  ·  their mass among all tokens
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +25,8 @@ from pass_ext.decoding.drafting.heads.block_model import BlockModel
 from pass_ext.decoding.drafting.heads.dflash import DFlashHead
 from pass_ext.decoding.methods import DFlash
 from pass_ext.decoding.models.vocabulary import in_vocabulary
+from pass_ext.decoding.planning.constants import MOST_ROWS
+from pass_ext.decoding.planning.pace import Pace
 from pass_ext.decoding.session.session import Session, uploaded
 from pass_ext.tree import PackedTrees, Tree
 
@@ -38,13 +43,25 @@ class BlockDrafter(Drafter):
 
     Args:
         length: drafts of a chain.
-        rows: of a tree, the root's among them; None: chains.
+        rows: of a tree, the root's among them; "auto": as many as pay, at the pace's prices; None: chains.
+        pace: None: drafting never pauses.
     """
 
     name = "DFlash"
 
-    def __init__(self, head: DFlashHead, context: DraftContext, length: int, rows: int | None) -> None:
-        self.max_depth, self.taps = length, head.taps
+    def __init__(
+        self,
+        head: DFlashHead,
+        context: DraftContext,
+        length: int,
+        rows: int | Literal["auto"] | None,
+        pace: Pace | None = None,
+    ) -> None:
+        self.max_depth, self.taps, self.pace = length, head.taps, pace
+        self._price: Sequence[float] | None = None
+        """Tokens that a step of 1, 2, … rows costs each request; None: rows are free."""
+        self._has_price = rows == "auto"
+        rows = MOST_ROWS if rows == "auto" else rows
         self._head, self._context, self._rows = head, context, rows
         self._block = length + head.first
         self._model = BlockModel(head.weights, context.target, self._block, head.first)
@@ -77,6 +94,9 @@ class BlockDrafter(Drafter):
         ends = self._ends(tokens, [depths[b] for b in going])
         found: list[Candidates | None] = [None] * len(depths)
         if self._rows is not None:
+            if self._has_price and self.pace is not None:
+                active = sum(left > 0 for left in batch.remaining)
+                self._price = self.pace.prices(self._rows, active) or self._price
             warm = self._context.sampling.temperature
             warm = None if warm is None else warm[uploaded(going, warm.device), None, None, None]
             for b, candidates in zip(going, self._trees(logits, tokens, ends, warm), strict=True):
@@ -218,14 +238,19 @@ class BlockDrafter(Drafter):
             scores = scores + head.transition.among(best[:, :, None], head.transition.latent(before, hidden))
         scores = scores.expand(-1, -1, best.shape[2], -1)
         if warm is not None:
-            scores = scores / warm.where(warm > 0, 1.0)
+            heat = warm.where(warm > 0, 1.0)
+            scores, logits = scores / heat, logits / heat[..., 0]
         chances = scores.softmax(-1)
+        if head.transition is None or head.transition.offers is None:  # all tokens have scores, some are offered
+            mass = logits.gather(2, best).logsumexp(2) - logits.logsumexp(2)
+            chances = chances * mass.exp()[..., None, None]
         if warm is not None and self._mode == "coupled":
             raced = chances[:, :, 0] * (1 - _RACED) / (1 - chances[:, :, 0, :1]).clamp(min=1e-6)
             raced[:, :, 0] = _RACED
             chances[:, :, 0] = raced.where(warm[:, 0] > 0, chances[:, :, 0])
         requests = zip(names.tolist(), chances.tolist(), depths, strict=True)
-        trees = (best_paths(own[:depth], chance[:depth], self._rows - 1) for own, chance, depth in requests)
+        most, price = self._rows - 1, self._price
+        trees = (best_paths(own[:depth], chance[:depth], most, price) for own, chance, depth in requests)
         return [Candidates(Tree(parents), found[1:]) for parents, found in trees]
 
 
@@ -245,8 +270,7 @@ def dflash_drafters(method: DFlash, context: DraftContext) -> list[Drafter]:
     if method.rows is not None and (context.needs_draft_logits or context.chains_only):
         raise ValueError(
             f"DFlash: rows must be None, a chain, for rule {context.rule!r}, which divides by the distribution that candidates "
-            f"were drawn from, or takes chains alone, got {method.rows}"
+            f"were drawn from, or takes chains alone, got {method.rows!r}"
         )
-    drafter = BlockDrafter(head, context, length, method.rows)
-    drafter.pace = context.pace() if method.length == "auto" else None
-    return [drafter, *ngram_drafters(method.ngram, context)]
+    pace = context.pace() if "auto" in (method.length, method.rows) else None
+    return [BlockDrafter(head, context, length, method.rows, pace), *ngram_drafters(method.ngram, context)]
