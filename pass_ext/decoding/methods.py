@@ -208,6 +208,8 @@ class HeadMethod:
             the head's.
         branching: instead of a chain, as for ``MultiCandidate``.
         hit_rates: for "auto", as for ``Speculative``.
+        lookahead: the slots of this ``PaSS`` draft below the head's chain: of m slots those after ``length`` have a level each.
+            Its ``rows`` limit those of a call.
         ngram: n-gram candidates join the tree.
     """
 
@@ -215,6 +217,7 @@ class HeadMethod:
     length: int | Literal["auto"] = 4
     branching: Sequence[int] | Tree | Literal["auto"] | None = None
     hit_rates: Sequence[Sequence[float]] | None = None
+    lookahead: PaSS | None = None
     ngram: NGram | None = None
 
     def __post_init__(self) -> None:
@@ -223,6 +226,9 @@ class HeadMethod:
         if self.branching is not None:
             _check_branching(name, self.branching)
         _check_parts(name, self)
+        instance(f"{name}: lookahead", self.lookahead, (PaSS, NoneType), "a PaSS or None")
+        if self.lookahead is not None:
+            _check_below(name, self, self.lookahead)
 
     @property
     def max_branches(self) -> int | None:
@@ -328,6 +334,22 @@ def _check_parts(name: str, method: ByModel) -> None:
         rows = method.hit_rates
         if not isinstance(rows, (list, tuple)) or not all(isinstance(row, (list, tuple)) for row in rows):
             raise TypeError(f"{name}: hit_rates must be a row of rates for each level, got {type_of(rows)}")
+
+
+def _check_below(name: str, method: HeadMethod, lookahead: PaSS) -> None:
+    """Refuses what slots below a chain cannot do."""
+    if method.branching is not None:
+        raise ValueError(f"{name}: lookahead drafts below a chain: branching must be None, got {method.branching}")
+    if lookahead.tree is not None or lookahead.passes != 1:
+        raise ValueError(
+            f"{name}: lookahead must have passes=1 and no tree: its slots draft one token at each level below the chain"
+        )
+    if lookahead.ngram is not None:
+        raise ValueError(f"{name}: give ngram to {name}, not to its lookahead")
+    if isinstance(method.length, int) and lookahead.num_slots <= method.length:
+        raise ValueError(
+            f"{name}: lookahead must have more slots than the chain has levels, {method.length}, got {lookahead.num_slots}"
+        )
 
 
 def _check_draft(name: str, method: Speculative | MultiCandidate) -> None:

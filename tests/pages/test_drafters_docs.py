@@ -35,10 +35,14 @@ def test_the_blocks_of_the_page_run(monkeypatch, tmp_path, one_thread):
     vocabulary, width = model.get_input_embeddings().weight.shape
     block = settings("dflash2", True, width, vocabulary), tensors("dflash2", width, vocabulary)
     paths = dict(path=tmp_path / "head", dflash_path=written(tmp_path / "block", *block), own_path=tmp_path / "own")
-    paths |= dict(tuned=model, folder=tmp_path / "tuned")
+    paths |= dict(
+        tuned=model,
+        folder=tmp_path / "tuned",
+        slots=pass_ext.LookaheadEmbedding.from_table(4, model.get_input_embeddings().weight),
+    )
     run_blocks(PAGE, list(blocks_of(PAGE)), dict(model=model, input_ids=ids, **paths))
     want = model.generate(ids, max_new_tokens=200, do_sample=False)
-    assert len(made) == 8 and all(torch.equal(each.sequences, want) for each in made)
+    assert len(made) == 10 and all(torch.equal(each.sequences, want) for each in made)
 
 
 @pytest.mark.parametrize("method", [pass_ext.drafting.Eagle3, pass_ext.drafting.DFlash, pass_ext.drafting.Assistant])

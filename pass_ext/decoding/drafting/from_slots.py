@@ -29,6 +29,7 @@ from pass_ext.decoding.drafting.drafter import LOOK_AHEAD, N_GRAM, DraftContext,
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
 from pass_ext.decoding.drafting.slot_tokens import GrowingTexts, SlotTokens, TreeFiller, rows_of
 from pass_ext.decoding.methods import PaSS
+from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.planning.constants import FEWEST_CHOSEN, MOST_ROWS
 from pass_ext.decoding.planning.pace import Pace
 from pass_ext.decoding.planning.plan import Plan, pass_plan, slot_hit_rates
@@ -151,7 +152,7 @@ class LookaheadDrafter(Drafter):
     def propose(self, batch: Batch) -> Proposal:
         if self._choice is not None:
             return Proposal(self._chosen(batch, self._choice))
-        requests, rows = self._groups_after(batch)
+        requests, rows = groups_after(batch)
         candidates = [self._probe if levels else None for levels in batch.levels]
         if not requests:
             return Proposal(candidates)
@@ -163,15 +164,6 @@ class LookaheadDrafter(Drafter):
             draft_rows = full.draft_rows[i] if full.draft_rows else None
             candidates[b] = Candidates(self.tree, full.tokens[i], draft_rows, self.groups)
         return Proposal(candidates, full.draft_logits, full.draft_allowed)
-
-    def _groups_after(self, batch: Batch) -> tuple[list[int], list[list[int]]]:
-        """The requests whose last accepted node had look-ahead slots, and the rows of these in the logits."""
-        rows: dict[int, list[int]] = {}
-        for b, (step, first) in enumerate(zip(batch.steps, batch.first_rows, strict=True)):
-            group = step.tree.group_rows(batch.last_nodes[b]) if step is not None else ()
-            if batch.levels[b] and len(group):
-                rows[b] = [first + row for row in group]
-        return list(rows), list(rows.values())
 
     def _chosen(self, batch: Batch, choice: RowChoice) -> list[Candidates | None]:
         """The rows that suit the place of each request; None: the root alone."""
@@ -239,6 +231,16 @@ class LookaheadDrafter(Drafter):
         return offered | {name: offered[name][0, index] for name in ("offered", "scores")} | {"first": 1}
 
 
+def groups_after(batch: Batch) -> tuple[list[int], list[list[int]]]:
+    """The requests whose last accepted node had look-ahead slots, and the rows of these in the logits."""
+    rows: dict[int, list[int]] = {}
+    for b, (step, first) in enumerate(zip(batch.steps, batch.first_rows, strict=True)):
+        group = step.tree.group_rows(batch.last_nodes[b]) if step is not None else ()
+        if batch.levels[b] and len(group):
+            rows[b] = [first + row for row in group]
+    return list(rows), list(rows.values())
+
+
 def _slots_after(step: StepRows | None, node: int) -> Sequence[int]:
     """The rows of the look-ahead slots that foresee what follows a node: its own, or those of the nearest node above it that
     has some, without the ones already passed."""
@@ -278,14 +280,7 @@ def lookahead_drafter(method: PaSS, context: DraftContext, *, is_alone: bool = T
     """The drafter of the plan; None if no plan is expected to gain anything. is_alone: False: a draft model decides about
     pauses."""
     target = context.target
-    method.lookahead.check_fits(target.table, embed=None if target.has_table else target.embed_tokens)
-    shards = target.logit_shards
-    if method.lookahead.rank and target.stored_table is None and (shards is None or shards.table_part is None):
-        state = "quantised or offloaded" if shards is None else "not divided among the ranks as the logits are"
-        raise ValueError(
-            f"PaSS: look-ahead slots with transitions (rank {method.lookahead.rank}) compute with the model's embedding "
-            f"table, and that of {target.name} is {state}: use slots of rank 0"
-        )
+    check_slots(method, target)
     requests, greedy = len(context.texts), context.sampling.is_greedy
     plan, times = pass_plan(method, target, requests, greedy=greedy, graphs=context.graphs)
     if plan.is_plain:
@@ -300,6 +295,18 @@ def lookahead_drafter(method: PaSS, context: DraftContext, *, is_alone: bool = T
         pace = context.pace(times, plan.tokens_per_call, times.at(plan.rows * requests))
     choice = _choice(method, context, plan) if is_alone else None
     return LookaheadDrafter(method.lookahead, plan, context, choice, pace, recalls=method.recall)
+
+
+def check_slots(method: PaSS, target: Adapted) -> None:
+    """Refuses slots of another model, and those that this one has no table for."""
+    method.lookahead.check_fits(target.table, embed=None if target.has_table else target.embed_tokens)
+    shards = target.logit_shards
+    if method.lookahead.rank and target.stored_table is None and (shards is None or shards.table_part is None):
+        state = "quantised or offloaded" if shards is None else "not divided among the ranks as the logits are"
+        raise ValueError(
+            f"PaSS: look-ahead slots with transitions (rank {method.lookahead.rank}) compute with the model's embedding "
+            f"table, and that of {target.name} is {state}: use slots of rank 0"
+        )
 
 
 def _choice(method: PaSS, context: DraftContext, plan: Plan) -> RowChoice | None:

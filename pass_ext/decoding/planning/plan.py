@@ -435,12 +435,17 @@ def draft_plan(
     chain: bool = False,
 ) -> Plan:
     """The tree that is expected to be fastest for these models on this machine. chain: only chains are allowed."""
-    rates = method.hit_rates or draft.hit_rates or assumed_hit_rates(_ASSUMED_LEVELS, _ASSUMED_DRAFTS)
+    rates = draft_hit_rates(method, draft)
     times, draft_times = call_times(target, draft, graphs=graphs)
     ranks = 1 if chain else method.max_branches
     most = max(1, min(MOST_PLANNED_ROWS, times.rows[-1] // requests))
     costs = Costs(times.at, draft_times.at, requests=requests)
     return plan_step([level[:ranks] for level in checked_rates(rates)[:MAX_DRAFT_LEVELS]], most, costs)
+
+
+def draft_hit_rates(method: ByModel, draft: Adapted) -> Rates:
+    """Those of the method, else those that were counted of the draft, else a guess."""
+    return method.hit_rates or draft.hit_rates or assumed_hit_rates(_ASSUMED_LEVELS, _ASSUMED_DRAFTS)
 
 
 def call_times(target: Adapted, draft: Adapted, *, graphs: bool = False) -> tuple[StepTimes, StepTimes]:

@@ -448,7 +448,7 @@ def test_heads_and_settings_that_do_not_fit_are_refused(load):
         generate(model, ids, DFlash(model), **LIMITS)
     with pytest.raises(ValueError, match='DFlash: length, if not "auto", must be'):
         DFlash(method.head, length=0)
-    with pytest.raises(ValueError, match="DFlash: rows, if not None, must be"):
+    with pytest.raises(ValueError, match='DFlash: rows, if not None or "auto", must be'):
         DFlash(method.head, rows=1)
 
 

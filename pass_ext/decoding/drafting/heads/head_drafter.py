@@ -7,16 +7,18 @@ from typing import Any
 
 from pass_ext.decoding.arguments import type_of
 from pass_ext.decoding.drafting.candidates import Batch, Proposal
-from pass_ext.decoding.drafting.drafter import N_GRAM, DraftContext, Drafter
+from pass_ext.decoding.drafting.drafter import LOOK_AHEAD, N_GRAM, DraftContext, Drafter
 from pass_ext.decoding.drafting.from_draft_model import ModelDrafter, chosen_tree
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
+from pass_ext.decoding.drafting.from_slots import lookahead_drafters
 from pass_ext.decoding.drafting.heads.head import Head, HeadModule
 from pass_ext.decoding.drafting.heads.head_calls import HeadCalls
 from pass_ext.decoding.drafting.heads.mask_calls import MaskCalls
+from pass_ext.decoding.drafting.heads.slots_below import slots_below
 from pass_ext.decoding.methods import HeadMethod
 from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.planning.pace import Pace
-from pass_ext.decoding.planning.plan import Plan, check_is_planned, draft_plan, method_plan
+from pass_ext.decoding.planning.plan import Plan, check_is_planned, draft_hit_rates, draft_plan, method_plan
 from pass_ext.decoding.session.session import Session
 from pass_ext.ops.common.rules import RULES
 from pass_ext.tree import Tree
@@ -51,13 +53,22 @@ class HeadDrafter(ModelDrafter):
 
 
 def head_drafters(method: HeadMethod, context: DraftContext) -> Sequence[Drafter]:
-    """The drafters of a method with a head: the head, if it is expected to gain anything, and n-grams."""
-    module = _module_of(method)
-    context.check_origins(*([N_GRAM] if method.ngram else []), module.kind)
+    """The drafters of a method with a head: the head, if it is expected to gain anything, with slots below it or, without it,
+    alone; and n-grams."""
+    module, lookahead = _module_of(method), method.lookahead
+    origins = {N_GRAM: method.ngram, LOOK_AHEAD: lookahead}
+    context.check_origins(*(name for name, part in origins.items() if part is not None), module.kind)
     head = Head(module, context.target)
     chosen = chosen_tree(method, context, head)
-    ngrams = ngram_drafters(method.ngram, context)
-    return ngrams if chosen is None else [HeadDrafter(head, chosen[0], context, chosen[1]), *ngrams]
+    drafters: list[Drafter] = []
+    if chosen is not None:
+        drafter = HeadDrafter(head, chosen[0], context, chosen[1])
+        drafters = [drafter]
+        if lookahead is not None:
+            drafters = [slots_below(lookahead, drafter, draft_hit_rates(method, head), context)]
+    elif lookahead is not None:
+        drafters = lookahead_drafters(lookahead, context)
+    return [*drafters, *ngram_drafters(method.ngram, context)]
 
 
 @method_plan.register
