@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -68,30 +68,17 @@ def folder_model(folder: Path, layout: str, dtype: torch.dtype, *, dense: bool) 
         model.generation_config = GenerationConfig.from_pretrained(folder)
     own, filled, unknown = model.state_dict(keep_vars=True).keys(), set[str](), list[str]()
     with ExitStack() as files:
-        plain, layers = _sorted(_tensors_of(folder, files), layout)
+        plain, layers = sorted_tensors(_tensors_of(folder, files), layout)
         for name, read in plain.items():
             if name in own:
                 filled.add(fill(model, name, read()))
             elif not (_IGNORED.search(name) or (name.endswith(".bias") and not read().any())):
                 unknown.append(name)
-        for place, experts in _experts_of(model, layers).items():
-            filled.update(_place_experts(model, place, experts, layout, dense=dense))
-        for name, parts in layers.items():
-            module = holder_of(model, f"{name}.weight")
-            if layout == "mxfp4" and can_be_packed(module):
-                filled.update(_place_fp4(model, name, parts))
-                continue
-            if type(module) is not nn.Linear:
-                unknown.append(name)
-                continue
-            weight = _grouped(layout, name, parts, *module.weight.shape)
-            packed = None if dense else weight.packed()
-            if packed is None:
-                fill(model, f"{name}.weight", weight.dense())
-            else:
-                model.set_submodule(name, PackedLinear(packed, module.out_features, module.bias, weight.order))
-            filled.add(f"{name}.weight")
-    if unknown:
+        placed, without_place = place_layers(model, layers, layout, dense=dense)
+        filled |= placed
+        unknown += without_place
+    mtp = _mtp_layers([*plain, *layers])
+    if unknown := [name for name in unknown if not name.startswith(mtp)]:
         raise ValueError(
             f"{folder.name} has tensors for which {type(model).__name__} has no place: {', '.join(unknown[:5])}"
             f"{', …' * (len(unknown) > 5)}"
@@ -99,7 +86,39 @@ def folder_model(folder: Path, layout: str, dtype: torch.dtype, *, dense: bool) 
     return finished(model, filled, folder.name)
 
 
-def _grouped(layout: str, name: str, parts: Mapping[str, Read], outputs: int, width: int) -> Grouped:
+def _mtp_layers(names: Collection[str]) -> tuple[str, ...]:
+    """How the names of tensors of MTP layers begin, which transformers leaves out, and ``load_drafter`` reads."""
+    return "mtp.", *(name.partition("eh_proj")[0] for name in names if ".eh_proj" in name)
+
+
+def place_layers(
+    model: nn.Module, layers: Mapping[str, Mapping[str, Read]], layout: str, *, dense: bool
+) -> tuple[set[str], list[str]]:
+    """Puts quantised weights into a model, by the names of its linear layers and experts: packed, or dense where they have no
+    packed form -> the names of the weights that it has filled, and of layers that the model has no place for."""
+    left, filled, unknown = {name: dict(parts) for name, parts in layers.items()}, set[str](), list[str]()
+    for place, experts in _experts_of(model, left).items():
+        filled.update(_place_experts(model, place, experts, layout, dense=dense))
+    for name, parts in left.items():
+        module = holder_of(model, f"{name}.weight")
+        if layout == "mxfp4" and can_be_packed(module):
+            filled.update(_place_fp4(model, name, parts))
+            continue
+        if type(module) is not nn.Linear:
+            unknown.append(name)
+            continue
+        weight = read_grouped(layout, name, parts, *module.weight.shape)
+        packed = None if dense else weight.packed()
+        if packed is None:
+            fill(model, f"{name}.weight", weight.dense())
+        else:
+            model.set_submodule(name, PackedLinear(packed, module.out_features, module.bias, weight.order))
+        filled.add(f"{name}.weight")
+    return filled, unknown
+
+
+def read_grouped(layout: str, name: str, parts: Mapping[str, Read], outputs: int, width: int) -> Grouped:
+    """The weight of a layer of this name ``[outputs, width]``."""
     try:
         return grouped(layout, {part: read() for part, read in parts.items()}, outputs, width)
     except (ValueError, RuntimeError) as error:  # RuntimeError: of tensors that have other shapes
@@ -135,7 +154,9 @@ def _place_experts(model: nn.Module, place: str, experts: Experts, layout: str, 
         given = experts.get(part, {})
         if set(given) != set(range(count)):
             raise ValueError(f"{place} must have {count} experts with {part}_proj, got {len(given)}")
-        weights[part] = [_grouped(layout, f"{place}.{each}.{part}_proj", given[each], *size) for each in range(count)]
+        weights[part] = [
+            read_grouped(layout, f"{place}.{each}.{part}_proj", given[each], *size) for each in range(count)
+        ]
     packed = {} if dense else {part: _stacked(each) for part, each in weights.items()}
     ups, downs, gates = (packed.get(part) for part in ("up", "down", "gate"))
     if ups is None or downs is None or gates is None:
@@ -203,7 +224,7 @@ def _tensors_of(folder: Path, files: ExitStack) -> dict[str, Read]:
     return found
 
 
-def _sorted(tensors: Mapping[str, Read], layout: str) -> tuple[dict[str, Read], dict[str, dict[str, Read]]]:
+def sorted_tensors(tensors: Mapping[str, Read], layout: str) -> tuple[dict[str, Read], dict[str, dict[str, Read]]]:
     """The plain tensors, and those of each quantised layer by the last part of their names."""
     marks = {part for _, needed, more in LAYOUTS.get(layout, ()) for part in needed | more} - {"weight"} or _FP4_PARTS
     layers: dict[str, dict[str, Read]] = {

@@ -155,6 +155,7 @@ _HEADS = [
         "eagle3_laws",
         "load_drafter",
         "mtp",
+        "quantised_heads",
         "slots_below",
         "assistant",
     )

@@ -22,12 +22,12 @@ MASKED = dict(speculators_model_type="peagle", architectures=["PEagleSpeculator"
 
 def eagle3_checkpoint(
     folder, target, form="speculators", *, drafted=DRAFT_VOCABULARY, taps=TAPS, layers=1, model_type="llama", biases=False,
-    embeds=False, dim=16, key_heads=2, seed=0, sharpness=3.0, **settings,
+    embeds=False, dim=16, key_heads=2, inner=80, seed=0, sharpness=3.0, **settings,
 ):  # fmt: skip
     """Writes a head for a target -> ``(config, tensors)`` in the speculators form. drafted: tokens; None: all, without d2t."""
     generator = torch.Generator().manual_seed(seed)
     text = target.config.get_text_config(decoder=True)
-    d, vocabulary, heads, inner = text.hidden_size, text.vocab_size, 4, 80
+    d, vocabulary, heads = text.hidden_size, text.vocab_size, 4
 
     def random(*shape):
         return torch.randn(*shape, generator=generator) * sharpness / shape[-1] ** 0.5

@@ -54,6 +54,14 @@ def model_with_mtp(folder, family, seed=0, texts=None, **changes):
     return target, plain
 
 
+def write_layer(plain, prefix):
+    """The tensors of a layer in DeepSeek's form, by their names in a checkpoint."""
+    tensors = {f"{prefix}{name}": tensor.detach().clone() for name, tensor in plain.layer.state_dict().items()}
+    for part, name in _NAMES["deepseek"].items():
+        tensors[f"{prefix}{name}.weight"] = getattr(plain, part).weight.detach().clone()
+    return tensors
+
+
 class _Trained(PlainHead):
     """A head for one text, all of whose modules but the target can learn."""
 

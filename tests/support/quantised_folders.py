@@ -45,10 +45,9 @@ def write_folder(folder, kind, *, architecture="llama", dtype=torch.float16, dam
         if "_proj" not in name or name.endswith(("_bias", ".bias"))
     }
     exact = {name: weight.float() for name, weight in tensors.items()}
-    write = _LAYOUTS[kind.split(",")[0]]
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and name.endswith("_proj"):
-            parts, exact[f"{name}.weight"] = write(kind, layer.out_features, layer.in_features, dtype)
+            parts, exact[f"{name}.weight"] = quantised_layer(kind, layer.out_features, layer.in_features, dtype)
             tensors |= {f"{name}.{part}": tensor.contiguous() for part, tensor in parts.items()}
         elif name.endswith(".experts"):
             count, both, width = layer.gate_up_proj.shape
@@ -56,14 +55,14 @@ def write_folder(folder, kind, *, architecture="llama", dtype=torch.float16, dam
             for number in range(count):
                 for part, found in numbers.items():
                     size = (width, both // 2) if part == "down" else (both // 2, width)
-                    parts, weight = write(kind, *size, dtype)
+                    parts, weight = quantised_layer(kind, *size, dtype)
                     found.append(weight)
                     tensors |= {f"{name}.{number}.{part}_proj.{own}": each.contiguous() for own, each in parts.items()}
             gate, up, down = map(torch.stack, numbers.values())
             exact |= {f"{name}.gate_up_proj": torch.cat([gate, up], dim=1), f"{name}.down_proj": down}
     model.load_state_dict(exact)
     damage(tensors)
-    _write(folder, model, tensors, _settings(kind) | settings)
+    _write(folder, model, tensors, quantization_config(kind) | settings)
     return model
 
 
@@ -87,6 +86,11 @@ def write_fp4_folder(folder, *, damage=lambda tensors: None):
     return model
 
 
+def quantised_layer(kind, outputs, width, dtype):
+    """Random integers as a layer's tensors, by the last part of their names -> ``(tensors, exact numbers)``."""
+    return _LAYOUTS[kind.split(",")[0]](kind, outputs, width, dtype)
+
+
 def _write(folder, model, tensors, settings):
     folder.mkdir(parents=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
@@ -95,7 +99,8 @@ def _write(folder, model, tensors, settings):
     byte_tokenizer().save_pretrained(folder)
 
 
-def _settings(kind):
+def quantization_config(kind):
+    """The config's entry."""
     settings = KINDS[kind]
     if not kind.startswith("compressed"):
         return settings

@@ -4,6 +4,7 @@
     one of these files                with config.json beside it
     a name on the Hub                 the same files, downloaded
 
+Of a quantised layer ``names`` has the weight that its tensors make; ``linear`` packs it as they have it.
 Whatever is missing or does not fit is refused with a ValueError that begins with the path.
 """
 
@@ -18,6 +19,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from pass_ext.weights.folder import Read, layout_of, read_grouped, sorted_tensors
+from pass_ext.weights.grouped import LAYOUTS, Grouped
+from pass_ext.weights.layers import PackedLinear
 
 _CONFIG = "config.json"
 _ENDINGS = ".safetensors", ".bin"
@@ -40,7 +45,10 @@ class HeadCheckpoint:
             self._readers |= self._open(file)
         if not self._readers:
             raise self.refusal(f"there are no tensors in {', '.join(file.name for file in files) or self.folder}")
-        self.names = frozenset(self._readers)
+        self._layers: dict[str, dict[str, Read]] = {}
+        self.layout = self._take_quantised()
+        """How its quantised layers are written, one of ``LAYOUTS``; None: it has none that can be read."""
+        self.names = frozenset(self._readers) | {f"{name}.weight" for name in self._layers}
         self._used: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -50,9 +58,51 @@ class HeadCheckpoint:
         """The error for a problem of this checkpoint."""
         return ValueError(f"load_drafter: {self.path}: {problem}")
 
+    def _take_quantised(self) -> str | None:
+        """Takes quantised layers out of the tensors, and what tells of them out of the config."""
+        layout = layout_of(self.config.get("quantization_config") or {})
+        if layout not in LAYOUTS:
+            return None
+        self.config = {name: value for name, value in self.config.items() if name != "quantization_config"}
+        self._readers, self._layers = sorted_tensors(self._readers, layout)
+        for name in self._layers:  # some tools write zeros for layers without biases
+            if (read := self._readers.get(f"{name}.bias")) is not None and not read().any():
+                del self._readers[f"{name}.bias"]
+        return layout
+
+    def quantised(self, name: str) -> Mapping[str, Read] | None:
+        """The tensors that make the weight of this name; None: it is a tensor."""
+        parts = self._layers.get(name.removesuffix(".weight"))
+        if parts is not None:
+            self._used.add(name)
+        return parts
+
+    def linear(
+        self, name: str, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device, bias: Any = None
+    ) -> nn.Linear | PackedLinear:
+        """The linear layer whose weight has this name, with this bias: packed on the CPU, if the weight is quantised and has a
+        packed form."""
+        if device.type == "cpu" and self.quantised(name) is not None:
+            weight = self._grouped(name, (outputs, inputs))
+            packed = weight.packed()
+            if packed is not None:
+                return PackedLinear(packed, outputs, bias, weight.order)
+        layer = nn.Linear(inputs, outputs, bias=False, device="meta")
+        layer.bias = bias
+        layer.weight = nn.Parameter(self.tensor(name, (outputs, inputs)).to(device, dtype), requires_grad=False)
+        return layer
+
+    def _grouped(self, name: str, shape: Sequence[int]) -> Grouped:
+        assert self.layout is not None
+        parts = self._layers[name.removesuffix(".weight")]
+        try:
+            return read_grouped(self.layout, name, parts, *shape)
+        except ValueError as error:
+            raise self.refusal(f"tensor {error}") from error
+
     def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
-        """The tensor of this name, which must have this shape."""
-        found = self._read(name)
+        """The tensor of this name, which must have this shape; the numbers of a quantised one."""
+        found = self._read(name) if self.quantised(name) is None else self._grouped(name, shape).dense()
         if list(found.shape) != list(shape):
             raise self.refusal(
                 f"tensor {name!r} must be {list(shape)} by its config and the model, got {list(found.shape)}"
@@ -104,8 +154,15 @@ class HeadCheckpoint:
             names: the name in the checkpoint of one in the module.
             dtype: of those that are floating-point numbers.
         """
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name, place in module.state_dict().items():
+            layer, _, part = name.rpartition(".")
+            linear = module.get_submodule(layer)
+            if part == "weight" and isinstance(linear, nn.Linear) and self.quantised(names(name)) is not None:
+                made = self.linear(names(name), linear.out_features, linear.in_features, dtype, device, linear.bias)
+                module.set_submodule(layer, made)
+                tensors |= {f"{layer}.{own}": x for own, x in made.state_dict().items() if own != "bias"}
+                continue
             found = self.tensor(names(name), place.shape)
             if found.is_floating_point() != place.is_floating_point():
                 raise self.refusal(f"tensor {names(name)!r} must hold {place.dtype}, got {found.dtype}")

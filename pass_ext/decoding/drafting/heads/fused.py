@@ -27,7 +27,7 @@ class FusedLayer:
 
     def __init__(self, before: tuple[Any, ...], after: tuple[Any, ...], dim: int, number: int, window: int) -> None:
         self._weights, self._after, self._dim, self._number, self._window = before, after, dim, number, window
-        self._dtype = before[0].dtype
+        self._dtype = after[3].dtype  # of its norm: weights may be packed
         self._most = most_few_rows(self._dtype, is_cpu=True)
 
     @classmethod

@@ -8,7 +8,8 @@ Below the text's last token h_j is s_j, the head's own state after its norm, so 
 Two names of the same parts are in use: Qwen's ``mtp.*``, and DeepSeek's ``model.layers.L.*`` of a model of L layers. Behind a
 model with several streams it has the form of ``mtp_streams.py``.
 
-The layer runs as a transformers model of one layer, by whatever computes the model's own: fused ops, latents, experts.
+The layer runs as a transformers model of one layer, by whatever computes the model's own: fused ops, latents, experts, packed
+weights.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class MtpHead(HeadModule):
     taps = ("last",)
 
     def __init__(
-        self, fc: nn.Linear, embedding_norm: nn.Module, state_norm: nn.Module, layer: Any, target: TargetFacts
+        self, fc: nn.Module, embedding_norm: nn.Module, state_norm: nn.Module, layer: Any, target: TargetFacts
     ) -> None:
         super().__init__()
         self.target_width = self.state_width = self.embedding_width = target.width
@@ -119,13 +120,18 @@ def read_mtp(checkpoint: HeadCheckpoint, target: TargetFacts) -> HeadModule:
         norm.weight = weight_of(name, width)
         return norm.eval()
 
-    fc = nn.Linear(2 * width, width, bias=False, device="meta")
-    fc.weight = weight_of(names.fc, width, 2 * width)
+    fc = checkpoint.linear(prefix + names.fc, width, 2 * width, target.dtype, target.device)
     no_row = torch.zeros(1, width)  # what stands at the ends is replaced
     tensors = {"model.embed_tokens.weight": no_row, "model.norm.weight": no_row[0], "lm_head.weight": no_row}
+    quantised = {}
     for name in own:
-        tensors[f"model.layers.0.{name.removeprefix(names.layer)}"] = checkpoint.any_tensor(prefix + name)
-    layer = model_of_one_layer(checkpoint, tensors, target)
+        at = f"model.layers.0.{name.removeprefix(names.layer)}"
+        parts = checkpoint.quantised(prefix + name)
+        if parts is not None:
+            quantised[at.removesuffix(".weight")] = parts
+        else:
+            tensors[at] = checkpoint.any_tensor(prefix + name)
+    layer = model_of_one_layer(checkpoint, tensors, target, quantised)
     decoder_of(layer).norm = norm_of(names.norm)
     return MtpHead(fc, norm_of(names.embedding_norm), norm_of(names.state_norm), layer, target)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -12,13 +13,23 @@ from torch import Tensor
 from pass_ext.decoding.drafting.heads.checkpoint import HeadCheckpoint
 from pass_ext.decoding.drafting.heads.head import TargetFacts
 from pass_ext.decoding.models.parts import unwrapped
+from pass_ext.weights.folder import Read, place_layers
 
 
 def model_of_one_layer(
-    checkpoint: HeadCheckpoint, tensors: Mapping[str, Tensor], target: TargetFacts, **types: list[str]
+    checkpoint: HeadCheckpoint,
+    tensors: Mapping[str, Tensor],
+    target: TargetFacts,
+    quantised: Mapping[str, Mapping[str, Read]] = MappingProxyType({}),
+    types: Mapping[str, list[str]] = MappingProxyType({}),
 ) -> Any:
-    """The model's class with one layer, which has these tensors, named as in its checkpoints; transformers joins experts that a
-    checkpoint has apart. types: settings of the layer that differ from those of the model's last one."""
+    """The model's class with one layer.
+
+    Args:
+        tensors: that it has, named as in its checkpoints; transformers joins experts that a checkpoint has apart.
+        quantised: tensors of linear layers and experts, by their names, in the checkpoint's layout.
+        types: settings of the layer that differ from those of the model's last one.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     model = unwrapped(target.model)
@@ -40,12 +51,22 @@ def model_of_one_layer(
         layer, report = kind.from_pretrained(
             None, config=config, state_dict=dict(tensors), dtype=target.dtype, output_loading_info=True
         )
+        placed: set[str] = set()
+        unknown: list[str] = []
+        if checkpoint.layout is not None:
+            is_dense = target.device.type != "cpu"
+            placed, unknown = place_layers(layer, quantised, checkpoint.layout, dense=is_dense)
     except (RuntimeError, ValueError) as error:
         raise checkpoint.refusal(f"its MTP layer does not fit a layer of {target.name}: {error}") from error
-    missing = [name for name in report["missing_keys"] if not name.endswith(("embed_tokens.weight", "lm_head.weight"))]
+    places = layer.state_dict().keys() - placed
+    missing = [
+        name
+        for name in report["missing_keys"]
+        if name in places and not name.endswith(("embed_tokens.weight", "lm_head.weight"))
+    ]
     if missing:
         raise checkpoint.refusal(f"its MTP layer has no tensors for {', '.join(sorted(missing))} of {target.name}")
-    for name in sorted(report["unexpected_keys"]):
+    for name in sorted((*report["unexpected_keys"], *unknown)):
         raise checkpoint.refusal(f"its MTP layer has a tensor {name}, and a layer of {target.name} has not")
     layer.requires_grad_(False).eval().to(target.device)
     layer.set_input_embeddings(model.get_input_embeddings())

@@ -125,5 +125,5 @@ def read_streams(checkpoint: HeadCheckpoint, target: TargetFacts) -> StreamsHead
         is_end = name == "norm.weight" or name.startswith("hc_head_")
         tensors[name if is_end else f"layers.0.{name}"] = checkpoint.any_tensor(_PREFIX + name)
     types = dict(layer_types=["sliding_attention"], mlp_layer_types=["moe"])
-    layer = model_of_one_layer(checkpoint, tensors, target, **types)
+    layer = model_of_one_layer(checkpoint, tensors, target, types=types)
     return StreamsHead(linear("e_proj"), linear("h_proj"), norm("enorm"), norm("hnorm"), layer, streams, target)
