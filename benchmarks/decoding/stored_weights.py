@@ -107,11 +107,12 @@ def products() -> list[dict[str, Any]]:
     rows = []
     for outputs, width in SHAPES:
         count = NUMBERS // (outputs * width)
-        weights: dict[str, list[Any]] = {"bfloat16": [], "4 bits": [], "8 bits": []}
+        weights: dict[str, list[Any]] = {name: [] for name in ("bfloat16", "4 bits", "4 bits, table", "8 bits")}
         for _ in range(count):
             dense = torch.randn(outputs, width)
             weights["bfloat16"].append(dense.bfloat16())
             weights["4 bits"].append(packed(dense, 4))
+            weights["4 bits, table"].append(packed(dense, 4, torch.arange(16, dtype=torch.uint8)))
             weights["8 bits"].append(packed(dense, 8))
         for few in ROWS:
             x = torch.randn(few, width).bfloat16()

@@ -4,7 +4,7 @@
 //
 // A packed weight has 4 or 8 bits for each number, and numbers for each block of 32 inputs of an output, or for each
 // half of it:
-//   weight[o][i] = scale code[o][i] + offset
+//   weight[o][i] = scale code[o][i] + offset,  or with table[code[o][i]] for the code
 // Each block of a row becomes whole numbers of 16 bits, unit = the largest |x| of the block / 32767:
 //   x[i] = unit digit[i],  within unit / 2
 //   sum <- sum + (scale unit) (sum over i of code digit) + offset (unit (sum over i of digit)),  block behind block
@@ -32,14 +32,27 @@ struct PackedBlock {
   uint32_t codes[bits][kPackedOutputs];
 };
 
+// The same in 4 bits, where a table of the block has what each code stands for.
+template <typename Scale>
+struct PackedTableBlock {
+  static constexpr int kBits = 4, kParts = 1;
+  struct {
+    Scale scale[kPackedOutputs], offset[kPackedOutputs];
+  } part[1];
+  uint8_t table[16];
+  uint32_t codes[4][kPackedOutputs];
+};
+
 using PackedFour = PackedBlock<float16, 4, 1>;
 using PackedFourWide = PackedBlock<float, 4, 1>;
 using PackedFourHalves = PackedBlock<float, 4, 2>;
+using PackedTable = PackedTableBlock<float16>;
+using PackedTableWide = PackedTableBlock<float>;
 using PackedEight = PackedBlock<float16, 8, 1>;
 using PackedEightWide = PackedBlock<float, 8, 1>;
 using PackedEightHalves = PackedBlock<float, 8, 2>;
 
-enum class PackedForm { none, four, four_wide, four_halves, eight, eight_wide, eight_halves };
+enum class PackedForm { none, four, four_wide, four_halves, table, table_wide, eight, eight_wide, eight_halves };
 
 // The form whose blocks have so many bytes; none: there is none.
 inline PackedForm packed_form_of(int64_t bytes) {
@@ -47,6 +60,8 @@ inline PackedForm packed_form_of(int64_t bytes) {
     case sizeof(PackedFour): return PackedForm::four;
     case sizeof(PackedFourWide): return PackedForm::four_wide;
     case sizeof(PackedFourHalves): return PackedForm::four_halves;
+    case sizeof(PackedTable): return PackedForm::table;
+    case sizeof(PackedTableWide): return PackedForm::table_wide;
     case sizeof(PackedEight): return PackedForm::eight;
     case sizeof(PackedEightWide): return PackedForm::eight_wide;
     case sizeof(PackedEightHalves): return PackedForm::eight_halves;

@@ -65,6 +65,16 @@ void write_digit_rows(const LinearRows<T>& problem, int64_t first, int64_t rows,
   }
 }
 
+// What gives the numbers that the codes in the lowest bits of both halves of words stand for.
+template <typename Scale, int bits, int parts>
+inline auto reader_of(const PackedBlock<Scale, bits, parts>&) {
+  return [mask = constant(Words{}, bits == 4 ? 0x000f000fu : 0x00ff00ffu)](Words codes) { return codes & mask; };
+}
+template <typename Scale>
+inline auto reader_of(const PackedTableBlock<Scale>& block) {
+  return [table = load_table(block.table)](Words codes) { return looked_up(table, codes); };
+}
+
 constexpr int kBlocksAhead = 2048;  // bytes of weights that are asked for before they are needed
 
 // The sums of R rows and the 16 outputs of `block`, to [R, kGroupOutputs].
@@ -73,7 +83,6 @@ void multiply_packed_tile(const Block* block, int64_t steps, const uint32_t* dig
   constexpr int kVectors = kPackedOutputs / Floats::width, kWords = Block::kBits / Block::kParts;
   constexpr int kPairs = 16 / Block::kBits;             // in a word
   constexpr int kChains = R == 1 ? 4 : R <= 3 ? 2 : 1;  // integer sums side by side, else each waits for the one before
-  const Words mask = constant(Words{}, Block::kBits == 4 ? 0x000f000fu : 0x00ff00ffu);
   Floats sum[kVectors][R];
 #pragma GCC unroll 2
   for (int v = 0; v < kVectors; ++v)
@@ -82,6 +91,7 @@ void multiply_packed_tile(const Block* block, int64_t steps, const uint32_t* dig
   for (int64_t s = 0; s < steps; ++s, ++block, digits += kDigitPairs * R, numbers += kDigitNumbers * R) {
     for (size_t byte = 0; byte < sizeof(Block); byte += 64)
       __builtin_prefetch(reinterpret_cast<const char*>(block) + kBlocksAhead + byte);
+    const auto read = reader_of(*block);
 #pragma GCC unroll 2
     for (int part = 0; part < Block::kParts; ++part) {
 #pragma GCC unroll 2
@@ -97,7 +107,7 @@ void multiply_packed_tile(const Block* block, int64_t steps, const uint32_t* dig
           const Words codes = load_words(block->codes[word] + v * Words::width);
 #pragma GCC unroll 4
           for (int pair = 0; pair < kPairs; ++pair) {
-            const Words code = (pair == 0 ? codes : shift_right_signed(codes, Block::kBits * pair)) & mask;
+            const Words code = read(pair == 0 ? codes : shift_right_signed(codes, Block::kBits * pair));
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
               Words& sum_of_pairs = dot[(word * kPairs + pair) % kChains][r];
@@ -153,6 +163,8 @@ void multiply_packed_group(const LinearRows<T>& problem, int64_t rows, void* mem
     case PackedForm::four: return multiply_packed_tiles<PackedFour>(problem, rows, from, sums, begin, end);
     case PackedForm::four_wide: return multiply_packed_tiles<PackedFourWide>(problem, rows, from, sums, begin, end);
     case PackedForm::four_halves: return multiply_packed_tiles<PackedFourHalves>(problem, rows, from, sums, begin, end);
+    case PackedForm::table: return multiply_packed_tiles<PackedTable>(problem, rows, from, sums, begin, end);
+    case PackedForm::table_wide: return multiply_packed_tiles<PackedTableWide>(problem, rows, from, sums, begin, end);
     case PackedForm::eight: return multiply_packed_tiles<PackedEight>(problem, rows, from, sums, begin, end);
     case PackedForm::eight_wide: return multiply_packed_tiles<PackedEightWide>(problem, rows, from, sums, begin, end);
     case PackedForm::eight_halves:

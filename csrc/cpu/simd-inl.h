@@ -64,6 +64,19 @@ inline void store_halves(uint32_t* to, Words value) {
   for (int i = 0; i < Words::width / 2; ++i) to[i] = (value.lane[2 * i] & 0xffffu) | value.lane[2 * i + 1] << 16;
 }
 
+// For the lowest four bits of each half of a word, the table's entry.
+struct Table {
+  uint8_t entry[16];
+};
+inline Table load_table(const uint8_t* from) {
+  Table table;
+  memcpy(table.entry, from, sizeof table.entry);
+  return table;
+}
+inline Words looked_up(const Table& table, Words codes) {
+  PASS_EXT_EACH_LANE(Words, table.entry[codes.lane[i] & 15u] | uint32_t{table.entry[codes.lane[i] >> 16 & 15u]} << 16);
+}
+
 inline Floats operator+(Floats a, Floats b) { PASS_EXT_EACH_LANE(Floats, a.lane[i] + b.lane[i]); }
 inline Floats operator-(Floats a, Floats b) { PASS_EXT_EACH_LANE(Floats, a.lane[i] - b.lane[i]); }
 inline Floats operator*(Floats a, Floats b) { PASS_EXT_EACH_LANE(Floats, a.lane[i] * b.lane[i]); }
@@ -224,6 +237,17 @@ inline Words shift_right_signed(Words a, int bits) { return {_mm256_srai_epi32(a
 inline Words add_pairs(Words sum, Words a, Words b) {
   return {_mm256_add_epi32(sum.lanes, _mm256_madd_epi16(a.lanes, b.lanes))};
 }
+// For the lowest four bits of each half of a word, the table's entry.
+struct Table {
+  __m256i lanes;
+};
+inline Table load_table(const uint8_t* from) {
+  return {_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))};
+}
+inline Words looked_up(Table table, Words codes) {
+  const __m256i four = _mm256_and_si256(codes.lanes, _mm256_set1_epi32(0x000f000f));
+  return {_mm256_and_si256(_mm256_shuffle_epi8(table.lanes, four), _mm256_set1_epi32(0x00ff00ff))};
+}
 inline Words truncated(Floats a) { return {_mm256_cvttps_epi32(a.lanes)}; }
 inline Words bits_of(Floats a) { return {_mm256_castps_si256(a.lanes)}; }
 inline Floats float_of(Words a) { return {_mm256_castsi256_ps(a.lanes)}; }
@@ -365,6 +389,15 @@ inline Words add_pairs(Words sum, Words a, Words b) {
   return {_mm512_add_epi32(sum.lanes, _mm512_madd_epi16(a.lanes, b.lanes))};
 #endif
 }
+// For the lowest four bits of each half of a word, the table's entry; it stands there twice, so a fifth bit changes
+// nothing.
+struct Table {
+  __m512i lanes;
+};
+inline Table load_table(const uint8_t* from) {
+  return {_mm512_broadcast_i64x4(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))))};
+}
+inline Words looked_up(Table table, Words codes) { return {_mm512_permutexvar_epi16(codes.lanes, table.lanes)}; }
 inline Words truncated(Floats a) { return {_mm512_cvttps_epi32(a.lanes)}; }
 inline Words bits_of(Floats a) { return {_mm512_castps_si512(a.lanes)}; }
 inline Floats float_of(Words a) { return {_mm512_castsi512_ps(a.lanes)}; }

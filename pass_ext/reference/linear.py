@@ -13,23 +13,26 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 _FORMS = {
-    320: (4, torch.float16, 1),
-    384: (4, torch.float32, 1),
-    512: (4, torch.float32, 2),
-    576: (8, torch.float16, 1),
-    640: (8, torch.float32, 1),
-    768: (8, torch.float32, 2),
+    320: (4, torch.float16, 1, 0),
+    336: (4, torch.float16, 1, 16),
+    384: (4, torch.float32, 1, 0),
+    400: (4, torch.float32, 1, 16),
+    512: (4, torch.float32, 2, 0),
+    576: (8, torch.float16, 1, 0),
+    640: (8, torch.float32, 1, 0),
+    768: (8, torch.float32, 2, 0),
 }
-"""Bytes of a block of 32 inputs and 16 outputs -> bits of a code; dtype of scales and offsets, and how many an output has."""
+"""Bytes of a block of 32 inputs and 16 outputs -> bits of a code; dtype of scales and offsets, and how many an output has; and
+bytes of a table of what codes stand for."""
 
 
 def linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, outputs: int) -> Tensor:
-    """out[..., o] = sum over i of x[..., i] (scale code[o, i] + offset), plus bias[o]; in x's dtype."""
+    """out[..., o] = sum over i of x[..., i] (scale code[o, i] + offset), or of table[code], plus bias[o]; in x's dtype."""
     groups, blocks, size = weight.shape
-    bits, scales, parts = _FORMS[size]
+    bits, scales, parts, entries = _FORMS[size]
     head = parts * 2 * 16 * scales.itemsize
     numbers = weight[..., :head].view(scales).view(groups, blocks, parts, 2, 16).double()
-    words = weight[..., head:].reshape(groups, blocks, bits, 16, 4).long() << torch.arange(
+    words = weight[..., head + entries :].reshape(groups, blocks, bits, 16, 4).long() << torch.arange(
         0, 32, 8, device=weight.device
     )
     words = words.sum(-1)  # [groups, blocks, words, 16]
@@ -37,6 +40,9 @@ def linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, outp
     codes = torch.stack([words >> shift & ((1 << bits) - 1) for shift in shifts], dim=3).view(
         groups, blocks, parts, -1, 16
     )
+    if entries:
+        table = weight[..., head : head + entries].long()
+        codes = table.gather(-1, codes.flatten(2)).view(codes.shape)
     dense = codes * numbers[:, :, :, None, 0] + numbers[:, :, :, None, 1]  # [groups, blocks, parts, inputs, 16]
     dense = dense.permute(0, 4, 1, 2, 3).reshape(groups * 16, blocks * 32)[:outputs]
     out = x.double() @ dense.T

@@ -193,7 +193,7 @@ def _place_fp4(model: nn.Module, place: str, parts: Mapping[str, Read]) -> list[
             )
         scales = fp4_scales(exponents[..., None])
         codes = (torch.stack([each & 15, each >> 4], dim=-1).flatten(-2) for each in blocks)
-        made = [pack_parts(f"{place}.{part}", fp4(*each), 8) for each in zip(codes, scales, strict=True)]
+        made = [pack_parts(f"{place}.{part}", fp4(*each), 4) for each in zip(codes, scales, strict=True)]
         packed.append(torch.stack(made))
     model.set_submodule(place, PackedExperts(own, *packed))
     return [f"{place}.up", f"{place}.down"]

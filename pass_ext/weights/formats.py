@@ -22,6 +22,8 @@ class Parts(NamedTuple):
     codes: Tensor
     scale: Tensor
     offset: Tensor
+    table: Tensor | None = None
+    """What each code stands for; None: itself."""
 
 
 def pack_gguf(name: str, stored: Tensor, *, wide: bool = False) -> Tensor:
@@ -36,7 +38,7 @@ def pack_gguf(name: str, stored: Tensor, *, wide: bool = False) -> Tensor:
         raise ValueError(f"a row of {name} must have a multiple of {size} bytes, got {stored.shape[1]}")
     parts = parts_of(stored.view(len(stored), -1, size))
     if wide:
-        parts = Parts(parts.codes, parts.scale.float(), parts.offset.float())
+        parts = parts._replace(scale=parts.scale.float(), offset=parts.offset.float())
     return pack_parts(name, parts, bits)
 
 
@@ -44,7 +46,7 @@ def pack_parts(name: str, parts: Parts, bits: int) -> Tensor:
     """The packed weight of these parts. ValueError, with the name, for scales that are no finite numbers."""
     if not (parts.scale.isfinite().all() and parts.offset.isfinite().all()):
         raise ValueError(f"the scales of {name} must be finite numbers of their type, got others")
-    return pack_weight(*(part.reshape(len(part), -1) for part in parts), bits=bits)
+    return pack_weight(*(part.reshape(len(part), -1) for part in parts[:3]), bits=bits, table=parts.table)
 
 
 # ---- blocks of 32 ----
@@ -91,19 +93,16 @@ def _q8_0(blocks: Tensor) -> Parts:
     return Parts(blocks[..., 2:] ^ 128, scale, scale * -128)
 
 
-_NONLINEAR = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
-
-
-def _nonlinear(codes: Tensor) -> Tensor:
-    return torch.tensor(_NONLINEAR).add(128).to(torch.uint8)[codes.int()]
+_NONLINEAR = torch.tensor([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], dtype=torch.uint8)
+"""128 more than each number."""
 
 
 def _iq4_nl(blocks: Tensor) -> Parts:
     scale = _halves(blocks, 0, 2)
-    return Parts(_nonlinear(_nibbles(blocks[..., 2:])), scale, scale * -128)
+    return Parts(_nibbles(blocks[..., 2:]), scale, scale * -128, _NONLINEAR)
 
 
-_FP4 = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0]
+_FP4 = torch.tensor([12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0], dtype=torch.uint8)
 """Twice the numbers in 4 bits, of 0 to 6 and their negatives, and 12."""
 
 
@@ -118,7 +117,7 @@ def fp4_scales(exponents: Tensor) -> Tensor:
 
 def fp4(codes: Tensor, scale: Tensor) -> Parts:
     """Numbers in 4 bits, of blocks with these ``fp4_scales``."""
-    return Parts(torch.tensor(_FP4, dtype=torch.uint8)[codes.int()], scale, scale * -12)
+    return Parts(codes, scale, scale * -12, _FP4)
 
 
 def _mxfp4(blocks: Tensor) -> Parts:
@@ -185,7 +184,7 @@ def _iq4_xs(blocks: Tensor) -> Parts:
     high = blocks[..., 2:4, None] >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3
     low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], dim=-1)
     scale = _halves(blocks, 0, 2).float() * ((low.flatten(-2) | high.flatten(-2) << 4).float() - 32)
-    return Parts(_nonlinear(_nibbles(blocks[..., 8:].unflatten(-1, (8, 16))).flatten(-2)), scale, scale * -128)
+    return Parts(_nibbles(blocks[..., 8:].unflatten(-1, (8, 16))).flatten(-2), scale, scale * -128, _NONLINEAR)
 
 
 def _of_32(scale: Tensor) -> Tensor:
@@ -213,13 +212,13 @@ FORMATS: dict[str, tuple[int, int, Callable[[Tensor], Parts]]] = {
     "Q5_0": (22, 8, _q5_0),
     "Q5_1": (24, 8, _q5_1),
     "Q8_0": (34, 8, _q8_0),
-    "IQ4_NL": (18, 8, _iq4_nl),
-    "MXFP4": (17, 8, _mxfp4),
+    "IQ4_NL": (18, 4, _iq4_nl),
+    "MXFP4": (17, 4, _mxfp4),
     "TQ1_0": (54, 4, _tq1_0),
     "TQ2_0": (66, 4, _tq2_0),
     "Q2_K": (84, 4, _q2_k),
     "Q3_K": (110, 4, _q3_k),
-    "IQ4_XS": (136, 8, _iq4_xs),
+    "IQ4_XS": (136, 4, _iq4_xs),
     "Q4_K": (144, 4, _q4_k),
     "Q5_K": (176, 8, _q5_k),
     "Q6_K": (210, 8, _q6_k),

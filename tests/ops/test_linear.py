@@ -209,7 +209,7 @@ def test_bad_input_is_refused_in_words(arguments, message):
 
 # ---- packed weights ----
 
-SIZES = (320, 384, 512, 576, 640, 768)
+SIZES = (320, 336, 384, 400, 512, 576, 640, 768)
 
 
 @pytest.fixture
@@ -289,19 +289,23 @@ def test_a_row_of_a_packed_product_has_the_bits_that_it_has_alone(backend, size)
 @pytest.mark.usefixtures("cpu_only")
 def test_a_packed_weight_is_the_numbers_that_it_was_made_of(backend):
     """Rows of the unit matrix times the largest digit are exact: each product is one weight."""
-    for bits, scales, parts in (
-        (4, torch.float16, 1),
-        (4, torch.float32, 1),
-        (4, torch.float32, 2),
-        (8, torch.float16, 1),
-        (8, torch.float32, 1),
-        (8, torch.float32, 2),
+    table = torch.randint(0, 256, (16,), dtype=torch.uint8)
+    for bits, scales, parts, stands_for in (
+        (4, torch.float16, 1, None),
+        (4, torch.float16, 1, table),
+        (4, torch.float32, 1, None),
+        (4, torch.float32, 1, table),
+        (4, torch.float32, 2, None),
+        (8, torch.float16, 1, None),
+        (8, torch.float32, 1, None),
+        (8, torch.float32, 2, None),
     ):
         codes = torch.randint(0, 1 << bits, (21, 96), dtype=torch.uint8)
         scale, offset = (torch.randint(-4, 5, (21, 3 * parts)).to(scales) / 8 for _ in range(2))
-        weight = pass_ext.layers.pack_weight(codes, scale, offset, bits=bits)
+        weight = pass_ext.layers.pack_weight(codes, scale, offset, bits=bits, table=stands_for)
         each_input = 32 // parts
-        dense = codes * scale.double().repeat_interleave(each_input, 1) + offset.double().repeat_interleave(
+        numbers = codes if stands_for is None else stands_for[codes.int()]
+        dense = numbers * scale.double().repeat_interleave(each_input, 1) + offset.double().repeat_interleave(
             each_input, 1
         )
         assert torch.equal(pass_ext.layers.unpack_weight(weight, 21).double(), dense)
@@ -342,7 +346,7 @@ PACKED_REFUSALS = [
     ),
     (
         (X.new_zeros(2, 96), PACKED[..., :100].contiguous(), None, 32),
-        r"weight must have 320, 384, 512, 576, 640 or 768 \(bytes of a bl",
+        r"weight must have 320, 336, 384, 400, 512, 576, 640 or 768 \(bytes of a bl",
     ),
     ((X.new_zeros(2, 96), PACKED.transpose(0, 1), None, 48), r"weight must be contiguous"),
     ((X.new_zeros(2, 90), PACKED, None, 32), r"x must have 96 \(in, 32 for each block of weight\) in dimension 1"),

@@ -1,7 +1,7 @@
 """Arguments of every op, for opcheck and for tests of all ops: a generator of argument tuples, named like its op."""
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import torch
 
@@ -253,7 +253,9 @@ def packed_weight(device, outputs, width, size):
     blocks = torch.randint(0, 256, (-(-outputs // 16), width // 32, size), dtype=torch.uint8)
     head, scales = {
         320: (64, torch.float16),
+        336: (64, torch.float16),
         384: (128, torch.float32),
+        400: (128, torch.float32),
         512: (256, torch.float32),
         576: (64, torch.float16),
         640: (128, torch.float32),
@@ -265,8 +267,8 @@ def packed_weight(device, outputs, width, size):
 
 @sample
 def linear_packed(device):
-    floats = torch.float32, torch.bfloat16, torch.float16
-    for size, dtype in zip((320, 384, 512, 576, 640, 768), floats * 2, strict=True):
+    floats = cycle((torch.float32, torch.bfloat16, torch.float16))
+    for size, dtype in zip((320, 336, 384, 400, 512, 576, 640, 768), floats, strict=False):
         random = numbers(device, dtype)
         x, weight, bias = random(2, 3, 64), packed_weight(device, 23, 64, size), random(23)
         yield x, weight, None, 23

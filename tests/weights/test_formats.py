@@ -40,7 +40,8 @@ def test_a_format_has_the_numbers_that_gguf_reads(name):
     raw = stored(name)
     expected = gguf.dequantize(raw, gguf.GGMLQuantizationType[name])
     packed = pack_gguf(name, torch.from_numpy(raw))
-    assert form_of(packed).bits == (8 if name[1] in "568" or name in ("IQ4_NL", "IQ4_XS", "MXFP4") else 4)
+    assert form_of(packed).bits == (8 if name[1] in "568" else 4)
+    assert form_of(packed).entries == (16 if name in ("IQ4_NL", "IQ4_XS", "MXFP4") else 0)
     assert np.array_equal(unpack_weight(packed, 37).numpy(), expected)
     rows = torch.tensor([36, 0, 15, 16, 16])
     assert np.array_equal(unpack_rows(packed, rows).numpy(), expected[rows.numpy()])
@@ -52,7 +53,7 @@ def test_exponents_that_are_no_float16_are_read():
     packed = pack_gguf("MXFP4", torch.from_numpy(raw))
     assert np.array_equal(unpack_weight(packed, 37).numpy(), gguf.dequantize(raw, gguf.GGMLQuantizationType.MXFP4))
     assert torch.equal(pack_gguf("MXFP4", torch.from_numpy(raw), wide=True), packed)
-    assert form_of(packed).bytes == 640 and form_of(pack_gguf("MXFP4", torch.from_numpy(stored("MXFP4")))).bytes == 576
+    assert form_of(packed).bytes == 400 and form_of(pack_gguf("MXFP4", torch.from_numpy(stored("MXFP4")))).bytes == 336
 
 
 def test_formats_and_scales_that_cannot_be_read_are_refused():
@@ -94,5 +95,12 @@ def test_numbers_that_have_no_packed_form_are_refused(arguments, message):
         pack_weight(torch.zeros(shape, dtype=dtype), scale, scale, bits=bits)
     with pytest.raises(ValueError, match="codes of 4 bits must be below 16, got 16"):
         pack_weight(torch.full((1, 32), 16, dtype=torch.uint8), *[torch.zeros(1, 1, dtype=torch.float16)] * 2, bits=4)
+    for table, bits, words in (
+        (torch.zeros(15, dtype=torch.uint8), 4, r"table must be uint8 \[16\], got torch.uint8\[15\]"),
+        (torch.zeros(16), 4, r"table must be uint8 \[16\], got torch.float32\[16\]"),
+        (torch.zeros(16, dtype=torch.uint8), 8, "8 with a table"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            pack_weight(torch.zeros(1, 32, dtype=torch.uint8), *[torch.zeros(1, 1).half()] * 2, bits=bits, table=table)
     with pytest.raises(ValueError, match="a packed weight must be uint8"):
         unpack_weight(torch.zeros(2, 3, 321, dtype=torch.uint8), 32)
