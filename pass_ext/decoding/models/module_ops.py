@@ -221,7 +221,8 @@ def norm_of(part: nn.Module) -> Norm | None:
     if name is None or weight is None or len(part._parameters) > 1 or part._modules or not is_plain(weight):
         return None
     kind: Any = type(part)
-    form = _norm_form(kind, kind.forward, name, weight.dtype)
+    switches = frozenset((key, value) for key, value in vars(part).items() if type(value) is bool and key != "training")
+    form = _norm_form(kind, kind.forward, name, weight.dtype, switches)
     if form is None or weight.dim() != 1 or not (weight.is_cpu or weight.is_cuda):
         return None
     return Norm(weight, vars(part)[name], form)
@@ -245,8 +246,11 @@ def _norm_forward(part: nn.Module) -> Callable[..., Tensor] | None:
 
 
 @cache
-def _norm_form(kind: Any, forward: Callable[..., Tensor], eps_name: str, dtype: torch.dtype) -> int | None:
-    """The index of the form in which modules of this class multiply by their weight; None if they compute anything else."""
+def _norm_form(
+    kind: Any, forward: Callable[..., Tensor], eps_name: str, dtype: torch.dtype, switches: frozenset[tuple[str, bool]]
+) -> int | None:
+    """The index of the form in which modules of this class with these switches multiply by their weight; None if they compute
+    anything else."""
     if dtype not in FLOATS:
         return None
     x, weight, eps = (_random(3, 4, 96) * 3).to(dtype), _random(96).to(dtype), 0.05
@@ -254,7 +258,7 @@ def _norm_form(kind: Any, forward: Callable[..., Tensor], eps_name: str, dtype: 
         stand_in = kind.__new__(kind)
         nn.Module.__init__(stand_in)
         stand_in.weight = nn.Parameter(weight, requires_grad=False)
-        setattr(stand_in, eps_name, eps)
+        vars(stand_in).update({eps_name: eps, **dict(switches)})
         with torch.no_grad():
             computed = forward(stand_in, x)
     except Exception:  # it needs more than a weight and an eps

@@ -1,7 +1,11 @@
 """Gemma 4's assistant: drafts are those of the formula around transformers' module, texts are Plain's."""
 
+import copy
+from collections import Counter
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
@@ -10,9 +14,10 @@ from support.assistants import PlainAssistant, write_assistant
 from support.chi_square import chi_square_tail, counted, law_of_two
 from support.heads import plain_loop
 from support.recorded import Recorded
-from support.small_models import small_model
+from support.small_models import ragged_prompts, small_model
 
 from pass_ext import generate, load_drafter
+from pass_ext.decoding.drafting.heads.assistant import AssistantHead
 from pass_ext.drafting import Assistant
 
 if not hasattr(transformers, "Gemma4AssistantForCausalLM"):
@@ -63,3 +68,49 @@ def test_assistants_of_other_models_are_refused(target, tmp_path):
         load_drafter(tmp_path, small_model("llama"))
     with pytest.raises(TypeError, match=r"Assistant: head must be one that load_drafter\(path, model\) has read"):
         generate(target, torch.tensor([[5, 6]]), Assistant("head"), max_new_tokens=3)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the ops inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        self.found[function.name().removesuffix(".default")] += 1
+        return function(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draft_is_one_call_of_our_ops_for_all_requests(target, tmp_path, dtype):
+    """Products, norms and attention are ours, none PyTorch's; a row has the bits that it has alone, in any batch."""
+    write_assistant(tmp_path, target)
+    model = copy.deepcopy(target).to(dtype)
+    method = load_drafter(tmp_path, model)
+    given, true = [], AssistantHead.__call__
+    ids, mask = ragged_prompts(3, longest=9, seed=3)
+
+    def called(head, embedded, states, session, requests):
+        with Calls() as calls:
+            logits, fed = true(head, embedded, states, session, requests)
+        for i, b in enumerate(requests):
+            alone = true(head, embedded[i : i + 1], states[i : i + 1], session, [b])
+            assert torch.equal(alone[0], logits[i : i + 1]) and torch.equal(alone[1], fed[i : i + 1])
+        given.append((len(requests), calls.found))
+        return logits, fed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AssistantHead, "__call__", called)
+        got = generate(model, ids, method, attention_mask=mask, max_new_tokens=8, eos_token_id=[])
+    assert torch.equal(
+        got.sequences, generate(model, ids, attention_mask=mask, max_new_tokens=8, eos_token_id=[]).sequences
+    )
+    assert max(requests for requests, _ in given) == 3
+    layers = 3
+    for _, calls in given:
+        ours = {name: count for name, count in calls.items() if name.startswith("pass_ext::")}
+        assert ours["pass_ext::linear_rows"] == 5 * layers + 3 and ours["pass_ext::attention_tree"] == layers
+        assert ours["pass_ext::step_rms_norm"] == 5 * layers + 1
+        assert not {"aten::mm", "aten::addmm", "aten::bmm", "aten::linear"} & calls.keys()
+        assert not [name for name in calls if "scaled_dot_product" in name]
