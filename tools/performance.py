@@ -406,10 +406,11 @@ def text(root: Path) -> str:
 
 
 def readme_text(root: Path) -> str:
-    """The part of README.md: the file's own bits, the newest race in bfloat16, and its picture."""
+    """The part of README.md: the file's own bits, the newest race in bfloat16, a large model on a GPU, and the race's picture."""
     file, result = next(iter(races(root).items()))
     dense = [n for n in contender_numbers(file, result) if f", {names.PASS}, " not in n.what or names.ADAPTED in n.what]
-    shown = [*stored_numbers(root), *dense]
+    large = [number for number in gpu_numbers(root) if number.file.name == "large-model.json"]
+    shown = [*stored_numbers(root), *dense, *large]
     rows = [[number.what, number.ours, number.other, number.ratio] for number in shown]
     picture = f"![Tokens per second of whole texts, and the parts of a step]({file.with_suffix('.svg').as_posix()})"
     return "\n".join([*table(["", "pass_ext", "baseline", "ratio"], rows, left=4), "", picture])
