@@ -195,6 +195,30 @@ def test_other_masks_are_refused(monkeypatch, change, message):
         generate(model, IDS, max_new_tokens=2)
 
 
+@pytest.mark.parametrize(
+    ("change", "is_causal"),
+    [(lambda mask: mask, True), (lambda mask: mask + 1, False), (lambda mask: mask.tril(-1), False)],
+    ids=["causal", "adds to what is seen", "shows what comes later"],
+)
+def test_mask_tensors_that_are_causal_alone(monkeypatch, change, is_causal):
+    """Models of transformers 4 turn a mask of ones into such a tensor."""
+
+    def tensor_of(inputs_embeds, **_):
+        rows = inputs_embeds.shape[1]
+        mask = torch.full((rows, rows), torch.finfo(inputs_embeds.dtype).min).triu(1)
+        return change(mask)[None, None]
+
+    model = small_model("llama")
+    want = generate(model, IDS, max_new_tokens=4).sequences
+    model = small_model("llama")
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", tensor_of)
+    if is_causal:
+        assert torch.equal(generate(model, IDS, max_new_tokens=4).sequences, want)
+        return
+    with pytest.raises(ValueError, match="llama, layer 0: LlamaAttention hands down an attention_mask of its own"):
+        generate(model, IDS, max_new_tokens=4)
+
+
 def test_positions_of_trees_are_no_packed_texts(monkeypatch):
     """If a model does not pass its attention_mask on, transformers takes the rows of a tree for several texts."""
     model, make = small_model("llama"), modeling_llama.create_causal_mask
