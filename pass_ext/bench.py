@@ -139,7 +139,7 @@ def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     trees = pass_ext.pack_trees([pass_ext.Tree.from_branching((3, 2, 1))], device)
     mask = torch.zeros(nodes, keys + nodes, dtype=torch.bool, device=device)
     mask[:, :keys] = True
-    mask[:, keys:] = (trees.visible >> torch.arange(nodes, device=device)) & 1 == 1
+    mask[:, keys:] = trees.seen()
     prefix = whole([keys], torch.int32)
 
     def attended() -> tuple[Tensor, ...]:

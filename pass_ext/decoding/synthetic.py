@@ -128,8 +128,7 @@ def _spines(judged: JudgedRows) -> Tensor:
     there = nodes < trees.cu_nodes.diff()[:, None]
     depths, came = trees.depths[rows].long(), tokens[rows]
     deepest = depths.where(there & (came >= 0) & (came < vocabulary), 0).argmax(1, keepdim=True)
-    words = trees.visible[(first + deepest).clamp(max=last)[:, 0]]
-    above = (words[:, nodes // 64] >> nodes % 64) & 1 > 0
+    above = trees.seen((first + deepest).clamp(max=last)[:, 0])
     places = depths.where(there & above, depth + 1).clamp(max=depth + 1)
     spines = torch.full((len(first), depth + 2), -1, device=tokens.device)
     return spines.scatter(1, places, nodes.expand_as(places))[:, : depth + 1]

@@ -315,6 +315,10 @@ class Tree:
         return self._parents == other._parents and self._slots == other._slots
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash((self._parents, self._slots))
 
     def __repr__(self) -> str:
@@ -363,9 +367,7 @@ class Tree:
         return draw_tree(self.parents, self.slots, ax)
 
 
-class PackedTrees(NamedTuple):
-    """B trees with N rows in all, back to back: the arguments of ``attention_tree``, ``tree_mask`` and ``accept_tree``."""
-
+class _PackedTensors(NamedTuple):
     parents: Tensor
     """``[N]`` int32: each row's parent as an index in its request, -1 for roots."""
     cu_nodes: Tensor
@@ -376,6 +378,26 @@ class PackedTrees(NamedTuple):
     """``[N, ceil(max_nodes / 64)]`` int64: bit j of row i is set if row i sees row j of its request."""
     depths: Tensor
     """``[N]`` int32: edges from the root."""
+
+
+class PackedTrees(_PackedTensors):
+    """B trees with N rows in all, back to back: the arguments of ``attention_tree``, ``tree_mask`` and ``accept_tree``."""
+
+    @cached_property
+    def owners(self) -> Tensor:
+        """``[N]`` int64: the request of each row; of rows after the last one's, the last one."""
+        # Not repeat_interleave, whose threads, one per request, spin beside those of a model's layers.
+        rows = torch.arange(len(self.parents), dtype=torch.int32, device=self.parents.device)
+        return torch.bucketize(rows, self.cu_nodes[1:], right=True).clamp(max=len(self.cu_nodes) - 2)
+
+    @cached_property
+    def has_rows(self) -> Tensor:
+        """``[B]`` int32: 1 for a request with rows, 0 for a padded one."""
+        return (self.cu_nodes.diff() > 0).int()
+
+    def seen(self, rows: slice | Tensor = slice(None)) -> Tensor:
+        """bool ``[n, max_nodes]``: the rows of its request that each of these rows sees."""
+        return tree_bits(self.visible[rows], self.max_nodes)
 
 
 def pack_trees(
@@ -449,7 +471,7 @@ def _checked_parents(parents: Iterable[int] | Tensor) -> tuple[int, ...]:
 
 def tree_bits(visible: Tensor, columns: int) -> Tensor:
     """bool ``[rows, columns]`` of the words of ``visible``."""
-    places = torch.arange(columns)
+    places = torch.arange(columns, device=visible.device)
     return (visible[:, places // 64] >> places % 64 & 1).bool()
 
 

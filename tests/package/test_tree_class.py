@@ -336,6 +336,11 @@ def test_a_packed_batch_is_what_tree_prepare_makes(batch):
     for got, other in zip((packed.visible, packed.depths), expected, strict=True):
         assert_same_bits(got, other)
     assert packed.parents.dtype == packed.cu_nodes.dtype == torch.int32
+    assert packed.owners.tolist() == [b for b, size in enumerate(sizes) for _ in range(size)]
+    assert packed.has_rows.tolist() == [int(size > 0) for size in sizes]
+    paths = [tree.path(row) for tree in batch if tree for row in range(len(tree))]
+    assert [row.nonzero()[:, 0].tolist() for row in packed.seen()] == list(map(list, paths))
+    assert torch.equal(packed.seen(slice(1, 3)), packed.seen()[1:3])
 
 
 def test_one_tree_is_a_batch_of_one():

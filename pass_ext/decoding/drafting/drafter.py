@@ -49,6 +49,8 @@ class Drafter(Protocol):
     """Look-ahead slots after the last token of a prompt."""
     deepest_row: int = 0
     """The deepest row below a root, look-ahead slots included, if that is deeper than ``max_depth``."""
+    is_silent: bool = False
+    """True: ``propose`` runs no code of the caller's, so the target's modules are the same after it."""
     taps: Sequence[Tap] = ()
     """Where ``batch.hidden`` is taken from the target: 0 to L - 1, the inputs of its layers; L, the output of the last one;
     "last", after the final norm."""

@@ -46,6 +46,7 @@ from pass_ext.decoding.session.session import Session
 from pass_ext.tree import MAX_TREE_NODES, Tree
 
 _ROOT = Tree.chain(0)
+_NOTHING = Candidates(_ROOT)
 _MOST_FORCED = 16  # tokens that a grammar forces, in one step of one request
 
 
@@ -129,7 +130,9 @@ def merged(root: int, parts: Iterable[Candidates | None]) -> Candidates:
     """Merges all candidates of a request into one tree. The first part with tokens keeps its node numbers, and so its groups
     and draft rows; the chains of the other parts join it."""
     present = [part for part in parts if part is not None]
-    first = next((part for part in present if part.tokens), Candidates(_ROOT))
+    if not present:
+        return _NOTHING
+    first = next((part for part in present if part.tokens), _NOTHING)
     chains = [chain for part in present if part is not first for chain in part.chains if chain]
     groups = next((part.groups for part in present if part.groups), ())
     if not chains:

@@ -82,6 +82,7 @@ class NGramDrafter(Drafter):
     """Proposes continuations from each request's own text, and from the corpus."""
 
     name = N_GRAM
+    is_silent = True
 
     def __init__(self, method: NGram, requests: int, guides: Guides | None) -> None:
         self.max_depth = method.tokens

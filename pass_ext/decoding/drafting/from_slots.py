@@ -107,6 +107,7 @@ class LookaheadDrafter(Drafter):
     """
 
     name = LOOK_AHEAD
+    is_silent = True
 
     def __init__(
         self,

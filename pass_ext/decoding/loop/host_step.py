@@ -9,6 +9,7 @@ commit    keys and values of the accepted rows go into the caches
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -28,6 +29,20 @@ from pass_ext.ops.accept import AcceptResult
 from pass_ext.tree import Tree
 
 Steps = Sequence[StepRows | None]
+
+
+class _Rows(NamedTuple):
+    """The rows of a step. One upload has all its numbers: each costs the host as much as an op."""
+
+    steps: Steps
+    trees: list[Tree | None]
+    ids: Tensor
+    """``[N]``, as ``lookahead_embed`` takes them."""
+    tokens: Tensor
+    """``[M]``, of the rows that are judged."""
+    draft_rows: Tensor
+    lengths: Tensor
+    """``[B]``, of the texts."""
 
 
 class _Done(NamedTuple):
@@ -67,11 +82,13 @@ class HostStep(Step):
 
     def begin(self, texts: Texts, known: Sequence[int]) -> int:
         self._texts = texts
+        are_silent = all(drafter.is_silent for drafter in self._drafting.drafters)
+        self._session.is_undisturbed = texts.are_silent and are_silent and not self._processors
         steps = [self._drafting.first(text) for text in texts.tokens]
         logits, calls = read_prompts(self._session, texts.tokens, known, self._drafting.prompt_slots)
         logits = self._usable(logits)
         if self._function.target_adds:
-            self._accept(steps, logits)
+            self._accept(self._rows_of(steps), logits)
         elif self._session.states:
             raise ValueError(
                 f"rule {self._context.rule!r} reads each prompt's last token again, which the layers of "
@@ -87,12 +104,13 @@ class HostStep(Step):
 
     def __call__(self, *, drafts: bool) -> None:
         with profiled("draft"):
-            steps = self._drafting.propose(self._batch(drafts=drafts))
+            rows = self._rows_of(self._drafting.propose(self._batch(drafts=drafts)))
+        self.rows, trees = len(rows.ids), self._session.packed(rows.trees)
         with profiled("verify"):
-            logits = self._verify(steps)
-        result = self._accept(steps, logits)
+            logits = self._usable(self._session.call(trees, rows.ids))
+        result = self._accept(rows, logits)
         with profiled("commit"):
-            self._session.commit(self._session.packed(_trees(steps)), result.path, result.num_accepted)
+            self._session.commit(trees, result.path, result.num_accepted)
 
     def read(self) -> list[Report]:
         steps, result = self._done.steps, self._done.result
@@ -121,12 +139,18 @@ class HostStep(Step):
             self._texts.tokens, self._done.steps, self._done.logits, self._last_nodes, remaining, levels, hidden
         )
 
-    def _verify(self, steps: Steps) -> Tensor:
-        """``[N, V]``, the target's logits of all rows."""
-        ids = [token for step in steps if step for token in step.ids]
-        self.rows = len(ids)
-        logits = self._session.call(self._session.packed(_trees(steps)), uploaded(ids, self._session.device))
-        return self._usable(logits)
+    def _rows_of(self, steps: Steps) -> _Rows:
+        called = [step for step in steps if step]
+        # A rule that divides by the drafts' distribution cannot judge look-ahead rows: they have none.
+        count = [step.candidates.tree.num_nodes if self._context.needs_draft_logits else None for step in called]
+        numbers = (
+            [token for step in called for token in step.ids],
+            [token for step, nodes in zip(called, count, strict=True) for token in step.accept_tokens[:nodes]],
+            [row for step, nodes in zip(called, count, strict=True) for row in step.accept_draft_rows[:nodes]],
+            [len(text) for text in self._texts.tokens],
+        )
+        parts = uploaded([*chain(*numbers)], self._session.device).split(list(map(len, numbers)))
+        return _Rows(steps, [step.tree if step else None for step in steps], *parts)
 
     def _usable(self, logits: Tensor) -> Tensor:
         """The logits, with the columns of all ranks where something reads whole rows."""
@@ -134,48 +158,41 @@ class HostStep(Step):
         reads_rows = self._processors or scores or self._context.guides is not None or not self._function.by_ops
         return self._shards.whole(logits) if self._shards is not None and reads_rows else logits
 
-    def _accept(self, steps: Steps, logits: Tensor) -> AcceptResult:
-        drawn_from = logits
+    def _accept(self, rows: _Rows, logits: Tensor) -> AcceptResult:
+        drawn_from, steps = logits, rows.steps
         if self._processors:
             texts = [text if step else None for text, step in zip(self._texts.tokens, steps, strict=True)]
             tokens = [step.candidates.tokens if step else [] for step in steps]
-            drawn_from = processed(logits, self._processors, texts, _trees(steps), tokens)
+            drawn_from = processed(logits, self._processors, texts, rows.trees, tokens)
         with profiled("accept"):
-            result = self._judged(steps, drawn_from)
+            result = self._judged(rows, drawn_from)
         self._done, self._is_read = _Done(steps, logits, drawn_from, result), False
         return result
 
-    def _judged(self, steps: Steps, logits: Tensor) -> AcceptResult:
-        trees, needs_draft_logits, device = _trees(steps), self._context.needs_draft_logits, self._session.device
-        tokens = [token for step in steps if step for token in step.accept_tokens]
-        draft_rows = [row for step in steps if step for row in step.accept_draft_rows]
-        # A rule that divides by the drafts' distribution cannot judge look-ahead rows: they have none.
+    def _judged(self, rows: _Rows, logits: Tensor) -> AcceptResult:
+        steps, trees, needs_draft_logits = rows.steps, rows.trees, self._context.needs_draft_logits
         if needs_draft_logits:
             slots = [slot for step in steps if step for slot in step.tree.slots]
             nodes = [row for row, slot in enumerate(slots) if slot < 0]
             trees = [step.candidates.tree if step else None for step in steps]
-            tokens, draft_rows = [tokens[row] for row in nodes], [draft_rows[row] for row in nodes]
-            logits = logits[: len(nodes)] if nodes[-1] == len(nodes) - 1 else logits[uploaded(nodes, device)]
+            is_front = nodes[-1] == len(nodes) - 1
+            logits = logits[: len(nodes)] if is_front else logits[uploaded(nodes, logits.device)]
         options: dict[str, Any] = {} if self._scores is None else dict(self._scores.options)
         guides, draft_logits = self._context.guides, self._drafting.draft_logits
         if guides is not None:
             judged = [step.accept_tokens if step else [] for step in steps]
             options["allowed"] = guides.of_nodes(trees, judged, slots=not needs_draft_logits)
             options["draft_allowed"] = self._drafting.draft_allowed
-        rows = JudgedRows(
+        judged_rows = JudgedRows(
             logits,
-            uploaded(tokens, device),
+            rows.tokens,
             self._session.packed(trees),
             max(step.candidates.tree.max_depth for step in steps if step),
-            uploaded([len(text) for text in self._texts.tokens], device),
+            rows.lengths,
             self._sampling,
             draft_logits,
-            None if draft_logits is None else uploaded(draft_rows, device).int(),
+            None if draft_logits is None else rows.draft_rows.int(),
             self._shards,
             options,
         )
-        return self._function.accept(rows)
-
-
-def _trees(steps: Steps) -> list[Tree | None]:
-    return [step.tree if step else None for step in steps]
+        return self._function.accept(judged_rows)

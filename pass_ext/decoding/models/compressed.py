@@ -123,7 +123,7 @@ class CallEntries:
                 mine = slice(bounds[b], bounds[b + 1])
                 of_text = torch.arange(rate - 1, max(prefix, rate - 1), rate, device=trees.cu_nodes.device)
                 nodes = ((prefix + trees.depths[mine] + 1) % rate == 0).nonzero()[:, 0]
-                sees = trees.visible[mine][:, nodes // 64] >> nodes % 64 & 1 == 1
+                sees = trees.seen(mine)[:, nodes]
                 found.append(
                     (torch.cat((of_text, prefix + nodes)), functional.pad(sees, (len(of_text), 0), value=True))
                 )
@@ -167,11 +167,9 @@ class CallEntries:
 
 
 def _windows(rate: int, reach: int, prefix_lens: Tensor, trees: PackedTrees) -> Windows:
-    numbers = torch.arange(len(trees.parents), device=trees.parents.device, dtype=torch.int32)
-    owners = torch.bucketize(numbers, trees.cu_nodes[1:], right=True).clamp(max=len(prefix_lens) - 1)
-    lengths = prefix_lens[owners] + trees.depths + 1
+    lengths = prefix_lens[trees.owners] + trees.depths + 1
     rows = (lengths % rate == 0).nonzero()[:, 0]
-    owners, lengths = owners[rows], lengths[rows].long()
+    owners, lengths = trees.owners[rows], lengths[rows].long()
     prefixes, firsts = prefix_lens[owners].long(), trees.cu_nodes[owners].long()
     newest = prefixes + rows - firsts
     path = [newest]

@@ -128,7 +128,7 @@ def chosen_keys(
         keys = rows.keys[mine]
         if held is not None and prefix:
             keys = torch.cat((held[b, :prefix].flatten(1), keys))
-        sees = trees.visible[mine, numbers // 64] >> numbers % 64 & 1 == 1
+        sees = trees.seen(mine)[:, : len(numbers)]
         part = of_rows(rows, mine)
         parents, depths = trees.parents[mine].long(), trees.depths[mine].long()
         if rows.blocks is None:

@@ -41,13 +41,11 @@ class DistanceBias:
         self._count, self._step = count, min(_STEP, -(-count // WIDTH_STEP) * WIDTH_STEP)
         self._lens = prefix_lens.long()
         bounds = trees.cu_nodes.long()
-        owners = torch.bucketize(torch.arange(len(depths), device=device), bounds[1:], right=True)
-        owners = owners.clamp(max=len(prefix_lens) - 1)
         nodes = torch.arange(trees.max_nodes, device=device)
-        places = (bounds[owners, None] + nodes).clamp(max=len(depths) - 1)
-        self._sees = trees.visible[:, nodes // 64] >> nodes % 64 & 1 == 1
+        places = (bounds[trees.owners, None] + nodes).clamp(max=len(depths) - 1)
+        self._sees = trees.seen()
         self._distances = depths[:, None] - depths[places]
-        self._depths, self._prefixes = depths, self._lens[owners]
+        self._depths, self._prefixes = depths, self._lens[trees.owners]
         self._positions = self._prefixes + depths
         self._near = self._near_lists(count if window < 0 else min(count, window))
         self._far = None if 0 <= window <= count else self._far_list(room)

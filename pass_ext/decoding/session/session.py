@@ -206,9 +206,9 @@ class Session:
         attention = StepAttention(self, trees, ids, may_have_changed=may_have_changed, taps=taps)
         self._has_called = True
         if positions is None:
-            positions = (self.prefix_lens[self._owners(trees, len(ids))] + trees.depths).long()
+            positions = (self.prefix_lens[trees.owners] + trees.depths).long()
         if self.offsets is not None:
-            positions = positions + self.offsets[self._owners(trees, len(ids))]
+            positions = positions + self.offsets[trees.owners]
         rows = self.model.embed(ids, self.slots.weight)
         logits = self.model(rows, positions, attention, wanted, self.slots.of_call(ids))
         layers, updates = attention.layers, attention.states.updates
@@ -224,16 +224,10 @@ class Session:
             )
         return logits, attention.new_rows(), updates, None if taps is None else taps.states
 
-    def _owners(self, trees: PackedTrees, rows: int) -> Tensor:
-        """The request of each row."""
-        # Not repeat_interleave, whose threads, one per request, spin beside those of the layers.
-        numbers = torch.arange(rows, dtype=torch.int32, device=self.device)
-        return torch.bucketize(numbers, trees.cu_nodes[1:], right=True)
-
     def commit(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
         """Adds the keys and values of the rows ``path[b, :num_accepted[b] + 1]``; requests without rows stay as they are."""
         self.store(trees, path, num_accepted)
-        self.prefix_lens.add_((num_accepted + 1).where(trees.cu_nodes.diff() > 0, 0))
+        self.prefix_lens.addcmul_(num_accepted + 1, trees.has_rows)
 
     def store(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
         """Puts these keys and values after the texts; the texts' lengths ``prefix_lens`` stay as they are."""
@@ -245,7 +239,7 @@ class Session:
             state_commit_(self.states, self._updates, trees.cu_nodes, path, num_accepted)
             places = torch.arange(path.shape[1], device=self.device)
             counts = ((path >= 0) & (places <= num_accepted[:, None])).sum(1)
-            self._state_lens.add_(counts.where(trees.cu_nodes.diff() > 0, 0))
+            self._state_lens.add_(counts * trees.has_rows)
         if self.text_states is not None and self._hidden is not None:
             self.text_states.add(self._hidden, trees, path, num_accepted)
 
@@ -577,4 +571,6 @@ def uploaded(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.dev
     """An int64 tensor, without a synchronisation. For a GPU it is copied from pinned memory: any other copy waits for all
     launched kernels."""
     tensor = torch.tensor(numbers, dtype=torch.int64)
+    if device.type == "cpu":
+        return tensor
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

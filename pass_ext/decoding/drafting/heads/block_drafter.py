@@ -48,6 +48,7 @@ class BlockDrafter(Drafter):
     """
 
     name = "DFlash"
+    is_silent = True
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ class HeadDrafter(ModelDrafter):
     """
 
     rules = tuple(RULES)
+    is_silent = True
 
     def __init__(self, head: Head, tree: Tree, context: DraftContext, pace: Pace | None = None) -> None:
         super().__init__(head, tree, context, pace=pace)
