@@ -168,6 +168,13 @@ _WEIGHTS = [
     "tests/ops/layer/test_packed_weights.py",
 ]
 
+
+def _laws(kinds: str, *files: str) -> list[str]:
+    """The laws of these models, and whole files of tests/decoding/models/."""
+    paths = [f"tests/decoding/models/test_{name}.py" for name in ("contract", *files)]
+    return [*paths, "-k", " or ".join([*kinds.split(), *(f"test_{name}" for name in files)])]
+
+
 # Path below pass_ext/decoding/ -> the tests. A new file of heads/ needs no line, nor does one of pass_ext/weights/.
 _PYTHON: dict[str, list[str]] = {
     "models/shadow": ["tests/decoding/models/test_model_meanwhile.py", "tests/decoding/models/test_layer_adapters.py"],
@@ -196,12 +203,21 @@ _PYTHON: dict[str, list[str]] = {
     **{f"models/{name}": _OWN_FORWARD for name in ("own_forward", "parts", "way")},
     **{
         f"models/{name}": ["tests/decoding/models/test_hybrid_models.py"]
-        for name in ("states", "step_states", "lightning")
+        for name in ("features/states", "step_states", "features/lightning", "layer_kinds")
     },
-    "models/latents": ["tests/decoding/models/test_latents.py"],
+    "models/features/latents": _laws("deepseek_v3", "latents"),
     "models/rebound": ["tests/decoding/models/test_known_parts.py"],
-    "models/distances": ["tests/decoding/models/test_distance_bias.py"],
-    "session/distance_bias": ["tests/decoding/models/test_distance_bias.py"],
+    **{
+        f"models/features/{name}": _laws("inkling_text", "distance_bias")
+        for name in ("distances", "distance_bias", "scaled_queries")
+    },
+    **{f"models/features/{name}": _laws("deepseek_v32 deepseek_v4 qwen4", "latents") for name in ("feature", "table")},
+    "models/features/repeated_attention": _laws("diffllama dory", "repeated_layers"),
+    "models/layer_attention": [
+        "tests/decoding/test_cache_dtype.py",
+        *_laws("deepseek_v32 deepseek_v4 minimax_m3 inkling test_cache_dtype", "latents"),
+    ],
+    "models/cached_rows": ["tests/decoding/test_cache_dtype.py", "tests/decoding/models/test_indexed.py"],
     "session/step_attention": [
         "tests/decoding/test_session.py",
         "tests/decoding/test_cache_dtype.py",
@@ -257,23 +273,17 @@ _PYTHON: dict[str, list[str]] = {
     "requests/guides": _GRAMMAR,
     "requests/prompts": _GENERATE,
     **{
-        f"models/{name}": [
-            "tests/decoding/models/test_indexed.py",
-            "tests/decoding/models/test_indexed_blocks.py",
-            "tests/decoding/models/test_indexed_heads.py",
-        ]
-        for name in ("indexed", "indexers")
+        f"models/{name}": _laws("deepseek_v32 minimax_m3", "indexed", "indexed_blocks", "indexed_heads")
+        for name in ("features/indexed", "features/indexers")
     },
-    **{f"models/{name}": ["tests/decoding/models/test_indexed_blocks.py"] for name in ("equivalence", "ngram_layers")},
+    **{f"models/{name}": _laws("qwen4", "indexed_blocks") for name in ("equivalence", "features/ngram_layers")},
     **{
-        f"models/{name}": ["tests/decoding/models/test_compressed.py"]
+        f"models/features/{name}": _laws("deepseek_v4", "compressed")
         for name in ("compressed", "compressors", "hash_routers")
     },
-    "models/per_layer_inputs": [
-        "tests/decoding/models/test_per_layer_inputs.py",
+    "models/features/per_layer_inputs": [
         "tests/decoding/models/test_decoded_models.py",
-        "-k",
-        "test_per_layer_inputs or stand_for_pictures",
+        *_laws("gemma3n stand_for_pictures", "per_layer_inputs"),
     ],
     "models/one_order": ["tests/decoding/models/test_one_order.py"],
     "models/row_attention": [

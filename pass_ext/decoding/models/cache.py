@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.models.compressors import compressed_widths
-from pass_ext.decoding.models.indexed import with_behind
-from pass_ext.decoding.models.indexers import index_widths
-from pass_ext.decoding.models.latents import latent_layers
+from pass_ext.decoding.models.features.table import FEATURES, from_theirs
 from pass_ext.decoding.models.parts import unwrapped
 from pass_ext.decoding.models.step_states import StatePlace
 
@@ -32,23 +29,14 @@ STATE_LAYERS = (
     "LinearAttentionAndStaticFullAttentionLayer",
     "DummyLayer",
 )
-# What transformers' cache of a model holds that a session's does not.
-_OTHER_FORMATS = {
-    "jetmoe": "keys and values before they are repeated for its experts",
-    "diffllama": "the values of a layer once for both attentions of its heads",
-    "dory": "keys and values of further loops behind those of all layers",
-}
 
 
 def other_format(model: Any) -> str:
     """The content of the model's cache if it is not what a session's is; else ""."""
     inner = unwrapped(model)
-    by_latents = {part.layer_idx for part in inner.modules() if getattr(part, "kv_lora_rank", None) is not None}
-    if by_latents - latent_layers(inner).keys():
-        return "latent keys and values (kv_lora_rank)"
-    if compressed_widths(inner):
-        return "windows, and entries that its compressors have made"
-    return _OTHER_FORMATS.get(model.config.model_type, "")
+    if model.config.model_type == "jetmoe":
+        return "keys and values before they are repeated for its experts"
+    return next(filter(None, (feature.other_format(inner) for feature in FEATURES)), "")
 
 
 def full_cache(config: Any) -> Any:
@@ -81,19 +69,11 @@ def texts_in_cache(
     columns = starts[:, None] + torch.arange(count, device=starts.device)
     last = columns.new_tensor(cache_length(cache, next(iter(layers))) - 1)
     columns = columns.minimum(last)
-    inner, pairs = unwrapped(model), []
-    latents, indexers = latent_layers(inner), index_widths(inner)
+    pairs = {}
     for layer in layers:
         keys, values = (gathered(x.transpose(1, 2), columns) for x in read_cache(cache, layer))
-        if layer in latents:  # theirs are latents and rotated keys
-            keys = torch.cat((keys, values), -1)
-        if layer in indexers:
-            of_indexer = gathered(read_index_keys(cache, layer), columns)
-            keys = with_behind(keys, of_indexer.unflatten(2, (keys.shape[2], -1)))
-        if layer in latents:
-            values = keys[..., : latents[layer][0]]
-        pairs.append((keys, values))
-    return pairs
+        pairs[layer] = keys, values
+    return list(from_theirs(unwrapped(model), cache, pairs, columns).values())
 
 
 def gathered(tensor: Tensor, rows: Tensor) -> Tensor:
@@ -147,23 +127,6 @@ def write_cache(cache: Any, layer: int, keys: Tensor, values: Tensor) -> None:
             buffer[:, :, length:].zero_()
         if hasattr(target, "cumulative_length"):  # transformers 5; in place, because its address must stay
             target.cumulative_length.fill_(length)
-
-
-def read_index_keys(cache: Any, index: int) -> Tensor:
-    """The keys ``[B, S, D]`` of the indexer of a layer."""
-    layer = cache.layers[index]
-    keys: Tensor = layer.idx_keys[:, 0] if hasattr(layer, "idx_keys") else layer.indexer_keys
-    return keys
-
-
-def write_index_keys(cache: Any, index: int, keys: Tensor) -> None:
-    """Replaces the keys of the indexer of a layer."""
-    layer = cache.layers[index]
-    if hasattr(layer, "idx_keys"):
-        layer.idx_keys = keys[:, None]
-    else:
-        layer.lazy_initialization_indexer(keys)
-        layer.indexer_keys = keys
 
 
 def read_states(cache: Any, places: Sequence[StatePlace]) -> list[Tensor]:

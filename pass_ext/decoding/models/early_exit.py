@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.arguments import whole_number
+from pass_ext.decoding.models.features.table import first
 from pass_ext.decoding.models.module_ops import is_plain
 from pass_ext.decoding.models.packed import StepAttend
 from pass_ext.decoding.models.parts import unwrapped
@@ -24,16 +25,6 @@ from pass_ext.modules.exit_adapter import ExitAdapter
 from pass_ext.modules.files import HitRates
 from pass_ext.weights.form import packed_rows
 from pass_ext.weights.layers import PackedLinear, table_of
-
-_OF_ALL_LAYERS = {
-    "hidden_size_per_layer_input": "has one table of embeddings for all its layers",
-    "num_kv_shared_layers": "has layers that share the keys of others",
-}
-"""Settings of a config by which a model's layers hang together."""
-
-
-_TWICE = "lambda_std_dev"
-"""A setting of models whose layers attend twice, and take one result from the other (DiffLlama)."""
 
 
 class ExitParts(NamedTuple):
@@ -72,17 +63,19 @@ def exit_parts(model: Any) -> ExitParts:
             "exit cannot run a part of the replacement"
         )
     config = model.config.get_text_config(decoder=True)
+    reason = first(lambda feature: feature.uncut(model))
+    if reason is not None:
+        raise ValueError(f"{name} {reason}, which early exit cannot cut; {known}")
     attend = getattr(config, "num_hidden_layers", None) or len(layers)  # type: ignore[arg-type]
-    if getattr(config, _TWICE, None) is not None:
-        attend *= 2
     if attend != len(layers):  # type: ignore[arg-type]
         raise ValueError(
             f"{name} attends {attend} times in its {len(layers)} layers, and early exit needs layers that attend once; "  # type: ignore[arg-type]
             f"{known}"
         )
-    for option, what in _OF_ALL_LAYERS.items():
-        if getattr(config, option, None):
-            raise ValueError(f"{name} {what} ({option}), which early exit cannot cut; {known}")
+    if getattr(config, "num_kv_shared_layers", None):
+        raise ValueError(
+            f"{name} has layers that share the keys of others (num_kv_shared_layers), which early exit cannot cut; {known}"
+        )
     for option in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
         if getattr(config, option, None) not in (None, 0, 1):
             raise ValueError(f"{name} changes its logits after its head ({option}), which early exit does not; {known}")

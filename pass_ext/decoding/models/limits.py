@@ -8,14 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models import compressors, distances, indexers, lightning, ngram_layers, per_layer_inputs, states
-from pass_ext.decoding.models.compressed import CompressedRows
-from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows
+from pass_ext.decoding.models.features.table import attending_layers, first, unknown_kinds
+from pass_ext.decoding.models.layer_kinds import kinds_of
 from pass_ext.decoding.models.parts import configs_of, decoder_of, unwrapped
-from pass_ext.decoding.models.row_attention import AttentionCalls, reads_keys_of_cache, scales_by_row
+from pass_ext.decoding.models.row_attention import AttentionCalls, reads_keys_of_cache
 from pass_ext.decoding.models.shadow import OurCall, our_call
-
-_KEEP_NOTHING = {"mlp", "moe"}
 
 
 def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
@@ -35,13 +32,11 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
             "cannot decode this model"
         )
     # Of a class that names the kinds of its layers, this model may have none that keeps a state.
-    if getattr(inner, "_is_stateful", False) and not states.kinds_of(text):
+    if getattr(inner, "_is_stateful", False) and not kinds_of(text):
         raise ValueError(
             f"{name} keeps a state of each text in code of its own, so pass_ext cannot continue it along the branches of a tree"
         )
-    kinds = set(states.kinds_of(text))
-    attends = states.attending_layers(text) != {}
-    if attends and position_taker(model) is None:
+    if attending_layers(text) != {} and position_taker(model) is None:
         raise ValueError(
             f"{name}: {type(model).__name__}.forward takes no position_ids, so rows of a tree cannot be given "
             "their places in the text"
@@ -52,31 +47,19 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
             f"{name} {lost}: pass_ext gives the model packed rows of its own making, which would leave it out; use "
             "the model's own generate, or an adapter that changes layers only, as LoRA"
         )
-    reason = indexers.unserved(inner) or compressors.unserved(inner) or distances.unserved(inner)
-    if reason is not None:
-        raise ValueError(f"{name} {reason}")
-    strange = sorted(kinds - states.ATTENDING - states.KINDS - _KEEP_NOTHING)
+    strange = unknown_kinds(text)
     if strange:
         raise ValueError(
             f"{name} has layers of the kind {', '.join(strange)}: what they keep of a text cannot be cut to the "
             "accepted tokens, so only models whose layers attend, or keep a state that pass_ext knows, are supported"
         )
-    reason = states.unserved(inner) if states.keeps_states(text) else None
-    for serves in (ngram_layers, lightning, per_layer_inputs):
-        reason = reason or serves.unserved(inner)
+    reason = first(lambda feature: feature.unserved(inner))
     if reason is not None:
         raise ValueError(f"{name} {reason}")
     if reads_keys_of_cache(inner):
         raise ValueError(
             f"{name} has layers that read the keys of other layers from transformers' cache, which pass_ext's calls do not have"
         )
-    if getattr(text, "recurrent_kv_cache_mode", None) == "last_loop" and text.n_recurrent_loops > 1:
-        raise ValueError(
-            f"{name} keeps the keys of its last loop alone (recurrent_kv_cache_mode='last_loop'), so what a row sees of a "
-            "token depends on whether they share a call, and rows of a tree would see other keys than those of plain decoding"
-        )
-    if scales_by_row(inner):
-        raise ValueError(f"{name} scales attention by the number of the row (attn_temperature_tuning), not by position")
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise TypeError(f"the model's dtype must be float32, float16 or bfloat16, got {dtype}")
 
@@ -228,15 +211,6 @@ class _FirstLayer:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         raise _Keys(k)
-
-    def of_latents(self, layer: int, q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Tensor:
-        raise _Keys(k)
-
-    def choose(self, rows: IndexRows) -> ChosenKeys:
-        return ChosenKeys(None)
-
-    def compress(self, rows: CompressedRows) -> None:
-        pass
 
     def convolution(self, place: Any, x: Tensor, *options: Any) -> Tensor:
         raise _Keys(x)

@@ -15,9 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.compressed import CompressedRows
-from pass_ext.decoding.models.indexed import ChosenKeys, IndexRows
-from pass_ext.decoding.models.latents import Latents
+from pass_ext.decoding.models.layer_attention import Attending
 from pass_ext.decoding.models.module_ops import is_plain
 from pass_ext.decoding.models.one_order import OneOrder
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
@@ -86,50 +84,30 @@ class StepAttend(Attend, Protocol):
         self,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         *,
         scale: float | None = None,
         softcap: float = 0.0,
         window: int = -1,
         sinks: Tensor | None = None,
         chunk: int = -1,
-        lists: Tensor | None = None,
-        bias: Tensor | None = None,
         visible: Tensor | None = None,
+        by: Attending | None = None,
     ) -> Tensor:
         """As ``Attend``.
 
         Args:
-            lists: the keys of each row, as ``ChosenKeys`` has them; None: all that it sees.
-            bias: ``[N, heads, distances]``, added to the logits of the keys that are 0, 1 … tokens back; without lists,
-                softcap, sinks, chunk and entries. None: nothing is.
+            k, v: None: those that layer ``layer``, an earlier one, has had in this call.
             visible: ``[N, W]``, which rows of its request each row sees in this layer, as in ``attention_tree``. None: those of
                 its tree.
+            by: attends in place of all keys that a row sees. None: these.
         """
 
     @property
     def text_rows(self) -> int:
         """The most rows of one text, look-ahead slots' not counted: so the text has the same bits alone and in a batch, and
         with slots after it. On a GPU all rows."""
-
-    def of_earlier(self, layer: int, q: Tensor, **options: Any) -> Tensor:
-        """Attention of queries ``[N, heads, D]`` to the keys and values that an earlier layer has had in this call; the options
-        are those of a call."""
-
-    def of_latents(
-        self, layer: int, q: Tensor, k: Tensor, latents: Latents, chosen: ChosenKeys | None = None, **options: Any
-    ) -> Tensor:
-        """Attention of queries ``[N, heads, D]`` to the keys and values that ``latents`` expands from k ``[N, 1, rank + D of
-        r]``; the cache keeps k. chosen: the keys of each row; None: all that it sees."""
-
-    def choose(self, rows: IndexRows) -> ChosenKeys:
-        """The keys that an indexer chooses for the rows, in the layer that attends next; the cache keeps the indexer's keys
-        too."""
-
-    def compress(self, rows: CompressedRows) -> None:
-        """Makes the entries that the rows of the layer that attends next see beside their window; the cache keeps them, and
-        what they are made of."""
 
     def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
         """The arguments of ``layer_stack`` from ``caches`` to ``depths``; None if the caches are not of so many layers with

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -17,10 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pass_ext.decoding.models.distances import mixes_profiles, profiles_of
-from pass_ext.decoding.models.indexed import ChosenKeys
-from pass_ext.decoding.models.indexers import MaskOfChosen
-from pass_ext.decoding.models.latents import Latents
+from pass_ext.decoding.models.layer_attention import Attending
 from pass_ext.decoding.models.shadow import OurCall, current_call
 
 KEY = "pass_ext_rows"  # without "flash" in it, which models search for
@@ -43,9 +40,6 @@ def attend_by_rows(shadow: Any) -> None:
         config = vars(part).get("config")
         if getattr(config, "_attn_implementation", KEY) != KEY:
             config._attn_implementation = {"": KEY}
-        argument = _cache_argument(part) if _scales(part) else None
-        if argument is not None:
-            part.forward = partial(_at_its_places, part.forward, argument)
     for part in own:  # calls PyTorch's attention if its config says so, with the mask that the model's config chooses
         part.config = copy.copy(part.config)
         part.config._attn_implementation = {"": "sdpa"}
@@ -70,66 +64,6 @@ def _register() -> None:
     # A compiled graph would keep the layer's number and the thread of its first call.
     AttentionInterface.register(KEY, torch.compiler.disable(_row_attention))
     AttentionMaskInterface.register(KEY, torch.compiler.disable(_row_mask))
-
-
-# ---- queries scaled by their place ----
-
-_SCALES = "attn_temperature_tuning"
-"""A layer with this multiplies queries by a function of their place in the text, which it takes for the number of keys in its
-cache plus the number of the row in the call."""
-_LOG_SCALES = "log_scaling_n_floor"
-"""The same in the config of a layer that adds a bias by distance, if not None."""
-
-
-def _scales(part: Any) -> bool:
-    config = vars(part).get("config")
-    return bool(getattr(part, _SCALES, False)) or (
-        mixes_profiles(part) and getattr(config, _LOG_SCALES, None) is not None
-    )
-
-
-class _RowPlaces:
-    """Stands where such a layer expects its cache, and keeps nothing: row i is ``positions[i] - i`` tokens behind."""
-
-    def __init__(self, positions: Tensor) -> None:
-        self._before = positions - torch.arange(len(positions), device=positions.device)
-
-    def get_seq_length(self, *_: Any) -> Tensor:
-        return self._before
-
-    get_query_offset = get_seq_length
-
-    def get_mask_sizes(self, rows: int, *_: Any) -> tuple[int, int]:
-        return rows, 0
-
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return keys, values
-
-    def get_conv_state(self, *_: Any, **__: Any) -> None:
-        """The convolutions of a call have their states elsewhere."""
-
-    def update_conv_state(self, states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return states
-
-
-def _cache_argument(module: nn.Module) -> str | None:
-    names = inspect.signature(type(module).forward).parameters
-    return next((name for name in ("cache", "past_key_values", "past_key_value") if name in names), None)
-
-
-def scales_by_row(model: Any) -> bool:
-    """True if layers scale queries by the number of their row in the call and take no cache to say where that is."""
-    return any(_scales(part) and _cache_argument(part) is None for part in model.modules())
-
-
-def takes_places_from_rows(part: Any, length: int) -> bool:
-    """True if attention in a call on tokens and rows of this number together depends on the numbers of the rows: by a bias, or
-    by scales, of which those that come in steps begin after the first."""
-    return mixes_profiles(part) or (bool(getattr(part, _SCALES, False)) and length >= part.floor_scale)
-
-
-def _at_its_places(forward: Callable[..., Any], argument: str, /, *inputs: Any, **named: Any) -> Any:
-    return forward(*inputs, **{**named, argument: _RowPlaces(_call().positions)})
 
 
 def _call() -> OurCall:
@@ -284,6 +218,8 @@ class AttentionCalls:
     def __init__(self) -> None:
         self.layers: list[Any] = []
         """The layer of each, by the number that its module has."""
+        self.handed: dict[nn.Module, Attending] = {}
+        """What a part of a layer has made for the layer's attention, which takes it."""
         self._given: dict[int, tuple[ref[Tensor], ref[Tensor], int]] = {}
 
     def note(self, layer: Any, keys: Tensor, values: Tensor, caches: int) -> int:
@@ -311,6 +247,15 @@ def _with_keys_of_others(model: nn.Module) -> list[nn.Module]:
     return [part for part in model.modules() if getattr(part, "is_kv_shared_layer", False)]
 
 
+_BY = "pass_ext_by"
+
+
+def attend_by(part: nn.Module, ask: Callable[[dict[str, Any]], Attending | None]) -> None:
+    """Has the attention of a shadow's layer attend by what ``ask`` makes of the arguments that the layer gives to attention; it
+    takes those out that it serves."""
+    vars(part)[_BY] = ask
+
+
 # Tensors that models pass to attention and that do not change its result.
 _INERT = {
     "cache_position",
@@ -334,31 +279,16 @@ def _row_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    indices: Any = None,
-    block_indices: Any = None,
-    position_bias: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """q, k, v ``[1, heads, N, D]`` -> ``[1, N, heads, D of v]``. s_aux: the sinks. indices, block_indices: the keys that an
-    indexer has chosen."""
+    """q, k, v ``[1, heads, N, D]`` -> ``[1, N, heads, D of v]``. s_aux: the sinks."""
     call, rows = _call(), query.shape[2]
-    more: dict[str, Any] = {}
-    if isinstance(attention_mask, MaskOfChosen):
-        more, attention_mask = {"lists": attention_mask.chosen.lists}, attention_mask.mask
-    elif isinstance(block_indices, ChosenKeys):
-        more = {"lists": block_indices.lists}
-    else:
-        others["block_indices"] = block_indices
+    others["attention_mask"] = attention_mask
+    ask = vars(module).get(_BY)
+    by = None if ask is None else ask(others)
+    attention_mask = others.pop("attention_mask")
     kept_keys = dict(enumerate(call.kept)).get(module.layer_idx, -1)  # type: ignore[call-overload]
     reach, reason = _reach(module, attention_mask, rows, sliding_window, kept_keys)
-    bias = profiles_of(module, position_bias)
-    if bias is None or more or softcap or s_aux is not None or reach.chunk >= 0:
-        others = {"position_bias": position_bias, **others}
-    else:
-        more = {"bias": bias}
-    latents = vars(module).get("expand_kv")
-    if not (isinstance(latents, Latents) and isinstance(indices, ChosenKeys)):
-        others["indices"] = indices
     reason = reason or unsupported(module, rows, dropout, others)
     if reason is not None:
         raise ValueError(
@@ -367,12 +297,8 @@ def _row_attention(
     q, k, v = (_autocast(x[0].transpose(0, 1)) for x in (query, key, value))
     options = dict(scale=scaling, softcap=softcap or 0.0, sinks=s_aux, **reach._asdict())
     number = call.attended.note(module.layer_idx, key, value, call.attend.layers)
-    if number < call.attend.layers:
-        out = call.attend.of_earlier(number, q, **options, **more)
-    elif isinstance(latents, Latents):
-        out = call.attend.of_latents(number, q, k, latents, indices, **options)
-    else:
-        out = call.attend(number, q, k, v, **options, **more)
+    own = (None, None) if number < call.attend.layers else (k, v)
+    out = call.attend(number, q, *own, **options, by=by)
     return out[None], None
 
 
@@ -460,7 +386,7 @@ def unsupported(module: nn.Module, rows: int, dropout: float, others: dict[str, 
         return "output_attentions is not implemented"
     for argument, value in others.items():
         if argument not in _INERT and (
-            isinstance(value, (Tensor, ChosenKeys)) or (value and argument in {"cache", "block_mask"})
+            isinstance(value, (Tensor, Attending)) or (value and argument in {"cache", "block_mask"})
         ):
             return f"{name} hands down {argument!r}, which may change the result and is not implemented"
     return None

@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models import limits, states
-from pass_ext.decoding.models.compressors import compress_by_rows, compressed_widths
-from pass_ext.decoding.models.distances import give_profiles
+from pass_ext.decoding.models import limits
 from pass_ext.decoding.models.equivalence import MACHINE
-from pass_ext.decoding.models.hash_routers import serve_routers
-from pass_ext.decoding.models.indexers import choose_by_rows, index_widths
-from pass_ext.decoding.models.latents import attend_by_latents, latent_layers
-from pass_ext.decoding.models.lightning import serve_lightning
+from pass_ext.decoding.models.features.table import (
+    FEATURES,
+    attending_layers,
+    computed_by,
+    serve_features,
+    widths_behind,
+)
+from pass_ext.decoding.models.layer_kinds import STATES, keeps_states, kinds_of
 from pass_ext.decoding.models.module_ops import (
     are_few,
     computes_by_ops,
@@ -32,11 +34,9 @@ from pass_ext.decoding.models.module_ops import (
     is_untouched,
     most_few_rows,
 )
-from pass_ext.decoding.models.ngram_layers import serve_ngrams
 from pass_ext.decoding.models.own_forward import OwnForward, is_hooked
 from pass_ext.decoding.models.packed import Adapted, KeptHidden, StepAttend
 from pass_ext.decoding.models.parts import decoder_layers, decoder_of, text_parts, unwrapped
-from pass_ext.decoding.models.per_layer_inputs import serve_per_layer_inputs
 from pass_ext.decoding.models.row_attention import (
     AttentionCalls,
     attend_by_rows,
@@ -73,12 +73,12 @@ class TransformersModel(Adapted):
         self.table = module.weight if self.has_table else _shape_of_table(module, self.name)
         limits.check_model(model, self.name, self.table.dtype)
         text = model.config.get_text_config(decoder=True)
-        self.numbers = states.attending_layers(text)
+        self.numbers = attending_layers(text)
         self._layers = getattr(text, "num_hidden_layers", None) if self.numbers is None else len(self.numbers)
         self.caches = None if self._layers is None else self._layers - layers_with_keys_of_others(unwrapped(model))
-        widths = index_widths(unwrapped(model)) | compressed_widths(unwrapped(model))
+        widths = widths_behind(unwrapped(model))
         self.widths_behind = {(self.numbers or {}).get(layer, layer): width for layer, width in widths.items()}
-        self.keeps_states = states.keeps_states(text)
+        self.keeps_states = keeps_states(text)
         self._takes_positions = limits.position_taker(model) is unwrapped(model)
         named = (getattr(text, name, None) for name in ("max_position_embeddings", "max_target_positions"))
         self.most_positions = next(filter(None, named), self.most_positions)
@@ -138,7 +138,7 @@ class TransformersModel(Adapted):
         if self._replaced is None:
             self._replaced = self._find_replaced()
         if self.keeps_states:
-            self._way = Way(None, f"its layers keep states, by {' and '.join(states.functions_of(self.model))}")
+            self._way = Way(None, f"its layers keep states, by {' and '.join(computed_by(self.model))}")
         elif self.model is not unwrapped(self.model):
             self._way = Way(None, f"it is wrapped by {type(self.model).__name__}")
         elif self.logit_shards is not None:
@@ -166,20 +166,11 @@ class TransformersModel(Adapted):
             inner = unwrapped(shadow)
             if self._layers != 0:
                 attend_by_rows(inner)
-                attend_by_latents(inner)
-                choose_by_rows(inner)
-                compress_by_rows(inner)
-                give_profiles(inner)
             taker = limits.position_taker(inner)
             if taker is not None and not self._takes_positions:
                 give_positions(taker)
-            serve_routers(inner)
+            serve_features(inner, self._embedded)
             computes_by_ops(inner, takes_rows_of_our_call)
-            if self.keeps_states:
-                states.serve_states(inner)
-                serve_ngrams(inner)
-                serve_lightning(inner)
-            serve_per_layer_inputs(inner, self._embedded)
             head = inner.get_output_embeddings()
             if isinstance(head, nn.Module):
                 head.forward = partial(self._kept_before, head.forward)
@@ -326,12 +317,12 @@ class TransformersModel(Adapted):
 
     def _check_states(self, read: set[int]) -> None:
         """Refuses a model some of whose layers have kept no state in its first call."""
-        kinds = states.kinds_of(self.model.config.get_text_config(decoder=True))
-        silent = [layer for layer, kind in enumerate(kinds) if kind in states.KINDS and layer not in read]
+        kinds = kinds_of(self.model.config.get_text_config(decoder=True))
+        silent = [layer for layer, kind in enumerate(kinds) if kind in STATES and layer not in read]
         if silent:
             raise ValueError(
-                f"{self.name}: layers {silent} keep a state, but called none of {', '.join(states.FUNCTIONS)}, so pass_ext "
-                "cannot decode this model"
+                f"{self.name}: layers {silent} keep a state, but called none of {', '.join(computed_by(self.model))}, so "
+                "pass_ext cannot decode this model"
             )
 
     def _norm(self, hidden: Tensor, batch_invariant: bool) -> Tensor:
@@ -369,12 +360,13 @@ class TransformersModel(Adapted):
                 "part of a linear layer; use slots without"
             )
         adapters.check_places(unwrapped(self.model))
-        expanding = [place for place in adapters.pairs if place.endswith(".kv_b_proj")]
-        if expanding and latent_layers(unwrapped(self.model)):
-            raise ValueError(
-                f"{self.name}: these look-ahead slots have an adapter for {expanding[0]}, which expands latents for all rows "
-                "alike, so those of slots cannot be expanded otherwise: leave it out"
-            )
+        inner = unwrapped(self.model)
+        for place in adapters.pairs:
+            reason = next(filter(None, (feature.unadapted(inner, place) for feature in FEATURES)), None)
+            if reason is not None:
+                raise ValueError(
+                    f"{self.name}: these look-ahead slots have an adapter for {place}, {reason}: leave it out"
+                )
 
     def _refusal(self, error: Exception) -> Exception:
         """The error of a failed first call, with a message that begins with the model's name."""

@@ -28,12 +28,11 @@ from pass_ext.decoding.models.cache import (
     texts_in_cache,
 )
 from pass_ext.decoding.models.equivalence import MACHINE
-from pass_ext.decoding.models.indexers import keeps_positions
+from pass_ext.decoding.models.features.table import first, places_of
 from pass_ext.decoding.models.limits import placeholder_ids
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.parts import cache_name, decoder_of, given_cache, unwrapped
 from pass_ext.decoding.models.shadow import OurCall, our_call, shadow_of, tap_layers
-from pass_ext.decoding.models.states import places_of
 from pass_ext.decoding.models.taps import Tap, Taps
 
 INPUTS = frozenset(
@@ -296,10 +295,10 @@ class WholePrompts:
             self._mask[:, places].to(axes.device) != 0,
             (self._mask.cumsum(1) - 1)[:, places].to(axes.device),
         )
-        if keeps_positions(unwrapped(model.model)) and bool(((axes != index) & is_text).any()):
+        reason = first(lambda feature: feature.unplaced(unwrapped(model.model)))
+        if reason is not None and bool(((axes != index) & is_text).any()):
             raise ValueError(
-                f"{model.name}: its indexers rotate the keys of whole blocks by their index in the text, which is no position "
-                f"behind {', '.join(self._names)}: prompts must be text alone"
+                f"{model.name}: {reason}, which is no position behind {', '.join(self._names)}: prompts must be text alone"
             )
         # Behind a prompt a model counts on from the largest position, which is the last token's.
         largest = axes.where(is_text, -1).amax((0, 2))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pass_ext.decoding.arguments import instance, type_of, whole_number
 from pass_ext.decoding.models.any_model import packed_model
-from pass_ext.decoding.models.indexed import split_behind, with_behind
+from pass_ext.decoding.models.cached_rows import is_front, padded, split_behind, with_behind
 from pass_ext.decoding.models.one_order import check_seen
 from pass_ext.decoding.models.packed import Adapted, NewRows
 from pass_ext.decoding.models.slots import PlacedSlots
@@ -25,7 +25,7 @@ from pass_ext.decoding.models.step_states import StatePlace, StepStates, Update
 from pass_ext.decoding.models.taps import Tap, Taps
 from pass_ext.decoding.models.whole_prompts import ReadPrompts
 from pass_ext.decoding.session.recording import Called, RecordedCalls, can_record
-from pass_ext.decoding.session.step_attention import StepAttention, is_front, padded
+from pass_ext.decoding.session.step_attention import StepAttention
 from pass_ext.decoding.session.text_states import TextStates
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.attention import padded_widths

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pass_ext.decoding.models.cached_rows import padded
 from pass_ext.decoding.models.row_attention import Reach, unsupported, window_conflict
-from pass_ext.decoding.session.step_attention import padded
 from pass_ext.integrations.transformers.masks import Call, CausalRows, TreeStep, causal, dense_calls
 from pass_ext.ops.attention import attention_tree, padded_widths
 

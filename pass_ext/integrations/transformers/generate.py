@@ -28,16 +28,12 @@ from pass_ext.decoding.models.cache import (
     read_states,
     texts_in_cache,
     write_cache,
-    write_index_keys,
     write_states,
 )
-from pass_ext.decoding.models.indexed import split_behind
-from pass_ext.decoding.models.indexers import index_widths, keeps_positions
-from pass_ext.decoding.models.latents import latent_layers
+from pass_ext.decoding.models.features.table import FEATURES, places_of
 from pass_ext.decoding.models.limits import position_taker
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.parts import cache_name, given_cache, unwrapped
-from pass_ext.decoding.models.states import places_of
 from pass_ext.decoding.models.whole_prompts import WholePrompts, check_embeddings, inputs_of
 from pass_ext.decoding.requests.processors import NodeProcessor
 from pass_ext.decoding.session.session import Past, Session
@@ -337,34 +333,31 @@ def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> A
     rows = rows.clamp(min=0).minimum(lengths[:, None] - 1)
     attending = range(len(session.caches)) if session.model.numbers is None else session.model.numbers
     inner = unwrapped(session.model.model)
-    latents, indexers = latent_layers(inner), index_widths(inner)
+    own = {layer: kind for feature in FEATURES for layer, kind in feature.new_layers(inner).items()}
     if any(type(layer).__name__ in SLIDING_LAYERS for layer in cache.layers):
         from transformers import cache_utils
         from transformers.cache_utils import DynamicCache, DynamicLayer
 
-        if session.states or indexers:
+        if session.states or own:
             for layer in attending:
                 states = getattr(cache.layers[layer], "number_of_states", 0)
                 if states:
                     cache.layers[layer] = cache_utils.LinearAttentionAndFullAttentionLayer(states)
                 else:
-                    cache.layers[layer] = cache_utils.DynamicIndexedLayer() if layer in indexers else DynamicLayer()
+                    cache.layers[layer] = own.get(layer, DynamicLayer)()
         else:
             cache = DynamicCache()
     write_states(cache, session.state_places, session.states)
+    pairs, stored = {}, {}
     for layer, tensors, dims in zip(attending, session.caches, session.head_dims, strict=True):
-        if layer in latents:
-            dims = sum(latents[layer]), latents[layer][0]
         keys, values = (
             gathered(tensor[..., :dim], rows).transpose(1, 2) for tensor, dim in zip(tensors, dims, strict=True)
         )
-        if layer in latents:
-            keys, values = keys.split(latents[layer], -1)
+        pairs[layer], stored[layer] = (keys, values), tensors[0]
+    for feature in FEATURES:
+        pairs |= feature.to_theirs(inner, pairs)
+    for layer, (keys, values) in pairs.items():
         write_cache(cache, layer, keys, values)
-        if layer in indexers:
-            _, of_indexer = split_behind(tensors[0], indexers[layer], tensors[0].dtype)
-            of_indexer = gathered(of_indexer, rows).flatten(2)
-            write_index_keys(cache, layer, of_indexer)
-            if layer == min(indexers) and keeps_positions(inner):
-                cache.layers[layer].indexer_position_ids = rows.expand(3, -1, -1)
+    for feature in FEATURES:
+        feature.write_behind(inner, cache, stored, rows)
     return cache

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from pass_ext.checkpoint import load_checkpoint
 from pass_ext.decoding.generation import generate
+from pass_ext.decoding.models.layer_kinds import keeps_states
 from pass_ext.decoding.models.module_ops import is_plain
 from pass_ext.decoding.models.parts import cache_name, decoder_layers, decoder_of
-from pass_ext.decoding.models.states import keeps_states
 from pass_ext.training.common.documents import Document
 from pass_ext.training.common.ranks import Ranks
 

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.models.features.table import attending_layers
+from pass_ext.decoding.models.layer_kinds import STATES, keeps_states, kinds_of
 from pass_ext.decoding.models.limits import kept_by_cache
 from pass_ext.decoding.models.parts import cache_name, decoder_of
-from pass_ext.decoding.models.states import KINDS, attending_layers, keeps_states, kinds_of
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.training.common.frozen_model import text_rows
 from pass_ext.training.common.loss import distillation_loss
@@ -59,7 +60,7 @@ def group_mask(
 def _reaches(text: Any, length: int) -> dict[str, int]:
     """Kind of layers that attend -> how many tokens they see; empty, if all see all of this length."""
     kinds = kinds_of(text) or [""] * text.num_hidden_layers
-    seen = {kind: most for kind, most in zip(kinds, kept_by_cache(text), strict=True) if kind not in KINDS}
+    seen = {kind: most for kind, most in zip(kinds, kept_by_cache(text), strict=True) if kind not in STATES}
     return seen if any(0 <= most < length for most in seen.values()) else {}
 
 

@@ -18,14 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pass_ext.decoding.models.compressors import compressed_widths
-from pass_ext.decoding.models.indexers import chooses_blocks
-from pass_ext.decoding.models.lightning import lightning_layers
-from pass_ext.decoding.models.ngram_layers import ngram_layers
-from pass_ext.decoding.models.per_layer_inputs import has_per_layer_inputs
-from pass_ext.decoding.models.row_attention import takes_places_from_rows
+from pass_ext.decoding.models.features.states import serve_states
+from pass_ext.decoding.models.features.table import first
+from pass_ext.decoding.models.layer_kinds import keeps_states
 from pass_ext.decoding.models.shadow import OurCall, our_call, shadow_of
-from pass_ext.decoding.models.states import keeps_states, serve_states
 from pass_ext.decoding.models.step_states import StatePlace, StepStates
 from pass_ext.ops.state import state_commit_
 from pass_ext.training.common.frozen_model import text_rows
@@ -38,7 +34,7 @@ def with_states(model: Any, length: int) -> Any:
 
     length: the most tokens of a text and rows of its slots, together.
     """
-    reason = _refused(model, length)
+    reason = first(lambda feature: feature.untrained(model, length))
     if reason is not None:
         raise SystemExit(f"slots cannot be trained for {model.config.model_type}: {reason}")
     if not keeps_states(model.config.get_text_config(decoder=True)):
@@ -47,32 +43,6 @@ def with_states(model: Any, length: int) -> Any:
     for part in serve_states(shadow):
         part.forward = partial(_without_cache, part.forward)
     return shadow
-
-
-def _refused(model: Any, length: int) -> str | None:
-    """Why groups of slots in one call would get other numbers than slots in decoding; None: they get the same."""
-    if compressed_widths(model):
-        return (
-            "its layers attend to entries of whole windows of tokens, and in a call of many groups of slots its compressors "
-            "would take all slots for one text"
-        )
-    if has_per_layer_inputs(model):
-        return "its layers look tokens up once more (hidden_size_per_layer_input), and slots are no tokens"
-    if ngram_layers(model):
-        return "its layers look up n-grams of tokens (ple_layer_ids), and slots are no tokens"
-    if lightning_layers(model):
-        return "its lightning attention keeps states in a cache of its own class"
-    if chooses_blocks(model):
-        return (
-            "its indexers choose blocks of columns, and in a call of many groups of slots the columns of a group do not "
-            "follow its anchor"
-        )
-    if any(takes_places_from_rows(part, length) for part in model.modules()):
-        return (
-            "its attention takes distances or positions from the numbers of rows, and in a call of many groups of slots the "
-            "rows of a group do not follow its anchor"
-        )
-    return None
 
 
 def _without_cache(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:

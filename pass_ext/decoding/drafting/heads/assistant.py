@@ -29,11 +29,11 @@ from pass_ext.decoding.drafting.heads.checkpoint import HeadCheckpoint
 from pass_ext.decoding.drafting.heads.head import TargetFacts
 from pass_ext.decoding.drafting.heads.layers import rotated
 from pass_ext.decoding.methods import Assistant
+from pass_ext.decoding.models.cached_rows import padded
 from pass_ext.decoding.models.module_ops import computes_by_ops
 from pass_ext.decoding.models.parts import unwrapped
 from pass_ext.decoding.models.shadow import OurCall, current_call, our_call, shadow_of, takes_rows_of_our_call
 from pass_ext.decoding.session.session import Session, uploaded
-from pass_ext.decoding.session.step_attention import padded
 from pass_ext.ops.attention import attention_tree, padded_widths
 from pass_ext.ops.quantize import CODE_HEADER
 from pass_ext.tree import Tree

@@ -13,6 +13,7 @@ kernel for all widths.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.equivalence import difference_of
+from pass_ext.decoding.models.features.feature import Feature, Pair
+from pass_ext.decoding.models.features.indexed import Choice
+from pass_ext.decoding.models.layer_attention import Attending, LayerAttention
 from pass_ext.decoding.models.module_ops import is_autocast_enabled, is_plain, is_untouched, most_few_rows
+from pass_ext.decoding.models.row_attention import attend_by
 from pass_ext.decoding.models.shadow import takes_rows_of_our_call
 from pass_ext.ops import linear  # noqa: F401, which registers the op
 from pass_ext.ops.attention import MOST_KEY_DIM, MOST_VALUE_DIM
@@ -31,15 +36,39 @@ _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _COMPARED = 3  # rows
 
 
+class LatentAttention(Feature):
+    def unadapted(self, model: Any, place: str) -> str | None:
+        if place.endswith(".kv_b_proj") and latent_layers(model):
+            return "which expands latents for all rows alike, so those of slots cannot be expanded otherwise"
+        return None
+
+    def serve(self, shadow: Any, embedded: Callable[[Tensor], Tensor]) -> None:
+        """Layers that expand latents give them to attention as they are."""
+        for part in _latent_parts(shadow):
+            latents = vars(part)["expand_kv"] = Latents(part)
+            attend_by(part, latents.of)
+
+    def other_format(self, model: Any) -> str:
+        """Layers that keep expanded heads have other caches than transformers, which keeps latents."""
+        by_latents = {part.layer_idx for part in model.modules() if getattr(part, "kv_lora_rank", None) is not None}
+        return "latent keys and values (kv_lora_rank)" if by_latents - latent_layers(model).keys() else ""
+
+    def from_theirs(self, model: Any, cache: Any, pairs: Mapping[int, Pair], columns: Tensor) -> Mapping[int, Pair]:
+        """Theirs are latents and rotated keys."""
+        joined = {layer: torch.cat(pairs[layer], -1) for layer in latent_layers(model).keys() & pairs}
+        return {layer: (keys, keys[..., : pairs[layer][0].shape[-1]]) for layer, keys in joined.items()}
+
+    def to_theirs(self, model: Any, pairs: Mapping[int, Pair]) -> Mapping[int, Pair]:
+        sizes = latent_layers(model)
+        split = {
+            layer: pairs[layer][0][..., : sum(sizes[layer])].split(sizes[layer], -1) for layer in sizes.keys() & pairs
+        }
+        return {layer: (latents, rotated) for layer, (latents, rotated) in split.items()}
+
+
 def latent_layers(model: nn.Module) -> dict[int, tuple[int, int]]:
     """The layers of a transformers model that attend by latents -> the numbers of a latent and of a rotated key."""
     return {part.layer_idx: (part.kv_lora_rank, part.qk_rope_head_dim) for part in _latent_parts(model)}
-
-
-def attend_by_latents(shadow: nn.Module) -> None:
-    """Has the layers of a model's shadow that expand latents give them to attention as they are."""
-    for part in _latent_parts(shadow):
-        vars(part)["expand_kv"] = Latents(part)
 
 
 def _latent_parts(model: nn.Module) -> list[Any]:
@@ -92,6 +121,28 @@ def _matrices(part: Any) -> tuple[Tensor, Tensor]:
     return of_keys.transpose(1, 2).contiguous(), of_values
 
 
+class ByLatents(Attending):
+    """Few rows attend to latents, the many of one text to expanded heads. choice: an indexer's; None: there is none."""
+
+    def __init__(self, latents: Latents, choice: Choice | None) -> None:
+        self._latents, self._choice = latents, choice
+
+    def attend(self, layer: LayerAttention) -> Tensor:
+        latents = self._latents
+        lists: Tensor | None = None
+        behind: Tensor | None = None
+        if self._choice is not None:
+            lists, behind = self._choice.of(layer)
+        layer.keep(behind, v=layer.k[..., : latents.rank])
+        absorbs = lists is not None or layer.batch_invariant or latents.takes(layer.q)
+        requests: list[int] = (
+            [] if absorbs else layer.trees.cu_nodes.diff().nonzero().flatten().tolist()
+        )  # that have rows
+        if len(requests) != 1:
+            return latents.expanded(layer.attend(latents.absorbed(layer.q), lists))
+        return layer.attend_to(*latents.heads(layer.keys_of(requests[0])))
+
+
 class Latents:
     """What a layer calls in place of its ``expand_kv``, and what attention expands by."""
 
@@ -105,6 +156,11 @@ class Latents:
         numbers."""
         keys = torch.cat((latents, rotated), -1)
         return keys, keys[..., : self.rank]
+
+    def of(self, given: dict[str, Any]) -> ByLatents:
+        """How the layer attends, by the arguments that it gives to attention."""
+        choice = given.get("indices")
+        return ByLatents(self, given.pop("indices") if isinstance(choice, Choice) else None)
 
     def takes(self, rows: Tensor) -> bool:
         """True for few rows, which attend to the latents."""

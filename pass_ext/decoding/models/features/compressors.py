@@ -7,21 +7,23 @@ Both are compared first with the compressor's own forward, on a text of some win
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.compressed import CallEntries, CompressedRows, Compression
 from pass_ext.decoding.models.equivalence import difference_of
-from pass_ext.decoding.models.indexed import IndexRows
+from pass_ext.decoding.models.features.compressed import ByEntries, CallEntries, CompressedRows, Compression
+from pass_ext.decoding.models.features.feature import Feature
+from pass_ext.decoding.models.features.indexed import IndexRows
+from pass_ext.decoding.models.layer_attention import Attending
+from pass_ext.decoding.models.row_attention import attend_by
 from pass_ext.decoding.models.shadow import current_call
 from pass_ext.ops.attention import WIDTH_STEP
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
-KINDS = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
-"""Layers that attend to entries, by the names of transformers' configs."""
 _COMPARED = 3  # windows
 
 
@@ -78,30 +80,71 @@ def _series(part: Any) -> int:
 # ---- in a shadow ----
 
 
-def compress_by_rows(shadow: nn.Module) -> None:
-    """Has the compressors of a model's shadow give their sources to attention."""
-    for part in _attending(shadow):
-        part.compressor.forward = partial(_compressed, part.compressor)
+class CompressedEntries(Feature):
+    kinds = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
+
+    def unserved(self, model: Any) -> str | None:
+        parts = _attending(model)
+        kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+        known = {part.layer_idx for part in parts}
+        silent = sorted({kind for layer, kind in enumerate(kinds) if kind in self.kinds and layer not in known})
+        if silent:
+            return f"has layers of the kind {', '.join(silent)} without a compressor, which pass_ext does not know"
+        for part in parts:
+            name, indexer = type(part.compressor).__name__, part.compressor._modules.get("indexer")
+            form = tuple(
+                (getattr(maker, "compress_rate", 0), getattr(maker, "head_dim", 0))
+                for maker in (part.compressor, indexer)
+                if maker is not None
+            )
+            difference = difference_of(type(part.compressor).forward, form, partial(_is_right, part.compressor))
+            if difference is not None:
+                return (
+                    f"attends to entries that {name} makes of windows of tokens, which {difference}; pass_ext knows the layer "
+                    "of transformers 5.24, so it cannot decode this model"
+                )
+            if any(dim % WIDTH_STEP for _, dim in form):
+                return (
+                    f"attends to entries that {name} makes of windows of tokens, and pass_ext decodes that where heads have a "
+                    f"multiple of {WIDTH_STEP} numbers, here {' and '.join(str(dim) for _, dim in form)}"
+                )
+        return None
+
+    def untrained(self, model: Any, length: int) -> str | None:
+        if not _attending(model):
+            return None
+        return (
+            "its layers attend to entries of whole windows of tokens, and in a call of many groups of slots its compressors "
+            "would take all slots for one text"
+        )
+
+    def serve(self, shadow: Any, embedded: Callable[[Tensor], Tensor]) -> None:
+        """Compressors give their sources to attention."""
+        for part in _attending(shadow):
+            part.compressor.forward = partial(_compressed, part)
+            attend_by(part, partial(_handed, part))
+
+    def behind(self, model: Any) -> Mapping[int, int]:
+        """Sources, of entries and of an indexer's keys."""
+        widths = {}
+        for part in _attending(model):
+            makers = part.compressor, part.compressor._modules.get("indexer")
+            widths[part.layer_idx] = sum(2 * maker.position_bias.shape[1] for maker in makers if maker is not None)
+        return widths
+
+    def other_format(self, model: Any) -> str:
+        return "windows, and entries that its compressors have made" if _attending(model) else ""
 
 
 def _compressed(
-    compressor: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, *_: Any
+    part: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, *_: Any
 ) -> tuple[Tensor, None]:
-    """In place of a compressor's forward: no entries, which attention has."""
-    call = current_call.get()
+    """In place of the forward of a layer's compressor: no entries, which attention has."""
+    compressor, call = part.compressor, current_call.get()
     if call is None:
         raise RuntimeError(f"this {type(compressor).__name__} is for pass_ext's own calls of a model")
-    call.attend.compress(compressed_rows(compressor, hidden_states, q_residual, position_ids))
+    call.attended.handed[part] = ByEntries(compressed_rows(compressor, hidden_states, q_residual, position_ids))
     return hidden_states.new_zeros(1, 1, 0, compressor.head_dim), None
-
-
-def compressed_widths(model: nn.Module) -> dict[int, int]:
-    """The layers that have a compressor -> the numbers behind their keys."""
-    widths = {}
-    for part in _attending(model):
-        makers = part.compressor, part.compressor._modules.get("indexer")
-        widths[part.layer_idx] = sum(2 * maker.position_bias.shape[1] for maker in makers if maker is not None)
-    return widths
 
 
 def _attending(model: nn.Module) -> list[Any]:
@@ -109,33 +152,11 @@ def _attending(model: nn.Module) -> list[Any]:
     return [part for part in model.modules() if part._modules.get("compressor") is not None]
 
 
-def unserved(model: nn.Module) -> str | None:
-    """Why entries cannot be made for this model, to follow its name; None: they can, or it has none."""
-    parts = _attending(model)
-    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()  # type: ignore[union-attr, operator]
-    known = {part.layer_idx for part in parts}
-    silent = sorted({kind for layer, kind in enumerate(kinds) if kind in KINDS and layer not in known})
-    if silent:
-        return f"has layers of the kind {', '.join(silent)} without a compressor, which pass_ext does not know"
-    for part in parts:
-        name, indexer = type(part.compressor).__name__, part.compressor._modules.get("indexer")
-        form = tuple(
-            (getattr(maker, "compress_rate", 0), getattr(maker, "head_dim", 0))
-            for maker in (part.compressor, indexer)
-            if maker is not None
-        )
-        difference = difference_of(type(part.compressor).forward, form, partial(_is_right, part.compressor))
-        if difference is not None:
-            return (
-                f"attends to entries that {name} makes of windows of tokens, which {difference}; pass_ext knows the layer of "
-                "transformers 5.24, so it cannot decode this model"
-            )
-        if any(dim % WIDTH_STEP for _, dim in form):
-            return (
-                f"attends to entries that {name} makes of windows of tokens, and pass_ext decodes that where heads have a "
-                f"multiple of {WIDTH_STEP} numbers, here {' and '.join(str(dim) for _, dim in form)}"
-            )
-    return None
+def _handed(part: Any, _: dict[str, Any]) -> Attending | None:
+    call = current_call.get()
+    assert call is not None
+    handed: Attending | None = call.attended.handed.pop(part, None)
+    return handed
 
 
 # ---- compared with the model's own ----

@@ -10,18 +10,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from pass_ext.decoding.models.features.feature import Feature
 from pass_ext.decoding.models.shadow import current_call
 
 
-def serve_routers(shadow: nn.Module) -> None:
-    """Has the routers of a model's shadow that look tokens up take those of a call."""
-    for part in shadow.modules():
-        if "tid2eid" in part._buffers:
-            ends = getattr(shadow.config.get_text_config(decoder=True), "eos_token_id", None)  # type: ignore[union-attr, operator]
-            end = ends[0] if isinstance(ends, (list, tuple)) else ends
-            part.forward = partial(_routed, part.forward, end or 0)
+class HashRouters(Feature):
+    def serve(self, shadow: Any, embedded: Callable[[Tensor], Tensor]) -> None:
+        """Routers that look tokens up take those of a call."""
+        for part in shadow.modules():
+            if "tid2eid" in part._buffers:
+                ends = getattr(shadow.config.get_text_config(decoder=True), "eos_token_id", None)
+                end = ends[0] if isinstance(ends, (list, tuple)) else ends
+                part.forward = partial(_routed, part.forward, end or 0)
 
 
 def _routed(forward: Callable[..., Any], end: int, /, hidden_states: Tensor, *_: Any, **__: Any) -> Any:

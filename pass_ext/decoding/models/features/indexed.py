@@ -1,4 +1,4 @@
-"""The keys that indexers choose for the rows of a step, and what lies behind the keys in a cache.
+"""The keys that indexers choose for the rows of a step.
 
 An indexer has a key of its own for each token, and queries q of its heads for each row. In one form (DeepSeek-V3.2) heads have
 weights w, and a row attends to the ``most`` tokens that it sees with the highest scores,
@@ -27,10 +27,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from pass_ext.decoding.models.layer_attention import Attending, LayerAttention
+from pass_ext.decoding.models.row_attention import is_being_recorded
 from pass_ext.ops import linear  # noqa: F401, which registers the op
-from pass_ext.ops.attention import WIDTH_STEP
 from pass_ext.tree import PackedTrees
 
 _linear = torch.ops.pass_ext.linear_rows.default
@@ -71,34 +71,32 @@ class IndexRows(NamedTuple):
     """None: single tokens are chosen."""
 
 
-class ChosenKeys(NamedTuple):
-    """What a layer gives to attention as its choice."""
+class Choice(Attending):
+    """What a layer gives to attention as its choice: made where the layer attends whose indexer it is, and that of the layers
+    that share it."""
 
-    lists: Tensor | None
-    """``[N, L]``, as ``attention_tree`` takes key_lists; ``[N, heads of the indexer, L]``, of which each one's is that of an
-    equal share of the attention's heads; None: rows attend to all that they see."""
+    def __init__(self, rows: IndexRows) -> None:
+        self._rows: IndexRows | None = rows
+        self._lists: Tensor | None = None
 
+    def of(self, layer: LayerAttention) -> tuple[Tensor | None, Tensor | None]:
+        """The lists that ``chosen_keys`` makes, and what the indexer's own layer keeps behind its keys, ``[N, D]``."""
+        rows, self._rows = self._rows, None
+        if rows is None:
+            return self._lists, None
+        if is_being_recorded(rows.q):
+            raise RuntimeError(
+                f"{layer.session.model.name}: its indexers' choice of keys depends on the lengths of the texts, which the host "
+                "reads"
+            )
+        rows = rows._replace(keys=rows.keys.to(layer.dtype))
+        self._lists = chosen_keys(rows, layer.held(), layer.prefix_lens, layer.trees, layer.tokens)
+        return self._lists, rows.keys
 
-# ---- behind the keys in a cache ----
-
-
-def with_behind(rows: Tensor, behind: Tensor) -> Tensor:
-    """Rows of keys ``[..., D]``, padded to a multiple of 16 numbers, or of their codes; and behind them what an indexer or a
-    compressor keeps, ``[..., d]``, as it is, whatever the dtype of the rows: rounded keys would choose other tokens."""
-    rows, front = functional.pad(rows, (0, _padding(rows.shape[-1]))), _padding(behind.shape[-1])
-    parts = rows, functional.pad(behind, (front, 0))
-    return torch.cat([x.view(torch.uint8) for x in parts], -1).view(rows.dtype)
-
-
-def split_behind(rows: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What ``with_behind`` has joined, as views: the rows without the numbers behind, and these, ``[..., count]``."""
-    numbers, size = rows.view(torch.uint8), dtype.itemsize
-    front = numbers[..., : -(count + _padding(count)) * size]
-    return front.view(rows.dtype), numbers[..., -count * size :].view(dtype)
-
-
-def _padding(count: int) -> int:
-    return -count % WIDTH_STEP
+    def attend(self, layer: LayerAttention) -> Tensor:
+        lists, behind = self.of(layer)
+        layer.keep(behind)
+        return layer.attend(layer.q, lists)
 
 
 # ---- choosing ----
@@ -106,8 +104,9 @@ def _padding(count: int) -> int:
 
 def chosen_keys(
     rows: IndexRows, held: Tensor | None, prefix_lens: Tensor, trees: PackedTrees, tokens: Tensor
-) -> ChosenKeys:
-    """The keys of each row of a step.
+) -> Tensor | None:
+    """The keys of each row of a step, ``[N, L]``, as ``attention_tree`` takes key_lists; ``[N, heads of the indexer, L]``, of
+    which each one's is that of an equal share of the attention's heads; None: rows attend to all that they see.
 
     Reads lengths on the host, for which a GPU is waited for.
 
@@ -118,7 +117,7 @@ def chosen_keys(
     size = 1 if rows.blocks is None else rows.blocks.size
     begun = size - 1 if isinstance(rows.blocks, HeadBlocks) else 0  # there a part of a block is one of the chosen
     if bool(((prefix_lens + tokens + begun) // size <= rows.most).all()):
-        return ChosenKeys(None)
+        return None
     bounds, parts = trees.cu_nodes.tolist(), []
     for b, prefix in enumerate(prefix_lens.tolist()):
         mine = slice(bounds[b], bounds[b + 1])
@@ -137,7 +136,7 @@ def chosen_keys(
             parts.append(lists_of_heads(part, rows.blocks, keys, sees, prefix, depths))
         else:
             parts.append(lists_of_blocks(part, rows.blocks, keys, sees, prefix, parents, depths))
-    return ChosenKeys(joined_lists(parts, len(rows.q)))
+    return joined_lists(parts, len(rows.q))
 
 
 def joined_lists(parts: list[Tensor], rows: int) -> Tensor:

@@ -8,7 +8,7 @@ that an indexer's own forward is compared: for a few rows it must choose the sam
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pass_ext.decoding.models import indexed
+from pass_ext.decoding.models.cached_rows import is_front, split_behind, with_behind
 from pass_ext.decoding.models.equivalence import difference_of
-from pass_ext.decoding.models.indexed import Blocks, ChosenKeys, HeadBlocks, IndexRows
-from pass_ext.decoding.models.latents import latent_layers
+from pass_ext.decoding.models.features import indexed
+from pass_ext.decoding.models.features.feature import Feature, Pair
+from pass_ext.decoding.models.features.indexed import Blocks, Choice, HeadBlocks, IndexRows
+from pass_ext.decoding.models.features.latents import latent_layers
 from pass_ext.decoding.models.parts import decoder_of
-from pass_ext.decoding.models.shadow import current_call
+from pass_ext.decoding.models.row_attention import attend_by
 from pass_ext.ops.attention import MOST_KEY_DIM, MOST_VALUE_DIM
 
 _COMPARED = 7  # rows
@@ -94,7 +96,7 @@ def _rows_of(indexer: Any, forward: Callable[..., Any], *inputs: Any, **named: A
 
 
 def _serve_tokens(shadow: nn.Module, part: Any, indexer: Any) -> None:
-    indexer.forward = partial(_chosen, indexer, partial(_rows_of, indexer, indexer.forward))
+    indexer.forward = partial(_chosen, partial(_rows_of, indexer, indexer.forward))
 
 
 def _chooses_alike(indexer: Any) -> bool:
@@ -145,7 +147,7 @@ class MaskOfChosen:
 
     dtype = torch.bool
 
-    def __init__(self, mask: Any, chosen: ChosenKeys) -> None:
+    def __init__(self, mask: Any, chosen: Choice) -> None:
         self.mask, self.chosen = mask, chosen
 
     def __and__(self, _: Any) -> MaskOfChosen:
@@ -158,6 +160,15 @@ def _serve_blocks(shadow: nn.Module, part: Any, indexer: Any) -> None:
         _attended_by_blocks, indexer, part.forward, lambda like, positions: rotary(like, positions[None])
     )
     indexer.forward = _chosen_before
+    attend_by(part, _by_mask)
+
+
+def _by_mask(given: dict[str, Any]) -> Choice | None:
+    mask = given["attention_mask"]
+    if not isinstance(mask, MaskOfChosen):
+        return None
+    given["attention_mask"] = mask.mask
+    return mask.chosen
 
 
 def _attended_by_blocks(
@@ -172,7 +183,7 @@ def _attended_by_blocks(
     **named: Any,
 ) -> Any:
     """The forward of attention whose indexer chooses blocks."""
-    chosen = _choice(indexer, lambda: _rows_of_blocks(indexer, hidden_states, *position_embeddings, rotation))
+    chosen = Choice(_rows_of_blocks(indexer, hidden_states, *position_embeddings, rotation))
     return forward(hidden_states, position_embeddings, MaskOfChosen(attention_mask, chosen), *rest, **named)
 
 
@@ -224,7 +235,13 @@ def _rows_of_heads(
 
 
 def _serve_heads(shadow: nn.Module, part: Any, indexer: Any) -> None:
-    indexer.forward = partial(_chosen, indexer, partial(_rows_of_heads, indexer))
+    indexer.forward = partial(_chosen, partial(_rows_of_heads, indexer))
+    attend_by(part, _by_blocks)
+
+
+def _by_blocks(given: dict[str, Any]) -> Choice | None:
+    chosen = given.get("block_indices")
+    return given.pop("block_indices") if isinstance(chosen, Choice) else None
 
 
 def _heads_choose_alike(indexer: Any) -> bool:
@@ -281,38 +298,98 @@ def _form_of(indexer: Any) -> _Form:
     return _HEADS if hasattr(indexer, "topk_blocks") else _TOKENS
 
 
-def choose_by_rows(shadow: nn.Module) -> None:
-    """Has the indexers of a model's shadow choose keys for the rows of a call."""
-    for part, indexer in _indexers(shadow):
-        _form_of(indexer).serve(shadow, part, indexer)
+class Indexers(Feature):
+    kinds = frozenset({"indexed_attention", "minimax_m3_sparse"})
+
+    def unserved(self, model: Any) -> str | None:
+        latents = latent_layers(model)
+        for part, indexer in _indexers(model):
+            form, kind, heads = _form_of(indexer), type(indexer), _key_heads(part, indexer)
+            what = f"attends to the keys that {kind.__name__} chooses for each row"
+            if form is _HEADS and heads % indexer.num_heads:
+                return (
+                    f"{what}, and pass_ext decodes that where the {heads} KV heads are a multiple of the {indexer.num_heads} "
+                    "heads that choose for themselves"
+                )
+            if not _is_right(indexer):
+                return (
+                    f"{what}, by scores of another form than {form.family}'s, or without giving attention {form.given} of "
+                    "them, so pass_ext cannot decode this model"
+                )
+            if form is _TOKENS and part.layer_idx not in latents:
+                return (
+                    f"{what}, and pass_ext decodes that for layers that attend by latents (kv_b_proj is a plain linear layer "
+                    f"without bias, a latent has up to {MOST_VALUE_DIM} numbers, with the rotated key up to {MOST_KEY_DIM})"
+                )
+            if _key_dim(indexer) % heads:
+                return (
+                    f"{what}, and pass_ext decodes that where the {_key_dim(indexer)} numbers of the indexer's key are a "
+                    f"multiple of the {heads} KV heads, behind whose keys they are cached"
+                )
+        return None
+
+    def untrained(self, model: Any, length: int) -> str | None:
+        if all(_form_of(indexer) is _TOKENS for _, indexer in _indexers(model)):
+            return None
+        return (
+            "its indexers choose blocks of columns, and in a call of many groups of slots the columns of a group do not follow "
+            "its anchor"
+        )
+
+    def unplaced(self, model: Any) -> str | None:
+        return (
+            "its indexers rotate the keys of whole blocks by their index in the text"
+            if _keeps_positions(model)
+            else None
+        )
+
+    def serve(self, shadow: Any, embedded: Callable[[Tensor], Tensor]) -> None:
+        """Indexers choose keys for the rows of a call."""
+        for part, indexer in _indexers(shadow):
+            _form_of(indexer).serve(shadow, part, indexer)
+
+    def behind(self, model: Any) -> Mapping[int, int]:
+        """Their keys."""
+        return {part.layer_idx: _key_dim(indexer) // _key_heads(part, indexer) for part, indexer in _indexers(model)}
+
+    def from_theirs(self, model: Any, cache: Any, pairs: Mapping[int, Pair], columns: Tensor) -> Mapping[int, Pair]:
+        found = dict[int, Pair]()
+        for layer in self.behind(model).keys() & pairs:
+            theirs, (keys, values) = cache.layers[layer], pairs[layer]
+            of_indexer = theirs.idx_keys[:, 0] if hasattr(theirs, "idx_keys") else theirs.indexer_keys
+            of_indexer = of_indexer[torch.arange(len(columns), device=columns.device)[:, None], columns]
+            joined = with_behind(keys, of_indexer.unflatten(2, (keys.shape[2], -1)))
+            found[layer] = joined, joined[..., : values.shape[-1]] if is_front(values, keys) else values
+        return found
+
+    def new_layers(self, model: Any) -> Mapping[int, type]:
+        from transformers import cache_utils
+
+        return dict.fromkeys(self.behind(model), cache_utils.DynamicIndexedLayer)
+
+    def write_behind(self, model: Any, cache: Any, keys: Mapping[int, Tensor], rows: Tensor) -> None:
+        widths = self.behind(model)
+        for layer, width in widths.items():
+            _, of_indexer = split_behind(keys[layer], width, keys[layer].dtype)
+            of_indexer = of_indexer[torch.arange(len(rows), device=rows.device)[:, None], rows].flatten(2)
+            theirs = cache.layers[layer]
+            if hasattr(theirs, "idx_keys"):
+                theirs.idx_keys = of_indexer[:, None]
+            else:
+                theirs.lazy_initialization_indexer(of_indexer)
+                theirs.indexer_keys = of_indexer
+            if layer == min(widths) and _keeps_positions(model):
+                theirs.indexer_position_ids = rows.expand(3, -1, -1)
 
 
-def _chosen(indexer: Any, rows: Callable[..., IndexRows], /, *inputs: Any, **named: Any) -> ChosenKeys:
-    """An indexer's forward."""
-    return _choice(indexer, lambda: rows(*inputs, **named))
-
-
-def _choice(indexer: Any, rows: Callable[[], IndexRows]) -> ChosenKeys:
-    call = current_call.get()
-    if call is None:
-        raise RuntimeError(f"this {type(indexer).__name__} is for pass_ext's own calls of a model")
-    chosen: ChosenKeys = call.attend.choose(rows())
-    return chosen
-
-
-def keeps_positions(model: nn.Module) -> bool:
+def _keeps_positions(model: nn.Module) -> bool:
     """True if transformers' cache keeps all positions for the model's indexers, which rotate the keys of whole blocks."""
     return any(_form_of(indexer) is _BLOCKS for _, indexer in _indexers(model))
 
 
-def chooses_blocks(model: nn.Module) -> bool:
-    """True if the model's indexers choose blocks of tokens, not single ones."""
-    return any(_form_of(indexer) is not _TOKENS for _, indexer in _indexers(model))
-
-
-def index_widths(model: nn.Module) -> dict[int, int]:
-    """The layers that have an indexer -> the numbers of its keys behind each KV head's."""
-    return {part.layer_idx: _key_dim(indexer) // _key_heads(part, indexer) for part, indexer in _indexers(model)}
+def _chosen(rows: Callable[..., IndexRows], /, *inputs: Any, **named: Any) -> Choice:
+    """An indexer's forward."""
+    return Choice(rows(*inputs, **named))
 
 
 def _key_dim(indexer: Any) -> int:
@@ -332,35 +409,6 @@ def _indexers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
         indexer = part._modules.get("indexer")
         if indexer is not None and not hasattr(part, "compress_rate"):  # compressors.py has those of compressors
             yield part, indexer
-
-
-def unserved(model: nn.Module) -> str | None:
-    """Why keys cannot be chosen for this model, to follow its name; None: they can."""
-    latents = latent_layers(model)
-    for part, indexer in _indexers(model):
-        form, kind, heads = _form_of(indexer), type(indexer), _key_heads(part, indexer)
-        what = f"attends to the keys that {kind.__name__} chooses for each row"
-        if form is _HEADS and heads % indexer.num_heads:
-            return (
-                f"{what}, and pass_ext decodes that where the {heads} KV heads are a multiple of the {indexer.num_heads} heads "
-                "that choose for themselves"
-            )
-        if not _is_right(indexer):
-            return (
-                f"{what}, by scores of another form than {form.family}'s, or without giving attention {form.given} of them, so "
-                "pass_ext cannot decode this model"
-            )
-        if form is _TOKENS and part.layer_idx not in latents:
-            return (
-                f"{what}, and pass_ext decodes that for layers that attend by latents (kv_b_proj is a plain linear layer "
-                f"without bias, a latent has up to {MOST_VALUE_DIM} numbers, with the rotated key up to {MOST_KEY_DIM})"
-            )
-        if _key_dim(indexer) % heads:
-            return (
-                f"{what}, and pass_ext decodes that where the {_key_dim(indexer)} numbers of the indexer's key are a multiple "
-                f"of the {heads} KV heads, behind whose keys they are cached"
-            )
-    return None
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ state must be those of the module's function.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -20,24 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pass_ext.decoding.models import compressors
 from pass_ext.decoding.models.equivalence import difference_of
-from pass_ext.decoding.models.lightning import lightning_layers, place_of_lightning
-from pass_ext.decoding.models.ngram_layers import ngram_layers, places_of_ngrams
+from pass_ext.decoding.models.features.feature import Feature
+from pass_ext.decoding.models.layer_kinds import STATES, keeps_states, kinds_of
 from pass_ext.decoding.models.one_order import any_order
 from pass_ext.decoding.models.parts import decoder_layers
 from pass_ext.decoding.models.rebound import globals_of, rebound
 from pass_ext.decoding.models.shadow import current_call
 from pass_ext.decoding.models.step_states import StatePlace, StepStates
 from pass_ext.ops.state import state_commit_
-
-KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
-"""Layers that keep a state, by the names of transformers' configs; the hybrid ones attend too."""
-ATTENDING = frozenset({
-    "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "minimax_m3_sparse", "attention",
-    *compressors.KINDS,
-})  # fmt: skip
-_HYBRID = frozenset({"hybrid", "hybrid_sliding"})
 
 Arguments = Mapping[str, Any]
 
@@ -215,64 +206,56 @@ _STORES = {"update_conv_state": True, "update_recurrent_state": False}
 """The methods by which a layer gives a cache its states -> whether they are windows."""
 
 
-def kinds_of(text: Any) -> list[str]:
-    """The kinds of a model's layers, by its config's ``layer_types``; []: it gives none."""
-    return list(getattr(text, "layer_types", None) or ())
+class RecurrentStates(Feature):
+    """
+    Args:
+        of_their_own: the features whose layers keep states in code of their own.
+    """
 
+    def __init__(self, of_their_own: Sequence[Feature]) -> None:
+        self._of_their_own = of_their_own
 
-def attending_layers(text: Any) -> dict[int, int] | None:
-    """The layers that attend, where not all do -> their numbers from 0; None: all attend."""
-    kinds = kinds_of(text)
-    if set(kinds) <= ATTENDING:
-        return None
-    attend = [layer for layer, kind in enumerate(kinds) if kind in ATTENDING | _HYBRID]
-    return {layer: number for number, layer in enumerate(attend)}
+    def unserved(self, model: Any) -> str | None:
+        """Describes the first layer whose state is out of reach."""
+        text = model.config.get_text_config(decoder=True)
+        if not keeps_states(text):
+            return None
+        known = _Known()
+        apart = [(feature, part) for feature in self._of_their_own for part in feature.states(model)]
+        inside = {module for _, part in apart for module in part.modules()}
+        served = {part for feature, part in apart if feature.computed_by(model)}
+        own = None
+        for part in model.modules():
+            if part in inside:
+                continue
+            uses = known.of(type(part))
+            windows = {FUNCTIONS[name].form == "window" for name in uses.functions}
+            if any(method in uses.names and is_window not in windows for method, is_window in _STORES.items()):
+                own = type(part).__name__
+        for layer, kind in zip(decoder_layers(model), kinds_of(text), strict=False):
+            if kind in STATES and not any(known.of(type(part)).functions or part in served for part in layer.modules()):
+                own = own or f"{type(layer).__name__}, a layer of the kind {kind}"
+        if own is None:
+            return None
+        return (
+            f"has {own}, which computes its state in code of its own: it calls none of {', '.join(FUNCTIONS)}, so pass_ext "
+            "cannot continue the state along the branches of a tree"
+        )
 
+    def states(self, model: Any) -> Mapping[nn.Module, list[StatePlace]]:
+        known = _Known()
+        names = {part: known.of(type(part)).functions for part in model.modules()}
+        return {
+            part: [_place(name, part) for name in FUNCTIONS if name in used] for part, used in names.items() if used
+        }
 
-def keeps_states(text: Any) -> bool:
-    """True if some layers keep a state."""
-    return not KINDS.isdisjoint(kinds_of(text))
+    def computed_by(self, model: Any) -> list[str]:
+        known, kinds = _Known(), {type(part) for part in model.modules()}
+        return [name for name in FUNCTIONS if any(name in known.of(kind).functions for kind in kinds)]
 
-
-def unserved(model: nn.Module) -> str | None:
-    """Describes the first layer whose state is out of reach, to follow the model's name; None: there is none."""
-    kinds, known = kinds_of(model.config.get_text_config(decoder=True)), _Known()  # type: ignore[union-attr, operator]
-    ngrams = {module for part in ngram_layers(model) for module in part.modules()}
-    own, lightning = None, lightning_layers(model)
-    for part in model.modules():
-        if part in ngrams:
-            continue
-        uses = known.of(type(part))
-        served = {FUNCTIONS[name].form == "window" for name in uses.functions}
-        if any(method in uses.names and is_window not in served for method, is_window in _STORES.items()):
-            own = type(part).__name__
-    for layer, kind in zip(decoder_layers(model), kinds, strict=False):
-        if kind in KINDS and not any(known.of(type(part)).functions or part in lightning for part in layer.modules()):
-            own = own or f"{type(layer).__name__}, a layer of the kind {kind}"
-    if own is None:
-        return None
-    return (
-        f"has {own}, which computes its state in code of its own: it calls none of {', '.join(FUNCTIONS)}, so pass_ext cannot "
-        "continue the state along the branches of a tree"
-    )
-
-
-def functions_of(model: nn.Module) -> list[str]:
-    """The names of the functions, and modules, by which the model's layers keep states."""
-    known, kinds = _Known(), {type(part) for part in model.modules()}
-    found = [name for name in FUNCTIONS if any(name in known.of(kind).functions for kind in kinds)]
-    return found + sorted({type(part).__name__ for part in lightning_layers(model)})
-
-
-def places_of(model: nn.Module) -> list[StatePlace]:
-    """Where transformers keeps the model's states, in the order of their use. A layer that scans head by head has one place for
-    all."""
-    known, places = _Known(), [place for part in ngram_layers(model) for place in places_of_ngrams(part)]
-    places += map(place_of_lightning, lightning_layers(model))
-    for part in model.modules():
-        names = known.of(type(part)).functions
-        places += [_place(name, part) for name in FUNCTIONS if name in names]
-    return sorted(places, key=lambda place: place.layer)
+    def serve(self, shadow: Any, embedded: Callable[[Tensor], Tensor]) -> None:
+        if keeps_states(shadow.config.get_text_config(decoder=True)):
+            serve_states(shadow)
 
 
 def _place(name: str, part: nn.Module) -> StatePlace:

@@ -8,7 +8,7 @@ call to ``recurrent_tree``. It is compared first, on a few rows as one text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.equivalence import difference_of
+from pass_ext.decoding.models.features.feature import Feature
 from pass_ext.decoding.models.shadow import current_call
 from pass_ext.decoding.models.step_states import StatePlace, StepStates
 from pass_ext.ops.state import state_commit_
@@ -23,33 +24,44 @@ from pass_ext.ops.state import state_commit_
 _COMPARED = 6  # rows
 
 
-def lightning_layers(model: nn.Module) -> list[Any]:
-    """The modules that attend so."""
+class Lightning(Feature):
+    def unserved(self, model: Any) -> str | None:
+        for part in _parts(model):
+            form = (
+                part.num_attention_heads,
+                part.head_dim,
+                part.block_size,
+                part.out_proj.weight.dtype,
+                type(part.act_fn),
+            )
+            difference = difference_of(type(part).forward, form, partial(_computes_alike, part))
+            if difference is not None:
+                return (
+                    f"has {type(part).__name__}, which {difference}; pass_ext knows the layer of transformers 5.24, so it "
+                    "cannot decode this model"
+                )
+        return None
+
+    def untrained(self, model: Any, length: int) -> str | None:
+        return "its lightning attention keeps states in a cache of its own class" if _parts(model) else None
+
+    def states(self, model: Any) -> Mapping[nn.Module, list[StatePlace]]:
+        return {part: [_place(part)] for part in _parts(model)}
+
+    def computed_by(self, model: Any) -> list[str]:
+        return sorted({type(part).__name__ for part in _parts(model)})
+
+    def serve(self, shadow: Any, embedded: Callable[[Tensor], Tensor]) -> None:
+        for part in _parts(shadow):
+            part.forward = torch.compiler.disable(partial(_attended, _states_of_call, part))
+
+
+def _parts(model: nn.Module) -> list[Any]:
     return [part for part in model.modules() if {"slope_rate", "diagonal_decay"} <= part._buffers.keys()]
 
 
-def place_of_lightning(part: Any) -> StatePlace:
-    """Of a module's state."""
+def _place(part: Any) -> StatePlace:
     return StatePlace(part.layer_idx, "plain")
-
-
-def unserved(model: nn.Module) -> str | None:
-    """Why lightning attention cannot be computed for this model, to follow its name; None: it can, or there is none."""
-    for part in lightning_layers(model):
-        form = part.num_attention_heads, part.head_dim, part.block_size, part.out_proj.weight.dtype, type(part.act_fn)
-        difference = difference_of(type(part).forward, form, partial(_computes_alike, part))
-        if difference is not None:
-            return (
-                f"has {type(part).__name__}, which {difference}; pass_ext knows the layer of transformers 5.24, so it cannot "
-                "decode this model"
-            )
-    return None
-
-
-def serve_lightning(shadow: nn.Module) -> None:
-    """Has the modules of a model's shadow compute the rows of a call."""
-    for part in lightning_layers(shadow):
-        part.forward = torch.compiler.disable(partial(_attended, _states_of_call, part))
 
 
 def _states_of_call() -> Any:
@@ -66,7 +78,7 @@ def _attended(
     heads = part.act_fn(part.qkv_proj(hidden_states))[0].unflatten(-1, (part.num_attention_heads, -1)).float()
     q, k, v = (x.contiguous() for x in heads.split(part.head_dim, 2))
     fades = -part.slope_rate.view(1, -1).float().expand(len(q), -1).contiguous()
-    out = states().recurrent(place_of_lightning(part), q, k, v, fades, None, form="additive")
+    out = states().recurrent(_place(part), q, k, v, fades, None, form="additive")
     normed = part.norm(out.flatten(1).to(hidden_states.dtype)[None])
     return part.out_proj(torch.sigmoid(part.output_gate(hidden_states)) * normed), None
 

@@ -8,7 +8,7 @@ A look-ahead slot counts as the token that ends texts, beyond which no n-gram re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pass_ext.decoding.models.equivalence import difference_of
+from pass_ext.decoding.models.features.feature import Feature
 from pass_ext.decoding.models.parts import decoder_of
 from pass_ext.decoding.models.shadow import current_call
 from pass_ext.decoding.models.step_states import StatePlace, StepStates
@@ -25,48 +26,55 @@ _COMPARED = 16  # rows
 _MOST_APART = 7  # tokens between taps; convolution_tree has 8 taps at most
 
 
-def ngram_layers(model: nn.Module) -> list[Any]:
+class NgramLayers(Feature):
+    def unserved(self, model: Any) -> str | None:
+        for part in _parts(model):
+            name, (step,), taps = type(part).__name__, part.conv1d.dilation, part.conv1d.kernel_size
+            if step > _MOST_APART:
+                return (
+                    f"has {name}, whose convolution has taps {step} tokens apart, and pass_ext decodes that up to "
+                    f"{_MOST_APART} tokens"
+                )
+            form = step, taps, part.ple_embedding.context_len
+            difference = difference_of(type(part).forward, form, partial(_computes_alike, part))
+            if difference is not None:
+                return (
+                    f"looks up n-grams of tokens in {name}, which {difference}; pass_ext knows the layer of transformers 5.24, "
+                    "so it cannot decode this model"
+                )
+        return None
+
+    def untrained(self, model: Any, length: int) -> str | None:
+        return (
+            "its layers look up n-grams of tokens (ple_layer_ids), and slots are no tokens" if _parts(model) else None
+        )
+
+    def states(self, model: Any) -> Mapping[nn.Module, list[StatePlace]]:
+        return {part: _places(part) for part in _parts(model)}
+
+    def serve(self, shadow: Any, embedded: Callable[[Tensor], Tensor]) -> None:
+        """Modules that look up n-grams take the rows of a call."""
+        parts = _parts(shadow)
+        for part in parts:
+            tokens, inputs = _places(part)
+            embedding = part.ple_embedding
+            embedding.forward = partial(_looked_up, _states_of_call, tokens, embedding.context_len, embedding.forward)
+            part._short_conv = partial(_convolved, _states_of_call, inputs, part.conv1d)
+        if parts:
+            decoder_of(shadow).reverse_embedding = _ids_of_call
+
+
+def _parts(model: nn.Module) -> list[Any]:
     """The modules that look up n-grams."""
     return [part for part in model.modules() if "ple_embedding" in part._modules]
 
 
-def places_of_ngrams(part: Any) -> list[StatePlace]:
-    """Where transformers keeps a module's states, in the order of their use: tokens, and inputs of the convolution."""
+def _places(part: Any) -> list[StatePlace]:
+    """Of tokens, and of inputs of the convolution."""
     return [
         StatePlace(part.layer_idx, "tokens", 2, part.ple_embedding.eos_token_id),
         StatePlace(part.layer_idx, "inputs", 1),
     ]
-
-
-def unserved(model: nn.Module) -> str | None:
-    """Why n-grams cannot be looked up for this model, to follow its name; None: they can, or it has none."""
-    for part in ngram_layers(model):
-        name, (step,), taps = type(part).__name__, part.conv1d.dilation, part.conv1d.kernel_size
-        if step > _MOST_APART:
-            return (
-                f"has {name}, whose convolution has taps {step} tokens apart, and pass_ext decodes that up to {_MOST_APART} "
-                "tokens"
-            )
-        form = step, taps, part.ple_embedding.context_len
-        difference = difference_of(type(part).forward, form, partial(_computes_alike, part))
-        if difference is not None:
-            return (
-                f"looks up n-grams of tokens in {name}, which {difference}; pass_ext knows the layer of transformers 5.24, so "
-                "it cannot decode this model"
-            )
-    return None
-
-
-def serve_ngrams(shadow: nn.Module) -> None:
-    """Has the modules of a model's shadow that look up n-grams take the rows of a call."""
-    parts = ngram_layers(shadow)
-    for part in parts:
-        tokens, inputs = places_of_ngrams(part)
-        embedding = part.ple_embedding
-        embedding.forward = partial(_looked_up, _states_of_call, tokens, embedding.context_len, embedding.forward)
-        part._short_conv = partial(_convolved, _states_of_call, inputs, part.conv1d)
-    if parts:
-        decoder_of(shadow).reverse_embedding = _ids_of_call
 
 
 def _states_of_call() -> Any:
@@ -122,7 +130,7 @@ def _computes_alike(part: Any) -> bool:
     hidden = torch.randn(1, _COMPARED, len(like), generator=generator).to(like)
     parents = torch.arange(-1, _COMPARED - 1, dtype=torch.int32, device=like.device)
     step = StepStates([], [], 1, parents, parents.new_tensor([0, _COMPARED]), is_first=True, is_prompt=True)
-    tokens, inputs = places_of_ngrams(part)
+    tokens, inputs = _places(part)
     found = _looked_up(lambda: step, tokens, embedding.context_len, embedding.forward, ids[None])
     convolved, theirs = _convolved(lambda: step, inputs, part.conv1d, hidden), part._short_conv(hidden, None)
     most_off = (1e-4 if like.dtype == torch.float32 else 2e-2) * float(theirs.abs().max())

@@ -24,7 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pass_ext.decoding.models.indexed import IndexRows, joined_lists, lists_by_scores, of_rows
+from pass_ext.decoding.models.features.indexed import IndexRows, joined_lists, lists_by_scores, of_rows
+from pass_ext.decoding.models.layer_attention import Attending, LayerAttention
+from pass_ext.decoding.models.row_attention import is_being_recorded
+from pass_ext.ops.attention import attention_merge
 from pass_ext.tree import PackedTrees
 
 
@@ -55,6 +58,39 @@ class CompressedRows(NamedTuple):
     """Of the indexer's keys; None: rows see all entries."""
     indexed: IndexRows | None = None
     """What the indexer makes; its keys are their sources."""
+
+
+class ByEntries(Attending):
+    """A layer's attention to its own keys and, beside them, to entries, which its cache keeps with what they are made of."""
+
+    def __init__(self, rows: CompressedRows) -> None:
+        self._rows = rows
+
+    def attend(self, layer: LayerAttention) -> Tensor:
+        rows, name, dtype = self._rows, layer.session.model.name, layer.dtype
+        if is_being_recorded(rows.sources):
+            raise RuntimeError(
+                f"{name}: the windows that its compressors close depend on the lengths of the texts, which the host reads"
+            )
+        if layer.session.cache_dtype is not None:
+            raise ValueError(
+                f"{name}: Session(cache_dtype=None) alone decodes this model: its compressors make entries of what they keep "
+                "of a text, which so cannot lie in the cache in 8 bits"
+            )
+        # Entries are made of what the cache will hold.
+        rows = rows._replace(sources=rows.sources.to(dtype))
+        if rows.indexed is not None:
+            rows = rows._replace(indexed=rows.indexed._replace(keys=rows.indexed.keys.to(dtype)))
+        entries = layer.of_call(CallEntries, lambda: CallEntries(layer.prefix_lens, layer.trees))
+        held = layer.held()
+        behind, lists = entries.of_layer(rows, None if held is None else held[:, :, 0])
+        layer.keep(behind)
+        out, lse = layer.attended(layer.q, sinks=None)
+        q, width = layer.q.contiguous(), layer.q.shape[2]
+        cached, new = layer.cached_behind()[..., :width], behind[:, None, :width]
+        anywhere = {**layer.options, "window": -1, "chunk": -1, "sinks": None}
+        beside = layer.attention(q, cached, cached, new, new, key_lists=lists, **anywhere)
+        return attention_merge(layer.cut(out), lse, *beside, sinks=layer.options["sinks"])[0]
 
 
 class Windows(NamedTuple):
