@@ -90,11 +90,11 @@ def test_heads_as_wide_as_in_the_default_config(architecture, result):
 
 
 def test_a_missing_window_is_found(monkeypatch):
-    from pass_ext.decoding.session import step_attention
+    from pass_ext.decoding.models import layer_attention
 
-    attention_tree = step_attention.attention_tree
+    attention_tree = layer_attention.attention_tree
     monkeypatch.setattr(
-        step_attention,
+        layer_attention,
         "attention_tree",
         lambda *tensors, **options: attention_tree(*tensors, **{**options, "window": -1}),
     )
@@ -105,15 +105,15 @@ def test_a_missing_window_is_found(monkeypatch):
 
 
 def test_slightly_different_logits_are_found(monkeypatch):
-    from pass_ext.decoding.session import step_attention
+    from pass_ext.decoding.models import layer_attention
 
-    attention_tree = step_attention.attention_tree
+    attention_tree = layer_attention.attention_tree
 
     def scaled(*tensors, **options):
         out, lse = attention_tree(*tensors, **options)
         return out * 1.002, lse
 
-    monkeypatch.setattr(step_attention, "attention_tree", scaled)
+    monkeypatch.setattr(layer_attention, "attention_tree", scaled)
     assert "other logits by Plain" in judged("llama")["generate"]
 
 

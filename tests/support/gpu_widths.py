@@ -2,7 +2,8 @@
 
 import torch
 
-from pass_ext.decoding.session import session, step_attention
+from pass_ext.decoding.models import layer_attention
+from pass_ext.decoding.session import session
 from pass_ext.ops.attention import padded_widths
 
 
@@ -12,5 +13,5 @@ def use_widths_of_a_gpu(monkeypatch) -> None:
     def padded(keys, values, _device, *, in_codes):
         return padded_widths(keys, values, torch.device("cuda"), in_codes=in_codes)
 
-    for module in (session, step_attention):
+    for module in (session, layer_attention):
         monkeypatch.setattr(module, "padded_widths", padded)

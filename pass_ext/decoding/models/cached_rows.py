@@ -26,8 +26,8 @@ def is_front(values: Tensor, keys: Tensor) -> bool:
 
 
 def with_behind(rows: Tensor, behind: Tensor) -> Tensor:
-    """Rows of keys ``[..., D]``, padded to a multiple of 16 numbers, or of their codes; and behind them what an indexer or a
-    compressor keeps, ``[..., d]``, as it is, whatever the dtype of the rows: rounded keys would choose other tokens."""
+    """Rows of keys ``[..., D]``, padded to a multiple of 16 numbers, or of their codes; and behind them what else a layer
+    keeps, ``[..., d]``, as it is, whatever the dtype of the rows: rounded numbers would choose other tokens."""
     rows, front = functional.pad(rows, (0, _padding(rows.shape[-1]))), _padding(behind.shape[-1])
     parts = rows, functional.pad(behind, (front, 0))
     return torch.cat([x.view(torch.uint8) for x in parts], -1).view(rows.dtype)

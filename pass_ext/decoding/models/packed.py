@@ -197,8 +197,8 @@ class Adapted:
     numbers: Mapping[int, int] | None = None
     """The number of each layer that attends among those that do; None: all layers attend."""
     widths_behind: Mapping[int, int] = MappingProxyType({})
-    """The layers that have an indexer or a compressor, by their number among those that attend -> the numbers that these keep
-    behind the keys of each KV head."""
+    """The layers that keep more of a text than keys and values, by their number among those that attend -> how many numbers
+    they keep behind the keys of each KV head."""
     keeps_states: bool = False
     """Some layers keep a state."""
     most_positions: int = sys.maxsize

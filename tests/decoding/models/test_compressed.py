@@ -2,6 +2,7 @@
 each row of a tree as its own text, refusals."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -9,20 +10,16 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from emulator.ops import KERNELS
-from support.generation import greedy_of_transformers, methods_for, slots_for
-from support.gpu_widths import use_widths_of_a_gpu
+from support.generation import greedy_of_transformers, methods_for
+from support.kinds import GREEDY, KINDS, check_texts, compressing, some_methods, text_of
+from support.kinds import model_of as made_once
 from support.small_models import prompts, ragged_prompts
 
 import pass_ext
-from benchmarks.architectures.models import tiny_model
-from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Session, Speculative, Tree, generate, testing
-from pass_ext.decoding.models import compressed, compressors
-from pass_ext.decoding.session import session as sessions
+from pass_ext import EarlyExitDraft, NGram, Session, Speculative, Tree, generate
+from pass_ext.decoding.models.features import compressed, compressors
 from pass_ext.integrations.transformers import use
-from pass_ext.integrations.transformers.processors import NotedRows
 from pass_ext.testing import assert_same_bits
-from pass_ext.training.lookahead.states import with_states
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers.cache_utils, "DynamicIndexedLayer"), reason="before transformers 5.24"
@@ -30,55 +27,26 @@ pytestmark = pytest.mark.skipif(
 
 NAME = "deepseek_v4"
 NEW = 14
-GREEDY = dict(eos_token_id=None, pad_token_id=0)
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 END = 2  # the token that ends texts
 
 
-def model_of(sparse=2, heavy=3, **changes):
-    """A tiny model with these rates and with sinks that are not 0."""
-    model = tiny_model(NAME, compress_rates={SPARSE: sparse, HEAVY: heavy}, **changes)
-    for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.sinks)
-    return model
+KIND = KINDS[NAME]
+model_of = partial(compressing, NAME, 0)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model():
-    return model_of()
-
-
-def texts_of_transformers(model, ids, mask, new_tokens):
-    """Of each prompt alone: padding is in the windows of transformers' batches."""
-    alone = [row[seen.bool()][None] for row, seen in zip(ids, mask, strict=True)]
-    written = [greedy_of_transformers(model, text, None, new_tokens, **GREEDY)[0, -new_tokens:] for text in alone]
-    return torch.cat((ids, torch.stack(written)), 1)
-
-
-def check_texts(model, ids, mask, new_tokens, methods):
-    want = texts_of_transformers(model, ids, mask, new_tokens)
-    for name, method in methods.items():
-        got = generate(model, ids, method, max_new_tokens=new_tokens, attention_mask=mask, eos_token_id=[]).sequences
-        assert torch.equal(got, want), name
-
-
-def some_methods(model):
-    slots = slots_for(model)
-    return {
-        "plain": Plain(),
-        "ngram": NGram(shortest=1),
-        "one pass": PaSS(slots, tree=Tree([-1, 0, 0, 1, 1, 2]), rows=24),
-        "two passes": PaSS(slots, passes=2, tree=Tree.from_branching((2, 2)), rows=24),
-    }
+    return made_once(NAME)
 
 
 # ---- texts ----
 
 
-def test_every_method(model):
-    exit_after = {f"early exit, {layers}": Speculative(EarlyExitDraft(model, layers), 3) for layers in (1, 2)}
-    always_right = {"chain": Speculative(model, 4), "trees": MultiCandidate(model, (2, 2, 1))}
-    check_texts(model, *ragged_prompts(6), NEW, methods_for(model) | exit_after | always_right)
+@pytest.mark.parametrize("layers", [1, 2])
+def test_an_early_exit_after_layers_of_either_kind(model, layers):
+    methods = {"early exit": Speculative(EarlyExitDraft(model, layers), 3)}
+    check_texts(KIND, model, *ragged_prompts(6), methods)
 
 
 @pytest.mark.parametrize(
@@ -93,39 +61,13 @@ def test_every_method(model):
 )
 def test_windows_of_all_sizes(changes):
     model = model_of(**changes)
-    check_texts(model, *ragged_prompts(5, longest=9), 2 * NEW, some_methods(model))
+    check_texts(KIND, model, *ragged_prompts(5, longest=9), some_methods(model), 2 * NEW)
 
 
 def test_layers_of_one_kind():
     for kind in (SPARSE, HEAVY, "sliding_attention"):
         model = model_of(layer_types=[kind] * 3)
-        check_texts(model, *ragged_prompts(3), NEW, {"ngram": NGram(shortest=1)})
-
-
-def test_long_prompts_are_read_in_pieces(monkeypatch):
-    monkeypatch.setattr("pass_ext.decoding.session.reading.MAX_TREE_NODES", 100)
-    model = model_of(sparse=4, heavy=16, index_topk=8, max_position_embeddings=1024)
-    ids = torch.randint(3, 90, (2, 330), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[1, :107] = 0
-    check_texts(model, ids, mask, 8, {"plain": Plain(), "ngram": NGram(shortest=1)})
-
-
-def test_sampled_texts_are_a_function_of_the_seed(model):
-    ids, mask = ragged_prompts(6)
-    options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[], temperature=0.9, seeds=5)
-    want = generate(model, ids, **options).sequences
-    trees = {"trees": MultiCandidate(model, (2, 2, 1))}
-    for name, method in (methods_for(model) | trees).items():
-        assert torch.equal(generate(model, ids, method, **options).sequences, want), name
-
-
-def test_several_texts_of_one_prompt(model):
-    ids = prompts(2, 7)[0]
-    options = dict(max_new_tokens=NEW, eos_token_id=[], temperature=0.9)
-    want = generate(model, ids.repeat_interleave(2, 0), seeds=[5, 6, 7, 8], **options).sequences
-    got = generate(model, ids, NGram(shortest=1), seeds=[5, 7], num_return_sequences=2, **options)
-    assert torch.equal(got.sequences, want)
+        check_texts(KIND, model, *ragged_prompts(3), {"ngram": NGram(shortest=1)})
 
 
 # ---- the rows of a tree ----
@@ -219,21 +161,6 @@ def test_an_entry_has_the_bits_that_it_has_alone(dtype):
         assert 0 < closing < 8
 
 
-@pytest.mark.usefixtures("one_thread")
-def test_a_row_has_the_bits_that_it_has_alone(model):
-    """In a batch-invariant session; elsewhere the model's hyper-connections multiply by PyTorch's products."""
-    ids, mask = ragged_prompts(2, longest=9)
-    options = dict(max_new_tokens=8, eos_token_id=[])
-    for method in (NGram(shortest=1, tokens=4), PaSS(slots_for(model), tree=Tree.from_branching((3, 2)), rows=24)):
-        together, session = NotedRows(), Session(model, batch_invariant=True)
-        batch = generate(model, ids, method, session=session, attention_mask=mask, logits_processor=together, **options)
-        for row, seen in enumerate(mask.bool()):
-            alone, session = NotedRows(), Session(model, batch_invariant=True)
-            text = generate(model, ids[row][seen][None], session=session, logits_processor=alone, **options)
-            for mine, theirs in zip(together.of(batch), alone.of(text), strict=True):
-                assert_same_bits(mine[row], theirs[0])
-
-
 @torch.no_grad()
 def test_all_tensors_are_made_where_the_rows_are(model):
     """A tensor that is made without a device is without numbers here."""
@@ -254,56 +181,7 @@ def test_all_tensors_are_made_where_the_rows_are(model):
 # ---- sessions ----
 
 
-def test_a_session_is_used_again_grows_and_begins_with_a_past(model, monkeypatch):
-    monkeypatch.setattr(sessions, "_FIRST_POSITIONS", 10)
-    ids = prompts(3, 8)[0]
-    options = dict(max_new_tokens=NEW, eos_token_id=[])
-    session = Session(model, room=40)
-    want = generate(model, ids, session=session, **options).sequences
-    assert torch.equal(generate(model, ids, NGram(shortest=1), session=session, **options).sequences, want)
-    # Of 16 numbers each: key, and behind it two series of kv and gate, and those of the indexer; one series; nothing.
-    widths = [(keys.shape[-1], values.shape[-1]) for keys, values in session.caches]
-    assert widths == [(16 + 4 * 16 + 4 * 16, 16), (16 + 2 * 16, 16), (16, 16)]
-    copies = [(keys[:, :5].clone(), values[:, :5].clone()) for keys, values in session.caches]
-    begun = Session(model, past=(copies, [5, 3, 4]))
-    assert torch.equal(generate(model, ids, NGram(shortest=1), session=begun, **options).sequences, want)
-    with pytest.raises(ValueError, match="the model has more layers than 1, which `past` is of"):
-        generate(model, ids, session=Session(model, past=(copies[:1], [5, 3, 4])), **options)
-    session.past = copies, 4  # into the caches that are there
-    assert torch.equal(generate(model, ids, session=session, **options).sequences, want)
-
-
 # ---- on a GPU ----
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_on_an_emulated_gpu(monkeypatch):
-    """In caches as wide as a GPU's; entries are attended to as they are."""
-    model, (ids, mask) = model_of(), ragged_prompts(2, longest=6)
-    options = dict(max_new_tokens=6, attention_mask=mask, eos_token_id=[])
-    want = generate(model, ids, **options).sequences
-    use_widths_of_a_gpu(monkeypatch)
-    with testing.rerouted_backend("emulated", KERNELS).active():
-        for method in (Plain(), NGram(shortest=1, tokens=3)):
-            session = Session(model)
-            assert torch.equal(generate(model, ids, method, session=session, **options).sequences, want), method
-            assert session.caches[0][0].shape[-1] == 64 + 8 * 16
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu():
-    """The CPU's texts. A model whose steps wait for the host has no graph."""
-    model, (ids, mask) = model_of(), ragged_prompts(6)
-    options = dict(max_new_tokens=NEW, eos_token_id=[])
-    want = generate(model, ids, attention_mask=mask, **options).sequences
-    model, ids, mask = model.cuda(), ids.cuda(), mask.cuda()
-    for name, method in some_methods(model).items():
-        session = Session(model, cuda_graphs=False)
-        got = generate(model, ids, method, session=session, attention_mask=mask, **options).sequences.cpu()
-        assert torch.equal(got, want), name
-    with pytest.warns(UserWarning, match="cannot be a CUDA graph.*the windows that its compressors close"):
-        got = generate(model, ids, session=Session(model), attention_mask=mask, **options).sequences
-    assert torch.equal(got.cpu(), want)
 
 
 # ---- routers by token, slots ----
@@ -332,7 +210,7 @@ def test_a_slot_has_the_experts_of_the_token_that_ends_texts(model):
 
 def test_custom_generate_without_caches(model):
     ids, mask = ragged_prompts(4)
-    want = texts_of_transformers(model, ids, mask, NEW)
+    want = text_of(KIND, model, ids, mask, NEW)
     custom = pass_ext.custom_generate(NGram(shortest=1))
     assert torch.equal(greedy_of_transformers(model, ids, mask, NEW, **GREEDY, custom_generate=custom), want)
     more = dict(**GREEDY, custom_generate=custom, return_dict_in_generate=True)
@@ -363,11 +241,6 @@ def test_pass_ext_as_the_models_attention():
         greedy_of_transformers(model, *ragged_prompts(2), 2, **GREEDY)
 
 
-def test_caches_in_8_bits(model):
-    with pytest.raises(ValueError, match=rf"{NAME}: Session\(cache_dtype=None\) alone decodes this model"):
-        generate(model, prompts(1, 5)[0], session=Session(model, cache_dtype=torch.int8), max_new_tokens=2)
-
-
 def test_heads_of_odd_sizes():
     for changes in (dict(head_dim=24), dict(index_head_dim=24)):
         with pytest.raises(ValueError, match="heads have a multiple of 16 numbers, here"):
@@ -380,11 +253,6 @@ def test_layers_without_a_compressor():
         model.model.layers[layer].self_attn.compressor = None
         with pytest.raises(ValueError, match=f"{NAME} has layers of the kind {named} without a compressor"):
             generate(model, prompts(1, 5)[0], max_new_tokens=2)
-
-
-def test_slots_are_not_trained(model):
-    with pytest.raises(SystemExit, match=f"slots cannot be trained for {NAME}: its layers attend to entries"):
-        with_states(model, 64)
 
 
 @pytest.mark.parametrize("kind", ["CSA", "HCA"])

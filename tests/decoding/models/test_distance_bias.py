@@ -6,86 +6,33 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from emulator.ops import KERNELS
-from support.generation import greedy_of_transformers, methods_for, slots_for
-from support.gpu_widths import use_widths_of_a_gpu
+from support.kinds import KINDS, check_texts, some_methods
 from support.small_models import ragged_prompts
 
-import pass_ext
 from benchmarks.architectures.models import tiny_model
 from pass_ext import (
-    EarlyExitDraft,
-    MultiCandidate,
     NGram,
-    PaSS,
     Plain,
     Session,
-    Speculative,
     Tree,
     attention_tree,
     generate,
     pack_trees,
-    testing,
 )
-from pass_ext.decoding.models.parts import cache_name
-from pass_ext.decoding.session.distance_bias import DistanceBias
-from pass_ext.integrations.transformers.processors import NotedRows
+from pass_ext.decoding.models.features.distance_bias import DistanceBias
 from pass_ext.layers import dequantize_rows, quantize_rows
-from pass_ext.testing import assert_error_within, assert_same_bits
-from pass_ext.training.lookahead.states import with_states
+from pass_ext.testing import assert_error_within
 
 pytestmark = pytest.mark.skipif(not hasattr(transformers.models, "inkling"), reason="before transformers 5.24")
 
 NAME = "inkling_text"
 NEW = 14
-GREEDY = dict(eos_token_id=None, pad_token_id=0)
 DENSE = dict(mlp_layer_types=["dense", "dense"])
-
-
-@pytest.fixture(scope="module")
-def model():
-    """Biases of 5 and 6 distances, the second in a window of 6; queries and biases grow with the position from 8 on."""
-    return tiny_model(NAME)
 
 
 def model_with(**changes):
     """The model, built from a changed config: its layers take their sizes from there."""
     return tiny_model(NAME, **DENSE, **changes)
-
-
-def alone(model, ids, mask, new=NEW):
-    """transformers' text of each prompt alone, behind its padding, which would count as positions."""
-    texts = [
-        greedy_of_transformers(model, row[own][None], None, new, **GREEDY)
-        for row, own in zip(ids, mask.bool(), strict=True)
-    ]
-    behind = [text[0, int(own.sum()) :] for text, own in zip(texts, mask, strict=True)]
-    return torch.cat((ids, torch.stack(behind)), 1)
-
-
-def some_methods(model):
-    slots = slots_for(model)
-    return (
-        Plain(),
-        NGram(shortest=1),
-        PaSS(slots, tree=Tree([-1, 0, 0, 1, 1, 2]), rows=24),
-        PaSS(slots, passes=2, tree=Tree.from_branching((2, 2)), rows=24),
-    )
-
-
-def test_every_method(model):
-    ids, mask = ragged_prompts(8)
-    want = alone(model, ids, mask)
-    draft = EarlyExitDraft(model, 1)
-    drafted = {
-        "speculative": Speculative(tiny_model(NAME, seed=1), 3),
-        "candidates": MultiCandidate(model, (2, 2, 1)),
-        "early exit": Speculative(draft, 3),
-        "tree of an early exit": MultiCandidate(draft, (2, 2)),
-    }
-    for name, method in (methods_for(model) | drafted).items():
-        got = generate(model, ids, method, max_new_tokens=NEW, attention_mask=mask, eos_token_id=[]).sequences
-        assert torch.equal(got, want), name
 
 
 @pytest.mark.parametrize(
@@ -100,11 +47,9 @@ def test_every_method(model):
     ids=str,
 )
 def test_texts_are_transformers_own(changes):
-    model, (ids, mask) = model_with(**changes), ragged_prompts(6)
-    want = alone(model, ids, mask)
-    for method in some_methods(model):
-        got = generate(model, ids, method, max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
-        assert torch.equal(got.sequences, want), method
+    """Biases of 5 and 6 distances, the second in a window of 6; queries and biases grow with the position from 8 on."""
+    model = model_with(**changes)
+    check_texts(KINDS[NAME], model, *ragged_prompts(6), some_methods(model))
 
 
 @pytest.mark.parametrize(
@@ -161,90 +106,6 @@ def test_attention_against_float64(count, window, codes):
     assert_error_within(got, torch.stack(plain), torch.stack(exact), 3.0)  # parts are rounded before they are joined
 
 
-@pytest.mark.parametrize("is_invariant", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("one_thread")
-def test_a_row_has_the_bits_that_it_has_alone(dtype, is_invariant):
-    """Without experts, whose router calls a function that is refused in a batch-invariant session."""
-    model = model_with().to(dtype)
-    ids, mask = ragged_prompts(3, longest=9)
-    options = dict(max_new_tokens=NEW, eos_token_id=[])
-    for method in (NGram(shortest=1, tokens=4), PaSS(slots_for(model), tree=Tree.from_branching((3, 2)), rows=24)):
-        together, options["session"] = NotedRows(), Session(model, batch_invariant=is_invariant)
-        batch = generate(model, ids, method, attention_mask=mask, logits_processor=together, **options)
-        for row, seen in enumerate(mask.bool()):
-            noted, options["session"] = NotedRows(), Session(model, batch_invariant=is_invariant)
-            text = generate(model, ids[row][seen][None], logits_processor=noted, **options)
-            for mine, theirs in zip(together.of(batch), noted.of(text), strict=True):
-                assert_same_bits(mine[row], theirs[0])
-
-
-def test_sampled_texts_are_a_function_of_the_seed(model):
-    ids, mask = ragged_prompts(6)
-    options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[], temperature=0.9, seeds=5)
-    first, *others = some_methods(model)
-    want = generate(model, ids, first, **options).sequences
-    for method in (*others, MultiCandidate(model, (2, 2, 1))):
-        assert torch.equal(generate(model, ids, method, **options).sequences, want), method
-
-
-def test_long_prompts_are_read_in_pieces(monkeypatch):
-    """Of 150 tokens, which are more than the biases reach."""
-    monkeypatch.setattr("pass_ext.decoding.session.reading.MAX_TREE_NODES", 150)
-    model = model_with(rel_extent=70, sliding_window_size=90, max_position_embeddings=1024)
-    ids = torch.randint(3, 90, (2, 400), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[1, :199] = 0
-    want = alone(model, ids, mask, 8)
-    for method in (Plain(), NGram(shortest=1)):
-        got = generate(model, ids, method, max_new_tokens=8, attention_mask=mask, eos_token_id=[])
-        assert torch.equal(got.sequences, want)
-
-
-@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_caches_in_8_bits(model, codes):
-    ids, mask = ragged_prompts(6)
-    options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
-    first, *others = some_methods(model)
-    session = Session(model, cache_dtype=codes)
-    want = generate(model, ids, first, session=session, **options).sequences
-    assert [tuple(x.shape[2:]) for x in session.caches[0]] == [(2, 16 + 16)] * 2
-    for method in others:
-        got = generate(model, ids, method, session=Session(model, cache_dtype=codes), **options).sequences
-        assert torch.equal(got, want), method
-
-
-def test_transformers_caches_go_in_and_out(model):
-    """Those that custom_generate returns hold all keys, also of layers with a window."""
-    ids = ragged_prompts(3)[0][:, -4:]
-    want = greedy_of_transformers(model, ids, torch.ones_like(ids), 2 * NEW, **GREEDY)
-    custom = pass_ext.custom_generate(NGram(shortest=1))
-    for second in (None, custom):
-        cache = None
-        for how, given in ((custom, ids), (second, want[:, : ids.shape[1] + NEW])):
-            past = {} if cache is None else {cache_name(type(model).forward): cache}
-            if how is not None:
-                past["custom_generate"] = how
-            options = dict(past, **GREEDY, return_dict_in_generate=True)
-            result = greedy_of_transformers(model, given, torch.ones_like(given), NEW, **options)
-            cache = result.past_key_values
-        assert torch.equal(result.sequences, want)
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_kernels_and_widths_of_a_gpu_on_the_emulator(monkeypatch):
-    model = model_with()
-    ids, mask = ragged_prompts(2, longest=7)
-    options = dict(max_new_tokens=4, attention_mask=mask, eos_token_id=[])
-    want = generate(model, ids, **options).sequences
-    use_widths_of_a_gpu(monkeypatch)
-    with testing.rerouted_backend("emulated", KERNELS).active():
-        session = Session(model)
-        got = generate(model, ids, NGram(shortest=1, tokens=3), session=session, **options).sequences
-    assert torch.equal(got, want)
-    assert [tuple(x.shape[2:]) for x in session.caches[0]] == [(2, 64), (2, 64)]
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu():
     """The CPU's texts."""
@@ -260,13 +121,6 @@ def test_on_a_gpu():
 
 
 # ---- refused ----
-
-
-def test_slots_are_not_trained(model):
-    with pytest.raises(
-        SystemExit, match=f"slots cannot be trained for {NAME}: its attention takes distances or positions"
-    ):
-        with_states(model, 4)
 
 
 @pytest.mark.parametrize("change", ["reach", "sign"])

@@ -17,7 +17,7 @@ import transformers
 from packaging.version import Version
 from support.generation import slots_for
 from support.paths import ROOT
-from support.small_models import prompts, ragged_prompts, small_model
+from support.small_models import prompts, small_model
 
 sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays the one that is tested
 import pass_ext
@@ -316,7 +316,7 @@ def test_a_text_goes_on_from_transformers_cache(family):
     assert method.stats.model_calls <= NEW - 5 + 1
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "zamba", "lfm2", "qwen4_exp_text"])
+@pytest.mark.parametrize("family", ["falcon_h1", "zamba", "lfm2"])
 def test_transformers_goes_on_from_our_cache(family):
     """Every kind of state lies in it as transformers' own steps read it."""
     model, (ids, mask) = tiny_model(family), prompts(2, 9)
@@ -468,15 +468,11 @@ def test_states_in_code_of_their_own_are_refused(family, own):
         ours(tiny_model(family), prompts(1, 9)[0], new=2)
 
 
-def test_lightning_attention_in_a_ragged_batch():
-    model = tiny_model("minimax")
-    ids, mask = ragged_prompts(5)
-    options = dict(max_new_tokens=NEW, attention_mask=mask)
-    want = model.generate(ids, do_sample=False, eos_token_id=None, pad_token_id=0, **options)
-    for name, method in {**methods(model), "draft": Speculative(tiny_model("minimax", seed=1), 3)}.items():
-        assert torch.equal(ours(model, ids, method, attention_mask=mask).sequences, want), name
+def test_how_fast_lightning_attention_fades_changes_the_text():
+    model, ids = tiny_model("minimax"), prompts(3, 9)[0]
+    want = ours(model, ids).sequences
     next(part for part in model.modules() if hasattr(part, "slope_rate")).slope_rate += 0.5
-    assert not torch.equal(ours(model, ids, attention_mask=mask).sequences, want)
+    assert not torch.equal(ours(model, ids).sequences, want)
 
 
 def test_lightning_attention_in_the_first_layer():

@@ -7,51 +7,19 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from emulator.ops import KERNELS
-from support.generation import greedy_of_transformers, methods_for, slots_for
-from support.gpu_widths import use_widths_of_a_gpu
-from support.small_models import prompts, ragged_prompts
+from support.generation import greedy_of_transformers
+from support.kinds import GREEDY, earliest_of_equals, model_of, ragged, some_methods
+from support.small_models import prompts
 
 from benchmarks.architectures.models import tiny_model
-from pass_ext import NGram, PaSS, Plain, Session, Tree, generate, pack_trees, testing
-from pass_ext.decoding.models import indexed
-from pass_ext.integrations.transformers.processors import NotedRows
-from pass_ext.testing import assert_same_bits
-from pass_ext.training.lookahead.states import with_states
+from pass_ext import Session, Tree, generate, pack_trees
+from pass_ext.decoding.models.features import indexed
 
 pytestmark = pytest.mark.skipif(not hasattr(transformers.models, "qwen4_exp"), reason="before transformers 5.24")
 
 NAME = "qwen4_exp_text"
 NEW = 12
 END = 2  # the token that ends texts, beyond which no n-gram reaches
-GREEDY = dict(eos_token_id=None, pad_token_id=0)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model(NAME)
-
-
-def texts(count=6):
-    """Ragged prompts with an end of a text inside."""
-    ids, mask = ragged_prompts(count)
-    ids[:, -3] = END
-    return ids, mask
-
-
-def some_methods(model):
-    slots = slots_for(model)
-    return (
-        Plain(),
-        NGram(shortest=1),
-        PaSS(slots, tree=Tree([-1, 0, 0, 1, 1, 2]), rows=24),
-        PaSS(slots, passes=2, tree=Tree.from_branching((2, 2)), rows=24),
-    )
-
-
-def earliest_of_equals(scores, count, dim=-1):
-    values, places = scores.sort(dim=dim, descending=True, stable=True)
-    return torch.return_types.topk((values.narrow(dim, 0, count), places.narrow(dim, 0, count)))
 
 
 @pytest.mark.parametrize(
@@ -66,51 +34,30 @@ def earliest_of_equals(scores, count, dim=-1):
 )
 def test_texts_are_transformers_own(changes, monkeypatch):
     """Of blocks with equal scores, of which 0 is common with few heads, transformers takes the earlier ones here too."""
-    model, (ids, mask) = tiny_model(NAME, **changes), texts()
+    model, (ids, mask) = tiny_model(NAME, **changes), ragged()
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "topk", earliest_of_equals)
         want = greedy_of_transformers(model, ids, mask, 2 * NEW, **GREEDY)
-    for method in some_methods(model):
+    for method in some_methods(model).values():
         got = generate(model, ids, method, max_new_tokens=2 * NEW, attention_mask=mask, eos_token_id=[])
         assert torch.equal(got.sequences, want), method
 
 
-def test_every_method(model):
-    ids, mask = texts()
-    want = greedy_of_transformers(model, ids, mask, NEW, **GREEDY)
-    for name, method in methods_for(model).items():
-        got = generate(model, ids, method, max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
-        assert torch.equal(got.sequences, want), name
-
-
 def test_a_model_of_text_and_pictures():
-    model, (ids, mask) = tiny_model("qwen4_exp"), texts()
+    model, (ids, mask) = tiny_model("qwen4_exp"), ragged()
     want = greedy_of_transformers(model, ids, mask, NEW, **GREEDY)
-    for method in some_methods(model):
+    for method in some_methods(model).values():
         got = generate(model, ids, method, max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
         assert torch.equal(got.sequences, want), method
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("one_thread")
-def test_a_row_has_the_bits_that_it_has_alone(dtype):
-    """With 32 streams and without experts, as torch's sigmoid gives a row other bits where it is not whole vectors."""
-    from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextMLP
-
-    model = tiny_model(NAME, hc_count=32, linear_num_value_heads=32)
-    for layer in model.model.layers:
-        layer.mlp = Qwen4ExpTextMLP(model.config, 64).requires_grad_(False)
-    model.to(dtype)
-    ids, mask = ragged_prompts(3, longest=9)
-    options = dict(max_new_tokens=NEW, eos_token_id=[])
-    for method in (NGram(shortest=1, tokens=4), PaSS(slots_for(model), tree=Tree.from_branching((3, 2)), rows=24)):
-        together = NotedRows()
-        batch = generate(model, ids, method, attention_mask=mask, logits_processor=together, **options)
-        for row, seen in enumerate(mask.bool()):
-            alone = NotedRows()
-            text = generate(model, ids[row][seen][None], logits_processor=alone, **options)
-            for mine, theirs in zip(together.of(batch), alone.of(text), strict=True):
-                assert_same_bits(mine[row], theirs[0])
+@pytest.mark.parametrize("name", ["qwen4_exp_text", "minimax_m3_vl_text"])
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_key_lies_behind_codes_in_the_models_dtype(name, codes):
+    """Each KV head has half of the indexer's key behind it."""
+    model, session = model_of(name), Session(model_of(name), cache_dtype=codes)
+    generate(model, prompts(2, 5)[0], session=session, max_new_tokens=2)
+    assert [tuple(x.shape[2:]) for x in session.caches[0]] == [(2, 16 + 16 + 4 * 16), (2, 16 + 16)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -137,55 +84,13 @@ def test_each_row_chooses_as_its_text_alone(size):
             ]
             best = sorted(range(len(members)), key=lambda number: (-scores[number], number))[:2]
             want = [key for number in best for key in members[number]] + text[len(members) * size :]
-            if chosen.lists is not None:
-                got = chosen.lists[row]
+            if chosen is not None:
+                got = chosen[row]
                 assert got[got >= 0].tolist() == sorted(want) and not (got[: len(want)] < 0).any(), (prefix, row)
-        assert (chosen.lists is None) == ((prefix + 14) // size <= 2)
-
-
-@pytest.mark.parametrize("budget", [100, 500])
-def test_long_prompts_are_read_in_pieces(budget, monkeypatch):
-    monkeypatch.setattr("pass_ext.decoding.session.reading.MAX_TREE_NODES", 300)
-    monkeypatch.setattr(indexed, "_MOST_PRODUCTS", 100_000)  # scores of some rows at once
-    model = tiny_model(NAME, indexer_budget=budget, indexer_compress_ratio=4, max_position_embeddings=1024)
-    ids = torch.randint(3, 90, (2, 500), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[1, :200] = 0
-    want = greedy_of_transformers(model, ids, mask, 8, **GREEDY)
-    for method in (Plain(), NGram(shortest=1)):
-        got = generate(model, ids, method, max_new_tokens=8, attention_mask=mask, eos_token_id=[])
-        assert torch.equal(got.sequences, want)
-
-
-@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_caches_in_8_bits(model, codes):
-    """Each KV head has half of the indexer's key behind it, in the model's dtype; every method writes Plain's text."""
-    ids, mask = texts()
-    options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
-    first, *others = some_methods(model)
-    session = Session(model, cache_dtype=codes)
-    want = generate(model, ids, first, session=session, **options).sequences
-    assert [tuple(x.shape[2:]) for x in session.caches[0]] == [(2, 16 + 16 + 4 * 16), (2, 16 + 16)]
-    for method in others:
-        got = generate(model, ids, method, session=Session(model, cache_dtype=codes), **options).sequences
-        assert torch.equal(got, want), method
-
-
-def test_sampled_texts_are_a_function_of_the_seed(model):
-    ids, mask = texts()
-    options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[], temperature=0.9, seeds=5)
-    first, *others = some_methods(model)
-    want = generate(model, ids, first, **options).sequences
-    for method in others:
-        assert torch.equal(generate(model, ids, method, **options).sequences, want), method
+        assert (chosen is None) == ((prefix + 14) // size <= 2)
 
 
 # ---- refused ----
-
-
-def test_slots_are_not_trained_for_layers_that_look_up_ngrams(model):
-    with pytest.raises(SystemExit, match=f"slots cannot be trained for {NAME}: its layers look up n-grams of tokens"):
-        with_states(model, 64)
 
 
 def test_an_indexers_key_that_cannot_be_divided_among_heads():
@@ -315,22 +220,3 @@ def test_layers_of_each_size_are_compared():
         generate(with_class(tiny_model(NAME), Sized), ids, max_new_tokens=2)
         with pytest.raises(ValueError, match="in Sized, which computes something else"):
             generate(with_class(tiny_model(NAME, ngram_size=4, ple_embed_dim=36), Sized), ids, max_new_tokens=2)
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_kernels_and_widths_of_a_gpu_on_the_emulator(model, monkeypatch):
-    ids, mask = ragged_prompts(2, longest=9)
-    options = dict(max_new_tokens=6, attention_mask=mask, eos_token_id=[])
-    want = generate(model, ids, **options).sequences
-    use_widths_of_a_gpu(monkeypatch)
-    lists = set()
-
-    def noted(*arguments):
-        *_, key_lists, _ = arguments
-        lists.add(key_lists is not None)
-        return KERNELS["attention_tree"](*arguments)
-
-    with testing.rerouted_backend("emulated", KERNELS | {"attention_tree": noted}).active():
-        for method in (Plain(), NGram(shortest=1, tokens=3)):
-            assert torch.equal(generate(model, ids, method, **options).sequences, want), method
-    assert True in lists

@@ -1,7 +1,5 @@
 """Layers that attend several times in a call: twice with other values (DiffLlama), or in loops (HRM-Text, Dory)."""
 
-import copy
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from packaging.version import Version
-from support.generation import greedy_of_transformers, methods_for
+from support.generation import greedy_of_transformers
 from support.small_models import ragged_prompts
 
 from benchmarks.architectures.models import tiny_model
@@ -33,22 +31,6 @@ def ours(model, method=None, **options):
     return generate(model, IDS, method, max_new_tokens=NEW, attention_mask=MASK, eos_token_id=[], **options).sequences
 
 
-def test_every_method(model):
-    name, want = model.config.model_type, greedy_of_transformers(model, IDS, MASK, NEW, **GREEDY)
-    drawn = ours(model, temperature=0.8, seeds=3)
-    methods = methods_for(model) | {
-        "speculative": Speculative(tiny_model(name, seed=1), 3),
-        "right drafts": MultiCandidate(model, (2, 2, 1)),
-    }
-    if name == "hrm_text":  # no list of as many layers as its config counts
-        with pytest.raises(ValueError, match="has no list of 16 layers whose inputs could be read or shifted"):
-            ours(model, methods["one pass, deep"])
-        del methods["one pass, deep"]
-    for method in methods:
-        assert torch.equal(ours(model, methods[method]), want), method
-        assert torch.equal(ours(model, methods[method], temperature=0.8, seeds=3), drawn), method
-
-
 def test_each_attention_call_has_a_cache(model):
     """In 8 bits too, where the texts are those of plain decoding."""
     session = Session(model, room=60, cache_dtype=torch.int8)
@@ -56,25 +38,6 @@ def test_each_attention_call_has_a_cache(model):
     assert len(session.caches) == CALLS[model.config.model_type]
     for method in (NGram(shortest=1), MultiCandidate(model, (2, 2))):
         assert torch.equal(ours(model, method, session=session), want)
-
-
-def test_long_prompts_are_read_in_pieces(model, monkeypatch):
-    monkeypatch.setattr("pass_ext.decoding.session.reading.MAX_TREE_NODES", 9)
-    want = greedy_of_transformers(model, IDS, MASK, NEW, **GREEDY)
-    assert torch.equal(ours(model, NGram(shortest=1)), want)
-
-
-def test_a_loop_whose_calls_are_the_layers_of_a_cache():
-    """HRM-Text counts the calls of its loops as layers, so its caches go out and in."""
-    model, decode = tiny_model("hrm_text"), custom_generate(NGram(shortest=1))
-    options = dict(input_ids=IDS, attention_mask=MASK, do_sample=False, **GREEDY)
-    want = model.generate(max_new_tokens=NEW, **options)
-    half = model.generate(max_new_tokens=5, custom_generate=decode, return_dict_in_generate=True, **options)
-    longer = torch.cat([MASK, MASK.new_ones(len(MASK), 5)], 1)
-    options.update(input_ids=half.sequences, attention_mask=longer)
-    for who in ({}, {"custom_generate": decode}):
-        cache = copy.deepcopy(half.cache)
-        assert torch.equal(model.generate(max_new_tokens=NEW - 5, cache=cache, **who, **options), want), who
 
 
 # ---- refusals ----
@@ -106,7 +69,7 @@ def test_an_early_exit_needs_layers_that_attend_once():
 def test_an_early_exit_of_layers_that_attend_again_unannounced(monkeypatch):
     """As of a model whose config does not say so."""
     model = tiny_model("diffllama")
-    monkeypatch.setattr("pass_ext.decoding.models.early_exit._TWICE", "unknown")
+    monkeypatch.setattr("pass_ext.decoding.models.features.repeated_attention._TWICE", "unknown")
     with pytest.raises(ValueError, match=r"^diffllama: the model has more layers than 1"):
         ours(model, Speculative(EarlyExitDraft(model, 1), 2))
 

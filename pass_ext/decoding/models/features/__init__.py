@@ -1,0 +1,1 @@
+"""What some transformers models have beside plain layers, a file or two each; ``table.py`` lists them."""
