@@ -19,9 +19,13 @@ OLDEST = 20.0
 
 MOST_LOST = 3.0
 """Plain steps' time that drafting may lose before it pauses: by chance alone, good drafts lose it once in hundreds of steps."""
-PAUSED = 24
-"""Plain steps of a pause for each that was lost, twice as many after each trial in a row that lost: so 256 tokens hold three
-trials at most, two where a drafted step takes as long as three plain ones, and wrong drafts cost 5 %."""
+MOST_LOST_AGAIN = 1.5
+"""The same of a trial after a pause: drafts that have become right win in its first steps."""
+PAUSED = 32
+"""Plain steps of a pause for each that was lost, so that 256 tokens hold two trials: wrong drafts cost 3 % of them, or 5 % where
+a drafted step takes as long as three plain ones."""
+LONGEST = 18.0
+"""Lost steps for which the longest pause stands, of trials that lose fewer: pauses double up to it."""
 UNCOMPARED = 1
 """Drafted steps before a plain one is timed, where too few were lately: without these nothing tells what drafting gains."""
 
