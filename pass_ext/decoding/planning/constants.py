@@ -22,8 +22,8 @@ MOST_LOST = 3.0
 MOST_LOST_AGAIN = 1.5
 """The same of a trial after a pause: drafts that have become right win in its first steps."""
 PAUSED = 32
-"""Plain steps of a pause for each that was lost, so that 256 tokens hold two trials: wrong drafts cost 3 % of them, or 5 % where
-a drafted step takes as long as three plain ones."""
+"""Plain steps of a pause for each that was lost, so that 256 tokens hold two trials: wrong drafts cost 3 % of them, or 5 %
+where a drafted step takes as long as three plain ones."""
 LONGEST = 18.0
 """Lost steps for which the longest pause stands, of trials that lose fewer: pauses double up to it."""
 UNCOMPARED = 1
