@@ -8,8 +8,8 @@
 So drafts that are never right cost 3 % of a text of 256 tokens, where a drafted step takes less than two plain ones, and 5 %
 where it takes three; and drafts that become right are found again within 576 plain steps, or 32 for each that a dear one loses.
 
-Where no plain step was timed lately, one stands between drafted ones, for comparison. The seconds of the first drafted step tell
-nothing: in it a head reads the prompt.
+Where no plain step was timed lately, one stands between drafted ones, for comparison. The seconds of the first drafted step
+tell nothing: in it a head reads the prompt.
 """
 
 from __future__ import annotations
