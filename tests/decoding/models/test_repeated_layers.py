@@ -61,7 +61,7 @@ def test_caches_of_other_models_stay_apart(name):
 
 def test_an_early_exit_needs_layers_that_attend_once():
     model = tiny_model("diffllama")
-    message = r"^DiffLlamaForCausalLM attends 4 times in its 2 layers, and early exit needs layers that attend once"
+    message = r"^DiffLlamaForCausalLM attends 4 times in its 2 layers, which early exit cannot cut"
     with pytest.raises(ValueError, match=message):
         EarlyExitDraft(model, 1)
 
