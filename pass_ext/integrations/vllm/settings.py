@@ -143,7 +143,6 @@ def _not_with(vllm_config: Any, settings: Settings) -> dict[str, tuple[bool, str
         ),
         "lora_config": (vllm_config.lora_config is not None, "slots belong to one model, and an adapter makes another"),
         "enable_prompt_embeds": (model.enable_prompt_embeds, "slots are ids, and embeddings have none"),
-        "multimodal models": (model.is_multimodal_model, "slots are ids, and these models take embeddings"),
         "encoder-decoder models": (model.is_encoder_decoder, "slots were never trained for them"),
         "models with recurrent layers": (
             model.is_hybrid or model.is_attention_free,

@@ -5,7 +5,8 @@
 
 Hooks do it: the one before the model writes each row's slot into a buffer of fixed address; those around the embedding and
 before each layer read that buffer. So the same code serves eager calls, torch.compile and CUDA graphs, no name in the model's
-state changes, and the ids of slots never index its table.
+state changes, and the ids of slots never index its table. A multimodal model's rows are made before its call, by the same
+embedding, whose own call notes their slots then.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class SlotRows:
     def __init__(
         self, model: nn.Module, lookahead: LookaheadEmbedding, vocabulary: int, most_rows: int, layers: int
     ) -> None:
-        embedding = input_embedding(model)
+        language = language_model(model)
+        embedding = input_embedding(language)
         # Outside inference mode: an inference tensor has no version, by which the transition tables notice a change.
         with torch.inference_mode(False), torch.no_grad():
             like = next(embedding.parameters())
@@ -47,9 +49,10 @@ class SlotRows:
             self._rows = _behind_zeros(lookahead.weight, self.table)
             self._deep = None if lookahead.deep is None else _behind_zeros(lookahead.deep, self.table)
         if lookahead.deep is not None:
-            for index, layer in enumerate(layer_list(model, layers)):
+            for index, layer in enumerate(layer_list(language, layers)):
                 layer.register_forward_pre_hook(self._shifted(index), with_kwargs=True)
-        model.register_forward_pre_hook(self._noted, with_kwargs=True)
+        for module in (model,) if language is model else (model, embedding):
+            module.register_forward_pre_hook(self._noted, with_kwargs=True)
         embedding.register_forward_pre_hook(self._known)
         embedding.register_forward_hook(self._embedded)
 
@@ -88,6 +91,18 @@ def _behind_zeros(vectors: Tensor, table: Tensor) -> Tensor:
     """``[..., L + 1, d]``: a row of zeros, for tokens, and then the slots' vectors."""
     known = vectors.detach().to(table.device, table.dtype)
     return torch.cat([torch.zeros_like(known[..., :1, :]), known], dim=-2)
+
+
+def language_model(model: nn.Module) -> nn.Module:
+    """The part of a vLLM model that reads text: all of a model of text alone."""
+    if not getattr(model, "supports_multimodal", False):
+        return model
+    if getattr(model, "requires_raw_input_tokens", False):
+        raise ValueError(
+            f"PaSS: {type(model).__name__} reads token ids beside its rows, and those of slots are none of its own"
+        )
+    language: nn.Module = model.get_language_model()
+    return language
 
 
 def input_embedding(model: nn.Module) -> nn.Module:

@@ -31,8 +31,9 @@ class Model(nn.Module):
         self.model.embed_tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.model.layers = nn.ModuleList(Layer() for _ in range(layers))
 
-    def forward(self, input_ids, positions):
-        rows, residual, seen = self.model.embed_tokens(input_ids), None, []
+    def forward(self, input_ids, positions, inputs_embeds=None):
+        rows = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        residual, seen = None, []
         for i, layer in enumerate(self.model.layers):
             if i % 2:
                 rows, residual = layer(positions, hidden_states=rows, residual=residual)
@@ -89,6 +90,46 @@ def test_rows_of_tokens_keep_their_bits_beside_slots_and_after_them(lookahead):
     assert not torch.equal(ours[0][~tokens], plain[0][~tokens])
     alone = model(torch.zeros(6, dtype=torch.long), POSITIONS)  # the buffer of the call before must not linger
     assert torch.equal(alone[1][0], model.model.embed_tokens.weight[:1].expand(6, -1))
+
+
+class Pictured(nn.Module):
+    """A multimodal model: vLLM asks it for rows first, and calls it with them."""
+
+    supports_multimodal = True
+
+    def __init__(self, language):
+        super().__init__()
+        self.tower = nn.ModuleList(nn.Linear(2, 2) for _ in range(LAYERS))  # as many layers, which read no text
+        self.language = language
+
+    def get_language_model(self):
+        return self.language
+
+    def embed_input_ids(self, ids):
+        return self.language.model.embed_tokens(ids)
+
+    def forward(self, input_ids, positions, inputs_embeds):
+        return self.language(input_ids, positions, inputs_embeds)
+
+
+@torch.no_grad()
+def test_rows_that_are_made_before_the_call_of_a_multimodal_model(lookahead):
+    torch.manual_seed(0)
+    language = Model()
+    model = Pictured(language)
+    SlotRows(model, lookahead, VOCABULARY, 16, LAYERS)
+    for ids in (IDS, IDS.clamp(max=VOCABULARY - 1), IDS):  # the slots of the call before must not linger
+        rows = model.embed_input_ids(ids)
+        result = model(input_ids=None, positions=POSITIONS, inputs_embeds=rows)
+        for ours, exact in zip(result, by_hand(language, lookahead, ids), strict=True):
+            torch.testing.assert_close(ours, exact)
+
+
+def test_models_that_read_ids_beside_their_rows_are_refused(lookahead):
+    model = Pictured(Model())
+    model.requires_raw_input_tokens = True
+    with pytest.raises(ValueError, match="Pictured reads token ids beside its rows"):
+        SlotRows(model, lookahead, VOCABULARY, 16, LAYERS)
 
 
 @torch.no_grad()

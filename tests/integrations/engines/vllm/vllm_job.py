@@ -1,6 +1,7 @@
 """Runs calls from a JSON file in one vLLM engine, in a process of its own; writes texts, counters and pass_ext's log lines.
 
     {"model": folder, "options": of LLM, "calls": [{"prompts": [[ids]], "sampling": of SamplingParams, or a list, "batch": n}]}
+    a call may have "sounds": a seed for each prompt, or null
 
 vLLM holds global state, and one process takes one engine.
 """
@@ -12,6 +13,8 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+
+import numpy as np
 
 MOST_SECONDS = 3600  # beside other work: what hangs is ended by it, not what is slow
 
@@ -68,6 +71,11 @@ def sampling_params(schema=None, **options):
     return SamplingParams(**{"detokenize": False, **options})
 
 
+def sound(seed):
+    """A second of noise."""
+    return np.random.default_rng(seed).standard_normal(16000).astype(np.float32)
+
+
 def main():
     from vllm import LLM
 
@@ -76,6 +84,9 @@ def main():
     texts, logprobs = [], []
     for call in job["calls"]:
         prompts = [{"prompt_token_ids": ids} for ids in call["prompts"]]
+        for prompt, seed in zip(prompts, call.get("sounds", ()), strict=False):
+            if seed is not None:
+                prompt["multi_modal_data"] = {"audio": (sound(seed), 16000)}
         given = call["sampling"] if isinstance(call["sampling"], list) else [call["sampling"]] * len(prompts)
         sampling = [sampling_params(**one) for one in given]
         outputs = []
