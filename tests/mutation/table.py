@@ -212,6 +212,10 @@ _PYTHON: dict[str, list[str]] = {
         for name in ("distances", "distance_bias", "scaled_queries")
     },
     **{f"models/features/{name}": _laws("deepseek_v32 deepseek_v4 qwen4", "latents") for name in ("feature", "table")},
+    **{
+        f"models/features/{name}": ["tests/decoding/models/test_own_attention.py"]
+        for name in ("own_attention", "key_biases")
+    },
     "models/features/repeated_attention": _laws("diffllama dory", "repeated_layers"),
     "models/layer_attention": [
         "tests/decoding/test_cache_dtype.py",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.features.table import attending_layers, first, unknown_kinds
+from pass_ext.decoding.models.features.table import FEATURES, attending_layers, first, unknown_kinds
 from pass_ext.decoding.models.layer_kinds import kinds_of
 from pass_ext.decoding.models.parts import configs_of, decoder_of, unwrapped
 from pass_ext.decoding.models.row_attention import AttentionCalls, reads_keys_of_cache
@@ -26,9 +26,9 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
             "cannot decode this model"
         )
     inner = unwrapped(model)
-    if _has_alibi(inner, text):
+    if getattr(text, "alibi", False):
         raise ValueError(
-            f"{name} adds a bias by the distance of tokens to its attention (alibi), which pass_ext does not implement, so it "
+            f"{name} adds a bias by the distance of tokens to its mask (alibi), which pass_ext does not implement, so it "
             "cannot decode this model"
         )
     # Of a class that names the kinds of its layers, this model may have none that keeps a state.
@@ -36,7 +36,8 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
         raise ValueError(
             f"{name} keeps a state of each text in code of its own, so pass_ext cannot continue it along the branches of a tree"
         )
-    if attending_layers(text) != {} and position_taker(model) is None:
+    needs = attending_layers(text) != {} and not any(feature.needs_no_positions(inner) for feature in FEATURES)
+    if needs and position_taker(model) is None:
         raise ValueError(
             f"{name}: {type(model).__name__}.forward takes no position_ids, so rows of a tree cannot be given "
             "their places in the text"
@@ -69,14 +70,6 @@ def position_taker(model: Any) -> Any:
     inner = unwrapped(model)
     takers = (part for part in (inner, decoder_of(inner)) if "position_ids" in signature(type(part).forward).parameters)
     return next(takers, None)
-
-
-def _has_alibi(model: Any, text: Any) -> bool:
-    """True if scores are biased by slopes times distances, as a config says or the decoder's code."""
-    configs = (text, getattr(text, "attn_config", None))
-    return any(getattr(config, "alibi", False) for config in configs) or hasattr(
-        decoder_of(model), "build_alibi_tensor"
-    )
 
 
 def _lost_adapter(model: Any) -> str | None:

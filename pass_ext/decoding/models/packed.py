@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.layer_attention import Attending
@@ -66,6 +67,8 @@ class StepAttend(Attend, Protocol):
     is_first: bool
     """The session has no caches yet; this call makes them."""
     batch_invariant: bool
+    """As ``Session`` takes it."""
+    cache_dtype: torch.dtype | None
     """As ``Session`` takes it."""
     may_have_changed: bool
     """The caller's code may have run since the session's last call."""

@@ -164,7 +164,7 @@ class TransformersModel(Adapted):
         if self._shadow is None:
             shadow = shadow_of(self.model)
             inner = unwrapped(shadow)
-            if self._layers != 0:
+            if self._layers != 0 and not any(feature.attends(inner) for feature in FEATURES):
                 attend_by_rows(inner)
             taker = limits.position_taker(inner)
             if taker is not None and not self._takes_positions:

@@ -33,6 +33,7 @@ class StepAttention(StepAttend):
         self.options: list[dict[str, Any]] = []
         self.may_have_changed = may_have_changed
         self.is_first, self.batch_invariant = session.is_new, session.batch_invariant
+        self.cache_dtype = session.cache_dtype
         self.states = session.step_states(trees, is_first=self.is_first)
         self.session, self.trees, self.ids = session, trees, ids
         self.memo: dict[Any, Any] = {}

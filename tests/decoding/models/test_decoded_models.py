@@ -51,7 +51,6 @@ def test_models_that_take_no_positions(architecture):
 
 
 REASONS = {
-    **dict.fromkeys(("bloom", "mpt"), "adds a bias by the distance of tokens to its attention (alibi)"),
     **dict.fromkeys(("rwkv", "xlstm"), "keeps a state of each text in code of its own"),
     "blt": ": BltForCausalLM.forward fails on packed rows (inputs_embeds",
 }

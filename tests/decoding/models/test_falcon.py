@@ -75,7 +75,7 @@ def test_a_scale_of_its_own(monkeypatch):
 
 
 def test_alibi_is_refused():
-    with pytest.raises(ValueError, match=r"^falcon adds a bias by the distance of tokens to its attention \(alibi\),"):
+    with pytest.raises(ValueError, match=r"^falcon adds a bias by the distance of tokens to its mask \(alibi\),"):
         ours(falcon("as many heads of keys", alibi=True))
 
 

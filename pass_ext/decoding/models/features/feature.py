@@ -48,7 +48,15 @@ class Feature:
         """Why positions must be the indices of tokens in the text; None: they may be others, as behind pictures."""
         return None
 
+    def needs_no_positions(self, model: Any) -> bool:
+        """True if a row's place in the text changes nothing but what this feature adds."""
+        return False
+
     # ---- in a model's shadow ----
+
+    def attends(self, model: Any) -> bool:
+        """True if layers attend by code of their own, which ``serve`` replaces."""
+        return False
 
     def serve(self, shadow: Any, embedded: Callable[[Tensor], Tensor]) -> None:
         """Has the modules of a model's shadow compute the rows of a call by our code.

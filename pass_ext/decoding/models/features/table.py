@@ -15,6 +15,7 @@ from pass_ext.decoding.models.features.indexers import Indexers
 from pass_ext.decoding.models.features.latents import LatentAttention
 from pass_ext.decoding.models.features.lightning import Lightning
 from pass_ext.decoding.models.features.ngram_layers import NgramLayers
+from pass_ext.decoding.models.features.own_attention import OwnAttention
 from pass_ext.decoding.models.features.per_layer_inputs import PerLayerInputs
 from pass_ext.decoding.models.features.repeated_attention import RepeatedAttention
 from pass_ext.decoding.models.features.scaled_queries import ScaledQueries
@@ -33,6 +34,7 @@ FEATURES: tuple[Feature, ...] = (
     DistanceBiases(),
     ScaledQueries(),
     RepeatedAttention(),
+    OwnAttention(),
     *_OF_THEIR_OWN,
     RecurrentStates(_OF_THEIR_OWN),
 )
