@@ -165,7 +165,6 @@ def _plain(
         q, k = bias.queries(q), bias.keys(k, positions)
     distances = positions[:, None] - positions
     seen = (distances >= 0) & ((distances < window) | (window < 0))
-    out = functional.scaled_dot_product_attention(
-        *(x.transpose(0, 1).float() for x in (q, k, v)), attn_mask=seen, scale=scale
-    )
+    heads = (x.transpose(0, 1).float() for x in (q, k, v))
+    out: Tensor = functional.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale)  # type: ignore[misc, arg-type]
     return out.transpose(0, 1).to(q.dtype)
