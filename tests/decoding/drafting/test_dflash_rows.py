@@ -173,6 +173,22 @@ def test_rows_follow_measured_times(head, monkeypatch):
 
 
 @pytest.mark.parametrize("head", ["dflash"], indirect=True)
+def test_prices_that_come_in_a_pause_are_kept(head, monkeypatch):
+    """The pace gives some at the third step alone, in which nothing is drafted."""
+
+    class Third(PauseAt):
+        def prices(self, most, requests):
+            return [0.5 * rows for rows in range(1, most + 1)] if self.step == 2 else None
+
+    monkeypatch.setattr(DraftContext, "pace", lambda self: Third([2]))
+    _, target, method, _ = head
+    recorded = Recorded(method)
+    generate(target, whole_prompts(1, 20, vocabulary=VOCABULARY), recorded, **LIMITS)
+    sizes = [0 if parts[0] is None else parts[0].tree.num_nodes for _, parts in recorded.steps]
+    assert sizes[:2] == [32, 32] and sizes[2] == 0 and set(sizes[3:-1]) == {2}
+
+
+@pytest.mark.parametrize("head", ["dflash"], indirect=True)
 def test_rules_that_take_no_tree_refuse_it(head):
     _, target, method, _ = head
     with pytest.raises(ValueError, match=r"rows must be None, a chain, for rule 'rejection'.* got 'auto'"):

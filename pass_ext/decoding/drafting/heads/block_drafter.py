@@ -85,6 +85,9 @@ class BlockDrafter(Drafter):
         for pending, states in zip(self._pending, batch.hidden, strict=True):
             if len(states):
                 pending.append(states)
+        if self._has_price and self._rows is not None and self.pace is not None:  # in pauses too: prices come at some steps
+            active = sum(left > 0 for left in batch.remaining)
+            self._price = self.pace.prices(self._rows, max(1, active)) or self._price
         depths = [min(levels, self.max_depth) for levels in batch.levels]
         going = [b for b, depth in enumerate(depths) if depth]
         if not going:
@@ -95,9 +98,6 @@ class BlockDrafter(Drafter):
         ends = self._ends(tokens, [depths[b] for b in going])
         found: list[Candidates | None] = [None] * len(depths)
         if self._rows is not None:
-            if self._has_price and self.pace is not None:
-                active = sum(left > 0 for left in batch.remaining)
-                self._price = self.pace.prices(self._rows, active) or self._price
             warm = self._context.sampling.temperature
             warm = None if warm is None else warm[uploaded(going, warm.device), None, None, None]
             for b, candidates in zip(going, self._trees(logits, tokens, ends, warm), strict=True):
