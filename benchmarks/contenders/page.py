@@ -1,6 +1,7 @@
 """The page of the contenders: a table, the parts of our step against the machine's limits, the aims, and the picture.
 
-Page and picture are written from contenders.json beside them, and checked against it.
+Page and picture are written from contenders.json beside them, and checked against it; the share of drafting by heads from
+heads.json, where that lies beside them too.
 """
 
 import json
@@ -34,16 +35,18 @@ PART_WORDS = {
 }
 
 
-def render(result: dict[str, Any]) -> str:
-    """The page."""
+def render(result: dict[str, Any], heads: dict[str, Any] | None = None) -> str:
+    """The page. heads: the result of benchmarks.pages.heads on this machine; None: there is none."""
     rows = counted(result)
     table, baseline = lines(rows), baseline_of(rows)
     sections = [HEADER, _provenance(result, rows), f"\n![tokens per second, and the parts of a step]({NAME}.svg)\n"]
-    heads = ["", "tokens/s", "tokens per call", f"against {baseline or 'nothing'}", "same text", "as in float32"]
-    sections.append("\n".join(markdown.table(heads, [_cells(line) for line in table])))
+    titles = ["", "tokens/s", "tokens per call", f"against {baseline or 'nothing'}", "same text", "as in float32"]
+    sections.append("\n".join(markdown.table(titles, [_cells(line) for line in table])))
     sections += [f"\nNot raced: {name}: {reason}" for name, reason in result["reasons"].items()]
     if measured := parts(result):
         sections.append(_parts_section(result, measured))
+    if heads is not None:
+        sections.append(_drafting_line(heads))
     sections.append("\n## Aims\n\n" + "\n".join(markdown.aims(result)))
     sections.append(_contender_facts(result))
     return "\n".join(sections) + "\n"
@@ -107,6 +110,16 @@ def _parts_section(result: dict[str, Any], measured: Sequence[dict[str, Any]]) -
     return words + "\n".join(markdown.table(heads, rows))
 
 
+def _drafting_line(heads: dict[str, Any]) -> str:
+    """What share of a step the drafting by each form of head is."""
+    drafted = [row for row in heads["rows"] if row["drafts"] and "auto" not in row["method"]]
+    shares = ", ".join(f"{row['method']} {row['ms']['draft'] / sum(row['ms'].values()):.0%}" for row in drafted)
+    return (
+        f"\nDrafting by a head as a share of its step, measured {heads['date'][:10]} at commit {heads['commit']} by random "
+        f"heads ([heads](heads.md)): {shares}."
+    )
+
+
 def _contender_facts(result: dict[str, Any]) -> str:
     """The versions of each environment, and the contenders that run in it."""
     by_facts: dict[tuple[str, str], list[str]] = {}
@@ -147,10 +160,15 @@ def story_of(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _heads_beside(file: Path) -> dict[str, Any] | None:
+    heads = file.with_name("heads.json")
+    return json.loads(heads.read_text()) if heads.exists() else None
+
+
 def write_beside(file: Path) -> None:
     """Writes page and picture of one contenders.json."""
     result = json.loads(file.read_text())
-    file.with_suffix(".md").write_text(render(result))
+    file.with_suffix(".md").write_text(render(result, _heads_beside(file)))
     drawing.draw(story_of(result), file.with_suffix(".svg"))
 
 
@@ -163,7 +181,7 @@ def write(root: Path, *, check: bool) -> list[str]:
             continue
         result = json.loads(file.read_text())
         page, image, story = file.with_suffix(".md"), file.with_suffix(".svg"), story_of(result)
-        if not page.exists() or page.read_text() != render(result):
+        if not page.exists() or page.read_text() != render(result, _heads_beside(file)):
             wrong.append(f"{page.relative_to(root)} does not show {NAME}.json")
         if not (picture.tells(image, story) and picture.is_redrawn(image, partial(drawing.draw, story))):
             wrong.append(f"{image.relative_to(root)} does not show {NAME}.json")

@@ -140,6 +140,26 @@ def test_the_page_shows_speeds_shares_and_what_was_left_out():
     assert "| torch 2 | avx2 | Plain; PaSS |" in text and "| xllamacpp 1 | – | llama.cpp |" in text
 
 
+def test_the_page_shows_the_share_of_drafting_by_heads(tmp_path):
+    pytest.importorskip("matplotlib")
+    parts = dict(draft=3.0, verify=6.0, accept=0.75, commit=0.25)
+    rows = [
+        dict(method="Plain", drafts=0, ms=dict(parts, draft=0.04)),
+        dict(method="EAGLE-3", drafts=22, ms=parts),
+        dict(method='EAGLE-3, "auto"', drafts=9, ms=dict(parts, draft=0.1)),
+        dict(method="MTP", drafts=22, ms=dict(parts, draft=7.0)),
+    ]
+    folder = tmp_path / "benchmarks" / "results" / "cpu"
+    folder.mkdir(parents=True)
+    (folder / "contenders.json").write_text(json.dumps(result()))
+    assert page.write(tmp_path, check=False) == []
+    assert "Drafting by a head" not in (folder / "contenders.md").read_text()
+    (folder / "heads.json").write_text(json.dumps(dict(date="2026-11-28 18:00", commit="abc", rows=rows)))
+    assert page.write(tmp_path, check=True) == ["benchmarks/results/cpu/contenders.md does not show contenders.json"]
+    page.write(tmp_path, check=False)
+    assert "([heads](heads.md)): EAGLE-3 30%, MTP 50%.\n" in (folder / "contenders.md").read_text()
+
+
 def test_pages_show_their_results(tmp_path):
     pytest.importorskip("matplotlib")
     assert page.write(ROOT, check=True) == []

@@ -85,7 +85,9 @@ class BlockDrafter(Drafter):
         for pending, states in zip(self._pending, batch.hidden, strict=True):
             if len(states):
                 pending.append(states)
-        if self._has_price and self._rows is not None and self.pace is not None:  # in pauses too: prices come at some steps
+        if (
+            self._has_price and self._rows is not None and self.pace is not None
+        ):  # in pauses too: prices come at some steps
             active = sum(left > 0 for left in batch.remaining)
             self._price = self.pace.prices(self._rows, max(1, active)) or self._price
         depths = [min(levels, self.max_depth) for levels in batch.levels]
