@@ -406,7 +406,7 @@ def text(root: Path) -> str:
 
 
 def readme_text(root: Path) -> str:
-    """The part of README.md: the file's own bits, the newest race in bfloat16, a large model on a GPU, and the race's picture."""
+    """The part of README.md: the file's own bits, the newest race in bfloat16 and its picture, and a large model on a GPU."""
     file, result = next(iter(races(root).items()))
     dense = [n for n in contender_numbers(file, result) if f", {names.PASS}, " not in n.what or names.ADAPTED in n.what]
     large = [number for number in gpu_numbers(root) if number.file.name == "large-model.json"]
