@@ -65,7 +65,7 @@ def how_run(folder: str) -> str:
     model = _model_of(folder)
     stats = pass_ext.generate(model, torch.tensor([[1, 2, 3, 4]]), max_new_tokens=2, eos_token_id=[]).stats
     weights = ", ".join(f"{size / 1e6:,.1f} MB in {kind}" for kind, size in formats_of(model).items())
-    return f"{model.config.model_type}: {stats.way}\nweights: {weights}"
+    return f"{model.config.model_type}: {stats.backend}\nweights: {weights}"
 
 
 def about_head(drafter: str, folder: str | None) -> str:

@@ -201,7 +201,9 @@ def judge(model_type: str) -> dict[str, Any]:
     line["attn_implementation"] = _outcome(model, lambda: _by_attention(model, texts))
     if line["generate"] == SAME:
         ids, mask = prompts()
-        line["way"] = pass_ext.generate(model, ids, attention_mask=mask, max_new_tokens=2, eos_token_id=[]).stats.way
+        line["way"] = pass_ext.generate(
+            model, ids, attention_mask=mask, max_new_tokens=2, eos_token_id=[]
+        ).stats.backend
         line["early exit"] = _outcome(model, lambda: _by_early_exit(model, texts))
     if texts is not None:
         line["ties"], line["references"] = texts.ties, sorted(texts.references, key=REFERENCES.index)

@@ -1,6 +1,8 @@
 """How exact packed weights are on a text: the perplexity of a GGUF file's own 4 and 8 bits beside the same numbers in float32.
 
     perplexity = exp of the mean of  -log p(token | the tokens before it),  over pieces of 512 tokens
+    from dense = perplexity / dense - 1,  ± the standard error of the mean of the differences, token by token
+    divergence = the mean of  KL(dense || form)  behind each token: of two forms with the same, neither is the worse
 
 The text is the prompts of benchmarks, prose and held-out code (`prompts.py`). "dense" is transformers' model
 in float32, "packed" the stored weights with float32 around them; both again in bfloat16, as `load_checkpoint` gives them; and
@@ -23,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from benchmarks import ROOT
 from benchmarks.decoding.prompts import read_prompts
@@ -41,16 +42,39 @@ def pieces_of(tokenizer: Any) -> list[list[int]]:
     return [opening_ids(tokenizer) + ids[first : first + PIECE] for first in range(0, len(ids), PIECE)]
 
 
-def perplexity(logits: Callable[[list[int]], Tensor], pieces: list[list[int]]) -> float:
-    """Of a model that gives the logits ``[N, V]`` of a piece."""
-    total, count = 0.0, 0
+Logits = Callable[[list[int]], Tensor]  # of a piece: [N, V]
+
+
+def beside(dense: Logits, other: Logits, pieces: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """-log p of each token by both, and KL(dense || other) behind each."""
+    found = []
     for ids in pieces:
-        losses = functional.cross_entropy(logits(ids)[:-1].double(), torch.tensor(ids[1:]), reduction="sum")
-        total, count = total + float(losses), count + len(ids) - 1
-    return math.exp(total / count)
+        of_dense, of_other = (logits(ids)[:-1].log_softmax(-1) for logits in (dense, other))
+        columns = torch.tensor(ids[1:])[:, None]
+        apart = of_other.sub_(of_dense).mul_(-1)
+        dense_loss, more = -of_dense.gather(1, columns)[:, 0], apart.gather(1, columns)[:, 0]
+        found.append((dense_loss.double(), (dense_loss + more).double(), (apart * of_dense.exp_()).sum(-1).double()))
+    losses_of_dense, losses, divergence = map(torch.cat, zip(*found, strict=True))
+    return losses_of_dense, losses, divergence
 
 
-def of_transformers(model: Any) -> Callable[[list[int]], Tensor]:
+def perplexity(losses: Tensor) -> float:
+    """exp of the mean."""
+    return math.exp(losses.mean())
+
+
+def figures(dense: Tensor, losses: Tensor, divergence: Tensor) -> dict[str, Any]:
+    """Of a form of the weights; see the module."""
+    differences = losses - dense
+    error = float(differences.std()) / len(differences) ** 0.5
+    return {
+        "perplexity": round(perplexity(losses), 5),
+        "from dense": f"{math.expm1(differences.mean()):+.4%} ± {error:.4%}",
+        "divergence": float(f"{float(divergence.mean()):.3g}"),
+    }
+
+
+def of_transformers(model: Any) -> Logits:
     """What gives the logits of a piece by transformers' forward."""
 
     def logits(ids: list[int]) -> Tensor:
@@ -60,7 +84,7 @@ def of_transformers(model: Any) -> Callable[[list[int]], Tensor]:
     return logits
 
 
-def of_llama_cpp(file: Path) -> Callable[[list[int]], Tensor]:
+def of_llama_cpp(file: Path) -> Logits:
     """What gives the logits of a piece by llama.cpp's run of the file."""
     import llama_cpp
 
@@ -75,7 +99,6 @@ def of_llama_cpp(file: Path) -> Callable[[list[int]], Tensor]:
 
 
 FORMS = {
-    "dense": ("dense", torch.float32),
     "packed": ("stored", torch.float32),
     "dense, bfloat16": ("dense", torch.bfloat16),
     "packed, bfloat16": ("stored", torch.bfloat16),
@@ -84,21 +107,17 @@ FORMS = {
 
 
 def measure(file: Path) -> dict[str, Any]:
-    """The perplexities of a file, and how far they are from the dense model's."""
-    pieces: list[list[int]] = []
-    found: dict[str, float] = {}
+    """The dense model's perplexity on a file, and each form's beside it."""
+    model, tokenizer = load_checkpoint(file, torch.float32, weights="dense")
+    dense, pieces = of_transformers(model), pieces_of(tokenizer)
+    forms = {}
     for name, (weights, dtype) in FORMS.items():
-        model, tokenizer = load_checkpoint(file, dtype, weights=weights)
-        pieces = pieces or pieces_of(tokenizer)
-        found[name] = perplexity(of_transformers(model), pieces)
+        of_dense, *others = beside(dense, of_transformers(load_checkpoint(file, dtype, weights=weights)[0]), pieces)
+        forms[name] = figures(of_dense, *others)
     if find_spec("llama_cpp"):
-        found["llama.cpp"] = perplexity(of_llama_cpp(file), pieces)
-    return {
-        "file": file.name,
-        "tokens": sum(len(piece) - 1 for piece in pieces),
-        "perplexity": {name: round(value, 5) for name, value in found.items()},
-        "from dense": {name: f"{value / found['dense'] - 1:+.4%}" for name, value in found.items()},
-    }
+        of_dense, *others = beside(dense, of_llama_cpp(file), pieces)
+        forms["llama.cpp"] = figures(of_dense, *others)
+    return {"file": file.name, "tokens": len(of_dense), "dense": round(perplexity(of_dense), 5), "forms": forms}
 
 
 def main(files: list[str]) -> None:

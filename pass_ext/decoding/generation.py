@@ -178,7 +178,7 @@ def generate(
         session.keep([len(text) - 1 for text in tokens])
         if is_given and session.wants_states:
             read_again(session, tokens, [len(text) for text in prompts.texts])
-        way = adapted.way
+        backend = adapted.backend
     new = [text[len(begun) :] for text, begun in zip(tokens, prompts.texts, strict=True)]
     for text, begun in zip(tokens, prompts.texts, strict=True):
         warn_of_length(len(text), len(begun) + max_new_tokens, adapted.most_positions)
@@ -192,7 +192,7 @@ def generate(
         ahead_calls=0 if rows is None else loop.calls - loop.prompt_calls,
         surplus_calls=loop.surplus_calls,
         synthetic=accept.is_synthetic,
-        way=way,
+        backend=backend,
     )
     reports = (None, None) if scores is None else (scores.logprobs(len(new)), scores.support(len(new)))
     return Generation(prompts.extended(new, pad or 0), tuple(map(len, new)), stats, *reports)

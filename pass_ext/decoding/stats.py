@@ -89,8 +89,8 @@ class GenerationStats(AcceptanceStats):
     """Calls that were under way when the last text ended; not among ``model_calls``."""
     synthetic: bool = False
     """True: coins of given rates accepted the drafts (``SyntheticAcceptance``): the texts are not the model's."""
-    way: str = ""
-    """How the model computed calls of few rows: "own forward", by pass_ext's ops alone, or "as it is" and why."""
+    backend: str = ""
+    """How the model computed calls of few rows: "fused", by pass_ext's ops alone, or "module", its own forward, and why."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -113,7 +113,7 @@ class GenerationStats(AcceptanceStats):
             self.ahead_calls + other.ahead_calls,
             self.surplus_calls + other.surplus_calls,
             self.synthetic or other.synthetic,
-            self.way if self.way == other.way else "several",
+            self.backend if self.backend == other.backend else "several",
         )
 
     def __str__(self) -> str:
@@ -121,8 +121,8 @@ class GenerationStats(AcceptanceStats):
             f"{self.tokens} tokens in {self.seconds:.2f} s ({self.tokens_per_second:.1f} tokens/s), "
             f"{self.model_calls} model calls ({self.tokens_per_call:.2f} tokens per call)"
         )
-        if self.way:
-            text += f", {self.way}"
+        if self.backend:
+            text += f", {self.backend}"
         if self.synthetic:
             text += ", SYNTHETIC acceptance"
         if not self.num_drafts:

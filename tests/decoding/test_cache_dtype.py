@@ -21,7 +21,7 @@ from pass_ext import (
     generate,
     testing,
 )
-from pass_ext.decoding.models import own_forward, parts
+from pass_ext.decoding.models import fused_forward, parts
 from pass_ext.decoding.session import session as sessions
 from pass_ext.integrations.transformers.processors import NotedRows
 from pass_ext.layers import dequantize_rows, quantize_rows
@@ -79,13 +79,13 @@ def test_a_row_has_the_bits_that_it_has_alone(family, dtype):
 def test_layers_are_one_call_as_with_other_caches(codes, monkeypatch):
     """Bytes of rows in fp8 that are no number as fp8 do not make the own forward unlike the model's."""
     calls = []
-    stack = own_forward._stack
-    monkeypatch.setattr(own_forward, "_stack", lambda *given: calls.append(given[3][0].dtype) or stack(*given))
+    stack = fused_forward._stack
+    monkeypatch.setattr(fused_forward, "_stack", lambda *given: calls.append(given[3][0].dtype) or stack(*given))
     model, ids = small_model("llama").bfloat16(), prompts(2, 5)[0]
     session = Session(model, cache_dtype=codes)
     result = generate(model, ids, NGram(shortest=1), max_new_tokens=NEW, eos_token_id=[], session=session)
     assert set(calls) == {codes} and len(calls) >= result.stats.model_calls
-    assert result.stats.way == generate(model, ids, max_new_tokens=2, eos_token_id=[]).stats.way
+    assert result.stats.backend == generate(model, ids, max_new_tokens=2, eos_token_id=[]).stats.backend
 
 
 def test_caches_hold_the_models_numbers_rounded():

@@ -139,9 +139,9 @@ def test_sums():
 
 
 def test_it_reads_well():
-    stats = GenerationStats((2, 1, 3), 18, model_calls=8, tokens=15, seconds=1.5, way="own forward")
+    stats = GenerationStats((2, 1, 3), 18, model_calls=8, tokens=15, seconds=1.5, backend="fused")
     assert str(stats) == (
-        "15 tokens in 1.50 s (10.0 tokens/s), 8 model calls (1.88 tokens per call), own forward\n"
+        "15 tokens in 1.50 s (10.0 tokens/s), 8 model calls (1.88 tokens per call), fused\n"
         "Mean acceptance length: 2.17, Accepted: 7 tokens, Drafted: 18 tokens, "
         "Per-position acceptance rate: 0.667, 0.500, Avg Draft acceptance rate: 38.9%"
     )

@@ -142,7 +142,7 @@ _CPP = _files_of_families() | {
     "cpu/transpose-inl.h": (["attention"], _ATTENTION),
 }
 
-_OWN_FORWARD = ["tests/decoding/models/test_own_forward.py", "tests/decoding/models/test_layers_one_by_one.py"]
+_FUSED_FORWARD = ["tests/decoding/models/test_fused_forward.py", "tests/decoding/models/test_layers_one_by_one.py"]
 
 _HEADS = [
     f"tests/decoding/drafting/test_{name}.py"
@@ -200,7 +200,7 @@ _PYTHON: dict[str, list[str]] = {
     ],
     "models/any_model": ["tests/decoding/models/test_adapted_models.py", "tests/decoding/test_wrong_types.py"],
     "models/early_exit": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
-    **{f"models/{name}": _OWN_FORWARD for name in ("own_forward", "parts", "way")},
+    **{f"models/{name}": _FUSED_FORWARD for name in ("fused_forward", "parts", "backend")},
     **{
         f"models/{name}": ["tests/decoding/models/test_hybrid_models.py"]
         for name in ("features/states", "step_states", "features/lightning", "layer_kinds")
@@ -227,7 +227,7 @@ _PYTHON: dict[str, list[str]] = {
         "tests/decoding/test_cache_dtype.py",
         *(
             f"tests/decoding/models/test_{name}.py"
-            for name in ("own_forward", "latents", "compressed", "indexed", "row_attention")
+            for name in ("fused_forward", "latents", "compressed", "indexed", "row_attention")
         ),
     ],
     "models/module_ops": [
@@ -312,7 +312,7 @@ _PYTHON: dict[str, list[str]] = {
     ],
     "stats": ["tests/decoding/test_stats.py"],
     "models/transformers": [
-        f"tests/decoding/models/test_{name}.py" for name in ("decoded_models", "model_meanwhile", "own_forward")
+        f"tests/decoding/models/test_{name}.py" for name in ("decoded_models", "model_meanwhile", "fused_forward")
     ],
     "planning/plan": [
         "tests/decoding/planning/test_plan.py",

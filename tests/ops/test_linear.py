@@ -404,7 +404,7 @@ def calls(monkeypatch):
     return seen
 
 
-def has_own_forward(model):
+def has_fused_forward(model):
     return [name for name, layer in model.named_modules() if "forward" in vars(layer)]
 
 
@@ -413,7 +413,7 @@ def test_plain_layers_compute_through_the_op(calls):
     with torch.no_grad():
         expected = model(x)
         computes_by_ops(model, takes)
-        assert has_own_forward(model) == ["0", "2.0"]
+        assert has_fused_forward(model) == ["0", "2.0"]
         hidden = functional.gelu(pass_ext.layers.linear_rows(x, model[0].weight, model[0].bias))
         middle = pass_ext.layers.linear_rows(hidden, model[2][0].weight)
         assert_same_bits(model(x), model[3](middle))
@@ -472,11 +472,11 @@ def test_layers_that_are_not_plain_are_left_alone():
         (make_model().to("meta"), []),
     ):
         computes_by_ops(model, takes)
-        assert has_own_forward(model) == changed
+        assert has_fused_forward(model) == changed
     assert own[0].forward is forward
     with torch.autocast("cpu", torch.bfloat16):
         computes_by_ops(model := make_model().float(), takes)
-    assert has_own_forward(model) == []
+    assert has_fused_forward(model) == []
 
 
 def test_a_layer_with_one_heavy_product_keeps_all_of_them(monkeypatch):
@@ -506,7 +506,7 @@ def test_weights_that_are_no_plain_tensors_are_left_alone():
         model = make_model()
         change(model[0])
         computes_by_ops(model, takes)
-        return has_own_forward(model)
+        return has_fused_forward(model)
 
     def own_weight(layer):
         layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Own))

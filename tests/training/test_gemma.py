@@ -63,7 +63,7 @@ def test_the_tokenizer_and_the_model_are_transformers_own(file, loaded):
     assert model.generation_config.eos_token_id == 1
     text = text_of(model, ids, Plain())
     assert text.sequences.tolist() == plain.generate(ids, max_new_tokens=WORDS, do_sample=False).tolist()
-    assert str(text.stats.way).startswith("own forward")
+    assert str(text.stats.backend).startswith("fused")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -24,14 +24,14 @@ NEW = 12
 OPTIONS = dict(max_new_tokens=NEW, attention_mask=MASK, eos_token_id=[])
 # A family -> how it runs, and what is packed beside linear layers and the table of embeddings.
 FAMILIES = {
-    "llama": ("own forward", ()),
-    "gemma": ("own forward", ()),
-    "gemma3_text": ("own forward", ()),  # its table is multiplied
-    "phi3": ("own forward", ()),  # joined products
-    "gpt_neox": ("as it is", ()),
-    "qwen2_moe": ("as it is", (PackedExperts,)),
-    "gpt_oss": ("as it is", (PackedExperts,)),
-    "deepseek_v3": ("as it is", ()),
+    "llama": ("fused", ()),
+    "gemma": ("fused", ()),
+    "gemma3_text": ("fused", ()),  # its table is multiplied
+    "phi3": ("fused", ()),  # joined products
+    "gpt_neox": ("module", ()),
+    "qwen2_moe": ("module", (PackedExperts,)),
+    "gpt_oss": ("module", (PackedExperts,)),
+    "deepseek_v3": ("module", ()),
 }
 
 
@@ -75,7 +75,7 @@ def test_every_family_writes_plains_text(family):
     kinds = {type(part) for part in model.modules()}
     assert kinds.issuperset({PackedLinear, PackedEmbedding, *more})
     plain = generate(model, IDS, **OPTIONS)
-    assert plain.stats.way.startswith(way)
+    assert plain.stats.backend.startswith(way)
     for name, method in methods_for(model, few=family not in ("llama", "gpt_oss")).items():
         assert torch.equal(generate(model, IDS, method, **OPTIONS).sequences, plain.sequences), name
     for row, seen in enumerate(MASK.bool()):

@@ -33,7 +33,8 @@ def gemma():
 def test_perplexity_is_within_a_thousandth_of_the_dense_models(file_of, tmp_path, monkeypatch):
     monkeypatch.setenv("PASS_EXT_CACHE", str(tmp_path))
     found = measure(file_of())
-    dense = found["perplexity"]["dense"]
-    assert 2 < dense < 60, "a text that the model understands"
-    assert abs(found["perplexity"]["packed"] / dense - 1) < 1e-4
-    assert abs(found["perplexity"]["packed, bfloat16"] / dense - 1) < 5e-3
+    assert 2 < found["dense"] < 60, "a text that the model understands"
+    forms = found["forms"]
+    assert abs(forms["packed"]["perplexity"] / found["dense"] - 1) < 1e-4
+    # Of a tensor rounded to bfloat16 between any two modules, packed weights add nothing.
+    assert forms["packed, bfloat16"]["divergence"] < 1.1 * forms["dense, bfloat16"]["divergence"]

@@ -88,7 +88,7 @@ def test_texts_are_plains(folder_of, kind):
     model, _ = load_checkpoint(folder_of(kind)[0])
     ids = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(0))
     plain = pass_ext.generate(model, ids, max_new_tokens=24, eos_token_id=[])
-    assert plain.stats.way.startswith("as it is" if "act order" in kind else "own forward")
+    assert plain.stats.backend.startswith("module" if "act order" in kind else "fused")
     for method in (pass_ext.NGram(), pass_ext.Speculative(pass_ext.EarlyExitDraft(model, layers=1))):
         got = pass_ext.generate(model, ids, method, max_new_tokens=24, eos_token_id=[])
         assert torch.equal(got.sequences, plain.sequences)
@@ -281,7 +281,7 @@ def test_a_folder_of_torchao_has_its_numbers(tmp_path, name):
             assert torch.equal(dense.get_submodule(place).weight, exact.view(codes.shape).bfloat16())
     ids = torch.randint(0, 256, (1, 30), generator=torch.Generator().manual_seed(0))
     assert sum(isinstance(part, PackedLinear) for part in model.modules()) == LAYERS
-    assert pass_ext.generate(model, ids, max_new_tokens=4).stats.way == "own forward"
+    assert pass_ext.generate(model, ids, max_new_tokens=4).stats.backend == "fused"
     with pytest.raises(ValueError, match="is saved as that file"):
         model.save_pretrained(tmp_path / "again")
 

@@ -17,7 +17,7 @@ from support.gguf_files import VOCABULARY, write_gguf, write_gguf_of_experts
 import pass_ext
 from pass_ext.__main__ import main
 from pass_ext.checkpoint import load_checkpoint
-from pass_ext.decoding.models import own_forward
+from pass_ext.decoding.models import fused_forward
 from pass_ext.layers import unpack_weight
 from pass_ext.weights.experts import PackedExperts
 from pass_ext.weights.gguf import read_once
@@ -95,14 +95,14 @@ def test_experts_have_the_numbers_of_the_file(tmp_path, tokens, kind):
 
 
 def test_its_layers_run_by_the_layer_ops(model, tokens):
-    assert pass_ext.generate(model, tokens[:1, :20], max_new_tokens=4).stats.way == "own forward"
+    assert pass_ext.generate(model, tokens[:1, :20], max_new_tokens=4).stats.backend == "fused"
 
 
 def test_a_long_prompt_runs_by_them_too(model, tokens, monkeypatch):
     """Dense layers leave so many rows to PyTorch's product; packed ones have one for all."""
     pass_ext.generate(model, tokens[:1, :20], max_new_tokens=1)
-    rows, stack = [], own_forward._stack
-    monkeypatch.setattr(own_forward, "_stack", lambda x, *others: rows.append(len(x)) or stack(x, *others))
+    rows, stack = [], fused_forward._stack
+    monkeypatch.setattr(fused_forward, "_stack", lambda x, *others: rows.append(len(x)) or stack(x, *others))
     pass_ext.generate(model, tokens[:1], max_new_tokens=3)
     assert rows == [300, 1, 1]
 
@@ -137,12 +137,12 @@ def test_a_text_does_not_depend_on_how_its_prompt_is_cut(model, tokens):
         assert torch.equal(again.logprobs[0].raw, whole.logprobs[0].raw[more:])
 
 
-def test_own_forward_and_the_model_as_it_is_give_the_same_text(model, tokens):
+def test_fused_forward_and_the_model_as_it_is_give_the_same_text(model, tokens):
     expected = pass_ext.generate(model, tokens[:2, :50], max_new_tokens=16, eos_token_id=[])
     hooked = copy.deepcopy(model)
     hooked.model.layers[0].mlp.register_forward_hook(lambda *_: None)
     got = pass_ext.generate(hooked, tokens[:2, :50], max_new_tokens=16, eos_token_id=[])
-    assert got.stats.way.startswith("as it is") and expected.stats.way == "own forward"
+    assert got.stats.backend.startswith("module") and expected.stats.backend == "fused"
     assert torch.equal(got.sequences, expected.sequences)
 
 
@@ -224,4 +224,4 @@ def test_info_names_formats_and_bytes(files, tmp_path, capsys):
     assert main(["info", str(shutil.copy(files["Q4_0"], tmp_path))]) == 0
     said = capsys.readouterr().out
     matrices = 2 * (4 * 32 * 32 + 3 * 32 * 64) + 2 * 272 * 32  # outputs are whole groups of 16
-    assert "llama: own forward" in said and f"{matrices * 20 / 32 / 1e6:,.1f} MB in 4 bits" in said
+    assert "llama: fused" in said and f"{matrices * 20 / 32 / 1e6:,.1f} MB in 4 bits" in said

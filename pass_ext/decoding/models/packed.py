@@ -234,7 +234,7 @@ class Adapted:
             )
 
     @property
-    def way(self) -> str:
+    def backend(self) -> str:
         """How its calls are computed, and why so, in words."""
         return "its own __call__"
 

@@ -1,6 +1,6 @@
 """Finds the parts of a transformers model by their names: its layers, and the plan of its forward by our ops.
 
-The plan is a guess: ``way.py`` compares the numbers.
+The plan is a guess: ``backend.py`` compares the numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""``TransformersModel``: an unmodified transformers decoder-only model as a packed model, run in one of two ways.
+"""``TransformersModel``: an unmodified transformers decoder-only model as a packed model, run by one of two backends.
 
-own forward    few rows, by our ops alone, once a comparison has shown the model's own bits
-as it is       all else: the forward of its shadow on one "batch" of all rows, ``inputs_embeds [1, N, d]`` with explicit
+fused          few rows, by our ops alone, once a comparison has shown the model's own bits
+module         all else: the forward of its shadow on one "batch" of all rows, ``inputs_embeds [1, N, d]`` with explicit
                ``position_ids`` and no cache, whose attention passes queries, keys and values to the session
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models import limits
+from pass_ext.decoding.models.backend import Backend, ModelState, backend_of, keep_backend, known_backend
 from pass_ext.decoding.models.equivalence import MACHINE
 from pass_ext.decoding.models.features.table import (
     FEATURES,
@@ -25,6 +26,7 @@ from pass_ext.decoding.models.features.table import (
     serve_features,
     widths_behind,
 )
+from pass_ext.decoding.models.fused_forward import FusedForward, is_hooked
 from pass_ext.decoding.models.layer_kinds import STATES, keeps_states, kinds_of
 from pass_ext.decoding.models.module_ops import (
     are_few,
@@ -34,7 +36,6 @@ from pass_ext.decoding.models.module_ops import (
     is_untouched,
     most_few_rows,
 )
-from pass_ext.decoding.models.own_forward import OwnForward, is_hooked
 from pass_ext.decoding.models.packed import Adapted, KeptHidden, StepAttend
 from pass_ext.decoding.models.parts import decoder_layers, decoder_of, text_parts, unwrapped
 from pass_ext.decoding.models.row_attention import (
@@ -56,7 +57,6 @@ from pass_ext.decoding.models.shadow import (
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters
 from pass_ext.decoding.models.taps import Tap, check_places
 from pass_ext.decoding.models.vocabulary import logit_shards_of
-from pass_ext.decoding.models.way import ModelState, Way, keep_way, known_way, way_of
 from pass_ext.ops.lookahead import lookahead_embed
 from pass_ext.weights.layers import PackedEmbedding, table_of
 
@@ -99,8 +99,8 @@ class TransformersModel(Adapted):
         self._is_shifted = self._is_tapped = False
         self._adapted: set[str] = set()
         self._state: ModelState | None = None
-        self._way: Way | None = None
-        self._own: OwnForward | None = None
+        self._backend: Backend | None = None
+        self._own: FusedForward | None = None
 
     @property
     def stored_table(self) -> Tensor | None:
@@ -138,27 +138,27 @@ class TransformersModel(Adapted):
         if self._replaced is None:
             self._replaced = self._find_replaced()
         if self.keeps_states:
-            self._way = Way(None, f"its layers keep states, by {' and '.join(computed_by(self.model))}")
+            self._backend = Backend(None, f"its layers keep states, by {' and '.join(computed_by(self.model))}")
         elif self.model is not unwrapped(self.model):
-            self._way = Way(None, f"it is wrapped by {type(self.model).__name__}")
+            self._backend = Backend(None, f"it is wrapped by {type(self.model).__name__}")
         elif self.logit_shards is not None:
-            self._way = Way(None, "its logits are divided among ranks")
+            self._backend = Backend(None, "its logits are divided among ranks")
         elif is_hooked(text_parts(self.model)):
-            self._way = Way(None, "hooks or autocast reach into its modules")
+            self._backend = Backend(None, "hooks or autocast reach into its modules")
         else:
             self._state = ModelState(self.model)
-            self._take(known_way(self.model, self._state))
+            self._take(known_backend(self.model, self._state))
 
-    def _take(self, way: Way | None) -> None:
-        self._way = way
-        if way is not None and way.plan is not None:
-            self._own = OwnForward(way.plan, self.model, self._norm, self._head)
+    def _take(self, backend: Backend | None) -> None:
+        self._backend = backend
+        if backend is not None and backend.plan is not None:
+            self._own = FusedForward(backend.plan, self.model, self._norm, self._head)
 
     @property
-    def way(self) -> str:
-        if self._way is None:
-            return "as it is: not compared yet"
-        return "own forward" if self._way.plan is not None else f"as it is: {self._way.reason}"
+    def backend(self) -> str:
+        if self._backend is None:
+            return "module: not compared yet"
+        return "fused" if self._backend.plan is not None else f"module: {self._backend.reason}"
 
     def _its_shadow(self) -> Any:
         if self._shadow is None:
@@ -216,7 +216,7 @@ class TransformersModel(Adapted):
             positions = positions.clamp(max=self.known_positions - 1)
         if self._own is not None and attend.may_have_changed and not self._own.is_current():
             self._own = None
-            self._way = Way(None, "hooks or other weights have come to its modules")
+            self._backend = Backend(None, "hooks or other weights have come to its modules")
         try:
             logits = self._computed(rows, positions, attend, wanted, slots)
         except MACHINE:
@@ -228,7 +228,7 @@ class TransformersModel(Adapted):
         if self.keeps_states and not self._ran:
             self._check_states(attend.states.layers)
         self._ran = True
-        if self._way is None and not is_being_recorded(rows) and (len(rows) > 1 or not attend.is_first):
+        if self._backend is None and not is_being_recorded(rows) and (len(rows) > 1 or not attend.is_first):
             self._compare(rows, positions, attend)
         return logits
 
@@ -242,14 +242,14 @@ class TransformersModel(Adapted):
             logits = own(rows, positions, attend, wanted, slots, ends_apart=hidden is not None)
             if logits is not None:
                 return logits
-        logits = self._as_it_is(rows, positions, attend, wanted, slots, text_rows)
+        logits = self._by_module(rows, positions, attend, wanted, slots, text_rows)
         if wanted is not None and len(logits) != len(wanted):  # some models of transformers 4 ignore logits_to_keep
             if hidden is not None:
                 hidden.keep(hidden.rows[wanted])
             return logits[wanted]
         return logits
 
-    def _as_it_is(
+    def _by_module(
         self,
         rows: Tensor,
         positions: Tensor,
@@ -345,10 +345,10 @@ class TransformersModel(Adapted):
         """Finds out how calls of few rows are computed from now on."""
         assert self._state is not None
         hidden, self._hidden = self._hidden, None
-        way = way_of(self.model, self._as_it_is, (self._norm, self._head), rows, positions, attend)
+        backend = backend_of(self.model, self._by_module, (self._norm, self._head), rows, positions, attend)
         self._hidden = hidden
-        keep_way(self.model, self._state, way)
-        self._take(way)
+        keep_backend(self.model, self._state, backend)
+        self._take(backend)
 
     def check_taps(self, taps: Sequence[Tap]) -> None:
         check_places(taps, len(decoder_layers(unwrapped(self.model))), self.name)

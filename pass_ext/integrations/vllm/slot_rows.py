@@ -11,7 +11,7 @@ embedding, whose own call notes their slots then.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -101,8 +101,7 @@ def language_model(model: nn.Module) -> nn.Module:
         raise ValueError(
             f"PaSS: {type(model).__name__} reads token ids beside its rows, and those of slots are none of its own"
         )
-    language: nn.Module = model.get_language_model()
-    return language
+    return cast(nn.Module, cast(Any, model).get_language_model())
 
 
 def input_embedding(model: nn.Module) -> nn.Module:

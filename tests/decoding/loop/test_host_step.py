@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 from support.small_models import ragged_prompts, small_model
 
 from pass_ext import Drafter, NGram, Plain, Session, Tree, generate
-from pass_ext.decoding.models.own_forward import OwnForward
+from pass_ext.decoding.models.fused_forward import FusedForward
 from pass_ext.drafting import Candidates, Proposal
 
 
@@ -46,8 +46,8 @@ def run(model, method, **options):
     ],
 )
 def test_a_model_is_searched_for_changes_after_code_of_the_callers(monkeypatch, method, options, searches):
-    searched, is_current = [], OwnForward.is_current
-    monkeypatch.setattr(OwnForward, "is_current", lambda self: searched.append(self) or is_current(self))
+    searched, is_current = [], FusedForward.is_current
+    monkeypatch.setattr(FusedForward, "is_current", lambda self: searched.append(self) or is_current(self))
     model = small_model("llama")
     run(model, method, **options)
     searched.clear()

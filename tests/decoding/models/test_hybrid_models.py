@@ -362,8 +362,8 @@ def test_the_callers_model_stays_as_it_is(model):
 
 
 def test_the_way_names_the_functions(qwen):
-    way = ours(qwen, prompts(1, 9)[0], new=2).stats.way
-    assert way == "as it is: its layers keep states, by causal_conv1d_fn and torch_chunk_gated_delta_rule"
+    way = ours(qwen, prompts(1, 9)[0], new=2).stats.backend
+    assert way == "module: its layers keep states, by causal_conv1d_fn and torch_chunk_gated_delta_rule"
 
 
 def test_hooks_that_replace_forwards():

@@ -15,7 +15,7 @@ from support.small_models import ARCHITECTURES, MASKS_KNOW_WINDOWS, prompts, sma
 
 import pass_ext
 from pass_ext import PaSS, Plain, Session, Tree, generate
-from pass_ext.decoding.models import own_forward, parts
+from pass_ext.decoding.models import fused_forward, parts
 from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.models.slots import CallSlots, PlacedAdapters, PlacedSlots
 from pass_ext.modules.slot_adapters import AdapterSize, SlotAdapters
@@ -48,14 +48,14 @@ def method_of(lookahead, **more):
 def added(monkeypatch):
     """The places whose adapters are added, call by call; not by layer_stack."""
     places = []
-    add, listed = CallSlots.adapt_, own_forward._of_each_layer
+    add, listed = CallSlots.adapt_, fused_forward._of_each_layer
 
     def of_each_layer(placed, plan):
         found = listed(placed, plan)
         places.extend(placed.pairs if found else ())
         return found
 
-    monkeypatch.setattr(own_forward, "_of_each_layer", of_each_layer)
+    monkeypatch.setattr(fused_forward, "_of_each_layer", of_each_layer)
     monkeypatch.setattr(CallSlots, "adapt_", lambda self, place, *rest: places.append(place) or add(self, place, *rest))
     return places
 
@@ -166,8 +166,8 @@ def test_ranks_per_kind(llama, kinds, added):
 @pytest.fixture
 def fused(monkeypatch):
     """Whether each call of the op in front of attention has adapters."""
-    calls, before = [], own_forward._before
-    monkeypatch.setattr(own_forward, "_before", lambda *a: calls.append(bool(a[-2])) or before(*a))
+    calls, before = [], fused_forward._before
+    monkeypatch.setattr(fused_forward, "_before", lambda *a: calls.append(bool(a[-2])) or before(*a))
     return calls
 
 
@@ -202,7 +202,7 @@ def test_fused_layers_give_the_bits_of_modules(architecture, each, monkeypatch):
     monkeypatch.setattr(parts, "_stack_of", lambda *_: None)
     ids = [5, -1, -3, 6, -2, -1]
     ours = logits_of(model, lookahead, ids, monkeypatch)
-    monkeypatch.setattr(own_forward, "_of_each_layer", lambda *_: None)
+    monkeypatch.setattr(fused_forward, "_of_each_layer", lambda *_: None)
     assert_same_bits(ours, logits_of(model, lookahead, ids, monkeypatch))
     bare = slots_for(model, 3)
     bare.weight.data.copy_(lookahead.weight)
@@ -212,8 +212,8 @@ def test_fused_layers_give_the_bits_of_modules(architecture, each, monkeypatch):
 def test_one_call_for_all_layers_with_adapters(fused, monkeypatch):
     """No call goes layer by layer; drafts are those of layers never fused."""
     model = small_model("llama", head_dim=64)
-    stacked, op = [], own_forward._stack
-    monkeypatch.setattr(own_forward, "_stack", lambda *a: stacked.append(1) or op(*a))
+    stacked, op = [], fused_forward._stack
+    monkeypatch.setattr(fused_forward, "_stack", lambda *a: stacked.append(1) or op(*a))
     lookahead = adapted_slots(model, deep_layers=2)
     got = generate(model, IDS, method_of(lookahead), **OPTIONS)
     assert len(stacked) >= got.stats.model_calls - 3 and not fused

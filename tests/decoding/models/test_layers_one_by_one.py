@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pass_ext import PaSS, Tree, generate
 from pass_ext.__main__ import main
-from pass_ext.decoding.models import own_forward, parts
+from pass_ext.decoding.models import fused_forward, parts
 from pass_ext.integrations.transformers.processors import NotedRows
 from pass_ext.testing import assert_same_bits
 
@@ -58,8 +58,8 @@ def calls(monkeypatch):
     monkeypatch.setattr(parts, "_stack_of", lambda *_: None)
     counts = Counter()
     for name in ("_before", "_after"):
-        op = getattr(own_forward, name)
-        monkeypatch.setattr(own_forward, name, lambda *a, op=op, name=name: counts.update([name]) or op(*a))
+        op = getattr(fused_forward, name)
+        monkeypatch.setattr(fused_forward, name, lambda *a, op=op, name=name: counts.update([name]) or op(*a))
     return counts
 
 
@@ -74,7 +74,7 @@ def as_it_is(model):
 
 
 def way(model, ids=None):
-    return generate(model, prompts(1, 7)[0] if ids is None else ids, **OPTIONS).stats.way
+    return generate(model, prompts(1, 7)[0] if ids is None else ids, **OPTIONS).stats.backend
 
 
 def with_rows(model, ids, method):
@@ -92,11 +92,11 @@ def test_whole_layers_give_the_logits_that_they_gave(architecture, dtype, calls)
     method = PaSS(slots_for(model), tree=Tree.from_branching((2, 2)), rows=12, slots=2)
     with as_it_is(model):
         before, rows_before = with_rows(model, ids, method)
-    assert before.stats.way.startswith("as it is: hooks") and not calls
+    assert before.stats.backend.startswith("module: hooks") and not calls
     after, rows_after = with_rows(model, ids, method)
     assert torch.equal(after.sequences, before.sequences)
     assert_same_bits(rows_after, rows_before)
-    assert after.stats.way == "own forward" and calls["_before"] >= 2 * (after.stats.model_calls - 1)
+    assert after.stats.backend == "fused" and calls["_before"] >= 2 * (after.stats.model_calls - 1)
     assert not any("forward" in vars(layer) for layer in model.get_decoder().layers)
 
 
@@ -105,7 +105,7 @@ def test_a_rotary_embedding_of_a_part_of_each_head(length):
     model, ids = model_of("phi3", partial_rotary_factor=0.5), prompts(1, length)[0]
     ours = generate(model, ids, **OPTIONS)
     assert ours.sequences.tolist() == model.generate(ids, **GREEDY).tolist()
-    assert ours.stats.way == "own forward"
+    assert ours.stats.backend == "fused"
 
 
 @pytest.mark.parametrize("length", [7, 12, 70])
@@ -118,7 +118,7 @@ def test_layers_that_compute_with_positions_stay(length):
     model, ids = model_of("ministral3", rope_parameters=rotary), prompts(1, length)[0]
     ours = generate(model, ids, **OPTIONS)
     assert ours.sequences.tolist() == model.generate(ids, **GREEDY).tolist()
-    assert ours.stats.way.startswith("as it is: our ops give other")
+    assert ours.stats.backend.startswith("module: our ops give other")
 
 
 def test_a_layer_that_cannot_be_called_to_be_compared(monkeypatch):
@@ -134,7 +134,7 @@ def test_a_layer_that_cannot_be_called_to_be_compared(monkeypatch):
     monkeypatch.setattr(layer, "forward", refusing)
     ours = generate(model, ids, **OPTIONS)
     assert ours.sequences.tolist() == model.generate(ids, **GREEDY).tolist()
-    assert ours.stats.way == "as it is: it cannot be called to be compared: ValueError: not such rows"
+    assert ours.stats.backend == "module: it cannot be called to be compared: ValueError: not such rows"
 
 
 @pytest.mark.parametrize("architecture", WHOLE)
@@ -143,15 +143,15 @@ def test_some_rows_of_a_prompt_show_what_layers_compute(architecture):
     model, ids = model_of(architecture), prompts(1, 70)[0]
     ours = generate(model, ids, max_new_tokens=1)
     assert ours.sequences.tolist() == model.generate(ids, **GREEDY | dict(max_new_tokens=1)).tolist()
-    assert ours.stats.way == "own forward"
+    assert ours.stats.backend == "fused"
 
 
 @pytest.mark.parametrize("architecture", NOT)
 def test_other_layers_stay(architecture, calls):
     model, ids = small_model(architecture), prompts(1, 7)[0]
     got = generate(model, ids, **OPTIONS)
-    assert not calls and got.stats.way.startswith(
-        "as it is: it has no" if "_moe" not in architecture else "as it is: layer 0"
+    assert not calls and got.stats.backend.startswith(
+        "module: it has no" if "_moe" not in architecture else "module: layer 0"
     )
     assert torch.equal(
         got.sequences, model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -162,7 +162,7 @@ def test_layers_without_rotary_embedding(calls):
     """smollm3 rotates in some of its layers only."""
     model, ids = model_of("smollm3", no_rope_layers=[1, 0]), prompts(1, 7)[0]
     got = generate(model, ids, **OPTIONS)
-    assert got.stats.way == "own forward"
+    assert got.stats.backend == "fused"
     assert torch.equal(got.sequences, model.generate(ids, **GREEDY))
 
 
@@ -177,7 +177,7 @@ def test_adapted_layers_stay(calls):
     projection.__class__ = Adapted
     expected = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert torch.equal(generate(model, ids, **OPTIONS).sequences, expected)
-    assert way(model) == "as it is: layer 0 (LlamaDecoderLayer) has other parts than the layer ops"
+    assert way(model) == "module: layer 0 (LlamaDecoderLayer) has other parts than the layer ops"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_copied_model_finds_its_own_parts(copied):
     text = generate(model, ids, **OPTIONS).sequences
     other = copied(model)
     assert torch.equal(generate(other, ids, **OPTIONS).sequences, text)
-    assert way(other) == way(model) == "own forward"
+    assert way(other) == way(model) == "fused"
 
 
 def test_hooks_for_every_module_are_called(calls):
@@ -223,8 +223,8 @@ def test_hooks_for_every_module_are_called(calls):
 
 def test_info_says_how_a_model_is_run(tmp_path, capsys):
     for architecture, words in (
-        ("llama", "own forward"),
-        ("gpt_neox", "as it is: it has no rotary embedding and final norm"),
+        ("llama", "fused"),
+        ("gpt_neox", "module: it has no rotary embedding and final norm"),
     ):
         folder = tmp_path / architecture
         small_model(architecture).save_pretrained(folder)

@@ -348,14 +348,14 @@ def test_embeddings_of_a_prompt(name):
     assert torch.equal(own, own_text(model, inputs, custom_generate=custom_generate(NGram(shortest=1))))
 
 
-def test_hooks_in_an_encoder_leave_the_decoder_its_own_forward():
+def test_hooks_in_an_encoder_leave_the_decoder_its_fused_forward():
     """transformers hooks a vision tower whose hidden states it wants, and leaves the hooks there."""
     model = tiny_model("llava", AutoModelForImageTextToText)
     inputs = prompts(model, [*BEFORE, PICTURE, *BEHIND])
     for _ in range(2):
         result = generate(model, inputs["input_ids"], prompt=inputs, max_new_tokens=4, eos_token_id=[])
     assert any(part._forward_hooks for part in model.model.vision_tower.modules())
-    assert result.stats.way == "own forward"
+    assert result.stats.backend == "fused"
 
 
 def test_n_grams_and_draft_models_read_what_is_behind_the_picture(monkeypatch):

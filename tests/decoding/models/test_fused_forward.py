@@ -20,7 +20,7 @@ from support.small_models import ARCHITECTURES, prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pass_ext import NGram, PaSS, Session, Tree, generate
-from pass_ext.decoding.models import own_forward
+from pass_ext.decoding.models import fused_forward
 from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.models.transformers import TransformersModel
 from pass_ext.modules.slot_adapters import SlotAdapters
@@ -55,7 +55,7 @@ def model_of(architecture, dtype=torch.float32, **changes):
 @pytest.fixture
 def calls(monkeypatch):
     """Counts the op's calls, and those that end with the output layer."""
-    counts, op = Counter(), own_forward._stack
+    counts, op = Counter(), fused_forward._stack
     names = [argument.name for argument in op._schema.arguments]
 
     def counted(*arguments):
@@ -65,14 +65,14 @@ def calls(monkeypatch):
             counts.update(["adapters"])
         return op(*arguments)
 
-    monkeypatch.setattr(own_forward, "_stack", counted)
+    monkeypatch.setattr(fused_forward, "_stack", counted)
     return counts
 
 
 @contextmanager
 def without_stack(monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(own_forward.OwnForward, "takes", lambda *_: False)
+        patch.setattr(fused_forward.FusedForward, "takes", lambda *_: False)
         yield
 
 
@@ -112,7 +112,7 @@ def test_one_call_gives_the_logits_of_many(architecture, dtype, calls, monkeypat
         calls.clear()
         ours = generated(model, ids, *arguments)
         assert_same_calls(ours, expected)
-        assert ours[0].stats.way == "own forward"
+        assert ours[0].stats.backend == "fused"
         assert calls["whole"] == ours[0].stats.model_calls, calls
 
 
@@ -258,7 +258,9 @@ def test_a_model_that_moves_its_positions_is_called(calls, monkeypatch):
     with without_stack(monkeypatch):
         expected = generated(model, ids)
     assert_same_calls(generated(model, ids), expected)
-    assert generated(model, ids)[0].stats.way.startswith("as it is: our ops give other keys in layer 0, at position 0")
+    assert generated(model, ids)[0].stats.backend.startswith(
+        "module: our ops give other keys in layer 0, at position 0"
+    )
 
 
 def test_a_model_that_adds_something_is_called(calls):
@@ -281,7 +283,7 @@ def test_a_model_that_adds_something_is_called(calls):
         result = generate(model, ids, **OPTIONS)
         assert torch.equal(result.sequences, expected), place
         reason = "keys in layer 1" if place == "model.layers.0" else "logits"
-        assert result.stats.way.startswith(f"as it is: our ops give other {reason}") or place in (
+        assert result.stats.backend.startswith(f"module: our ops give other {reason}") or place in (
             "model.norm",
             "lm_head",
         )
@@ -345,9 +347,9 @@ def test_calls_pass_one_key_for_all_weights(monkeypatch):
     """Packed once in a generation, and let go of after it: the model may go to a GPU, and its weights end."""
     model, ids = model_of("llama"), prompts(1, 7)[0]
     expected = generate(model, ids, **OPTIONS).sequences
-    lengths, packs, op, pack = [], [], own_forward._stack, own_forward.PackedLayers
+    lengths, packs, op, pack = [], [], fused_forward._stack, fused_forward.PackedLayers
     monkeypatch.setattr(
-        own_forward, "_stack", lambda x, weights, *rest: lengths.append(len(weights)) or op(x, weights, *rest)
+        fused_forward, "_stack", lambda x, weights, *rest: lengths.append(len(weights)) or op(x, weights, *rest)
     )
 
     def packed(*arguments):
@@ -355,7 +357,7 @@ def test_calls_pass_one_key_for_all_weights(monkeypatch):
         packs.append(weakref.ref(made))
         return made
 
-    monkeypatch.setattr(own_forward, "PackedLayers", packed)
+    monkeypatch.setattr(fused_forward, "PackedLayers", packed)
     result = generate(model, ids, **OPTIONS)
     assert torch.equal(result.sequences, expected)
     assert lengths == [1] * result.stats.model_calls
@@ -367,15 +369,15 @@ def test_a_call_that_fails_raises_its_error(monkeypatch):
     """And the next generation is as ever."""
     model, ids = model_of("llama"), prompts(1, 7)[0]
     expected = generate(model, ids, **OPTIONS).sequences
-    op = own_forward._stack
+    op = fused_forward._stack
 
     def failing(*arguments):
         raise RuntimeError("pass_ext::layer_stack: out of memory")
 
-    monkeypatch.setattr(own_forward, "_stack", failing)
+    monkeypatch.setattr(fused_forward, "_stack", failing)
     with pytest.raises(Exception, match="out of memory"):
         generate(model, ids, **OPTIONS)
-    monkeypatch.setattr(own_forward, "_stack", op)
+    monkeypatch.setattr(fused_forward, "_stack", op)
     assert torch.equal(generate(model, ids, **OPTIONS).sequences, expected)
 
 
@@ -443,8 +445,8 @@ def test_an_undisturbed_generation_looks_for_changes_once(calls, monkeypatch):
     """With a streamer, whose code may change the model, in each call."""
     model, ids = model_of("llama"), prompts(1, 7)[0]
     generated(model, ids)
-    looked, look = [], own_forward.OwnForward.is_current
-    monkeypatch.setattr(own_forward.OwnForward, "is_current", lambda self: looked.append(1) or look(self))
+    looked, look = [], fused_forward.FusedForward.is_current
+    monkeypatch.setattr(fused_forward.FusedForward, "is_current", lambda self: looked.append(1) or look(self))
     stats = generated(model, ids)[0].stats
     assert len(looked) == 1 < stats.model_calls
 
@@ -478,7 +480,7 @@ def test_layers_alone_are_one_call_without_norm_and_head(calls, monkeypatch):
     calls.clear()
     ours = generated(model, ids)
     assert_same_calls(ours, expected)
-    assert ours[0].stats.way == "own forward" and calls == {"layers": ours[0].stats.model_calls}
+    assert ours[0].stats.backend == "fused" and calls == {"layers": ours[0].stats.model_calls}
 
 
 def test_many_rows_are_called_by_the_model(calls, monkeypatch):

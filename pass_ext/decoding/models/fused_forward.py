@@ -1,10 +1,10 @@
-"""``OwnForward``: a transformers model's forward made of our ops.
+"""``FusedForward``: a transformers model's forward made of our ops.
 
     logits = head(norm(layers(scale * rows)))  / divisor, capped
 
 On the CPU the layers are one call of ``layer_stack``, with norm and head where these are known; else each layer is
 ``layer_before_attention`` and ``layer_after_attention`` around its attention. It computes few rows. ``parts.py`` finds the
-parts, ``way.py`` compares the numbers with the model's.
+parts, ``backend.py`` compares the numbers with the model's.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _is_watched() -> bool:
     return nn.modules.module._has_any_global_hook() or is_autocast_enabled()
 
 
-class OwnForward:
+class FusedForward:
     """The forward of one model, for the calls of one generation.
 
     Args:

@@ -1,9 +1,9 @@
-"""``Way``: how a model is run, and why so.
+"""``Backend``: how a model is run, and why so.
 
-``way_of`` compares our ops with the model's own forward, bit for bit: logits and the new keys and values of some rows of a
+``backend_of`` compares our ops with the model's own forward, bit for bit: logits and the new keys and values of some rows of a
 call, at their positions and at far ones, where a model differs that scales something by the length of the text.
-``known_way`` keeps the result from one generation to the next, as long as the model is the same in all that it may depend on;
-outside the model, and with no reference to it: a copy has none, and the model ends as ever.
+``known_backend`` keeps the result from one generation to the next, as long as the model is the same in all that it may depend
+on; outside the model, and with no reference to it: a copy has none, and the model ends as ever.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.equivalence import MACHINE
+from pass_ext.decoding.models.fused_forward import End, FusedForward
 from pass_ext.decoding.models.module_ops import is_plain
-from pass_ext.decoding.models.own_forward import End, OwnForward
 from pass_ext.decoding.models.packed import StepAttend
 from pass_ext.decoding.models.parts import ModelPlan, Unlike, layers_of, plan_of
 
@@ -27,7 +27,7 @@ _COMPARED = 8  # rows
 _FAR = 1 << 20  # positions
 
 
-class Way(NamedTuple):
+class Backend(NamedTuple):
     """A comparison's result."""
 
     plan: ModelPlan | None
@@ -38,19 +38,19 @@ class Way(NamedTuple):
 # ---- the comparison ----
 
 
-def way_of(
+def backend_of(
     model: Any,
     theirs: Callable[[Tensor, Tensor, StepAttend], Tensor],
     ends: tuple[End, End],
     rows: Tensor,
     positions: Tensor,
     attend: StepAttend,
-) -> Way:
+) -> Backend:
     """Compares.
 
     Args:
         theirs: the model's own forward of rows ``[N, d]`` at positions ``[N]``.
-        ends: norm and head, as ``OwnForward`` takes them.
+        ends: norm and head, as ``FusedForward`` takes them.
         rows, positions, attend: of a call that has just run.
     """
     rows, positions = rows[:_COMPARED], positions[:_COMPARED]
@@ -71,8 +71,8 @@ def way_of(
                 plan = plan_of(model, layers, called.options)
             plan = _compared(plan, model, ends, rows, places, attend, logits, called.new_rows())
     except Unlike as unlike:
-        return Way(None, str(unlike))
-    return Way(plan, "")
+        return Backend(None, str(unlike))
+    return Backend(plan, "")
 
 
 def _compared(
@@ -91,7 +91,7 @@ def _compared(
         again = attend.again(len(rows))
         plan = plan._replace(rotates=list(rotates))
         try:
-            ours = OwnForward(plan, model, *ends)(rows, positions, again, None, None)
+            ours = FusedForward(plan, model, *ends)(rows, positions, again, None, None)
         except MACHINE:
             raise
         except (RuntimeError, TypeError, ValueError) as error:
@@ -189,15 +189,15 @@ class ModelState:
                     self._note((entry,))
 
 
-_kept: MutableMapping[nn.Module, tuple[ModelState, Way]] = WeakKeyDictionary()
+_kept: MutableMapping[nn.Module, tuple[ModelState, Backend]] = WeakKeyDictionary()
 
 
-def known_way(model: nn.Module, state: ModelState) -> Way | None:
+def known_backend(model: nn.Module, state: ModelState) -> Backend | None:
     """What is kept of a model that is still in this state."""
-    former, way = _kept.get(model, (None, None))
-    return None if former is None or not former.is_same(state) else way
+    former, backend = _kept.get(model, (None, None))
+    return None if former is None or not former.is_same(state) else backend
 
 
-def keep_way(model: nn.Module, state: ModelState, way: Way) -> None:
-    """Keeps the way of a model in this state."""
-    _kept[model] = state, way
+def keep_backend(model: nn.Module, state: ModelState, backend: Backend) -> None:
+    """Keeps the backend of a model in this state."""
+    _kept[model] = state, backend
