@@ -18,7 +18,7 @@ from pass_ext.ops.cache import cache_commit_
 from pass_ext.ops.common.rules import RULES
 from pass_ext.ops.draft import draft_sample
 from pass_ext.ops.lookahead import lookahead_embed
-from pass_ext.ops.next import next_rows_, next_tree_
+from pass_ext.ops.next import next_tree_
 from pass_ext.ops.tree import tree_mask, tree_prepare
 from pass_ext.tree import Tree, pack_trees
 
@@ -69,7 +69,6 @@ __all__ = [
     "load_checkpoint",
     "load_drafter",
     "lookahead_embed",
-    "next_rows_",
     "next_tree_",
     "pack_trees",
     "set_debug",

@@ -4,6 +4,7 @@
 """
 
 from pass_ext.decoding.drafting.candidates import Batch, Candidates, Proposal
+from pass_ext.decoding.drafting.device_rows import DeviceRows, HostDecides
 from pass_ext.decoding.drafting.drafter import DraftContext, DraftingMethod
 from pass_ext.decoding.drafting.drafting import drafters_of
 from pass_ext.decoding.drafting.heads.keep_mtp import keep_mtp
@@ -23,11 +24,13 @@ __all__ = [
     "Corpus",
     "DFlash",
     "DecisionModel",
+    "DeviceRows",
     "DraftContext",
     "DraftLevel",
     "DraftingMethod",
     "Eagle3",
     "ExitAdapter",
+    "HostDecides",
     "Mtp",
     "Proposal",
     "SyntheticAcceptance",

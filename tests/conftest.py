@@ -24,7 +24,7 @@ LONG = (
     "test_generate.py",
     "test_heads.py",
     "test_next_tree.py",
-    "test_next_rows.py",
+    "test_kept_rows.py",
     "test_indexed.py",
     "test_draft.py",
     "test_ranks.py",

@@ -1,7 +1,6 @@
-"""The rows of the next step, `pass_ext.next_rows_`, against the same in PyTorch without a host read: gathers by the accepted
-node, and level by level a batched product of transition scores and a `topk`; and `pass_ext.next_tree_`, which chooses among 16
-rows, beside `next_rows_` of a fixed tree with as many, and beside itself with a text that recalls. `python -m
-benchmarks.ops.next --help`.
+"""The rows of the next step, `pass_ext.next_tree_` where rows are kept, against the same in PyTorch without a host read:
+gathers by the accepted node, and level by level a batched product of transition scores and a `topk`; and where it chooses among
+16 rows, beside itself where it keeps as many, and with a text that recalls. `python -m benchmarks.ops.next --help`.
 
 Greedy, 64 offered tokens below each parent, transition scores of rank 64 over 49,152 tokens; all nodes have look-ahead slots.
 Both contenders write into the same buffers of a step, from an accept result that stays the same.
@@ -26,7 +25,7 @@ TREES = {"chain of 1": pass_ext.Tree.chain(1), "tree of 10": pass_ext.Tree.from_
 CHOSEN = "16 chosen rows"
 FIXED_TREE = pass_ext.Tree.from_branching((3, 1, 1)).with_lookahead({0: 3, 1: 3})  # 16 rows
 BATCHES = (1, 8)
-PLAIN, FIXED, RECALLING = "PyTorch", "next_rows_", "with a text"
+PLAIN, KEPT, RECALLING = "PyTorch", "rows kept", "with a text"
 TEXT = 4096  # tokens of the text that recalls, which come as often as words do (Zipf's law)
 BUFFERS = ("rows", "lengths", "prefix_lens", "report")
 
@@ -37,8 +36,8 @@ Step = dict[str, Any]
 
 
 def next_rows(step: Step, levels: list[tuple[Tensor, Tensor]]) -> None:
-    """pass_ext: one op."""
-    pass_ext.next_rows_(**step)
+    """pass_ext: one op, which finds groups and depths itself."""
+    pass_ext.next_tree_(**of_the_op(step))
 
 
 def plain_rows(step: Step, levels: list[tuple[Tensor, Tensor]]) -> None:
@@ -47,7 +46,8 @@ def plain_rows(step: Step, levels: list[tuple[Tensor, Tensor]]) -> None:
     accepted = step["num_accepted"][:, None].long()
     step["report"][:, 0], step["report"][:, 1] = step["num_accepted"], step["status"]
     step["report"][:, 2] = (tokens[:, 1:] >= 0).sum(1)
-    step["report"][:, 3:] = step["emitted"]
+    step["report"][:, 3] = ids.shape[1]
+    step["report"][:, 5:] = step["emitted"]
     tokens[:, :1] = step["emitted"].gather(1, accepted)
     step["lengths"] += accepted[:, 0] + 1
     step["prefix_lens"].copy_(step["lengths"] - 1)
@@ -60,29 +60,30 @@ def plain_rows(step: Step, levels: list[tuple[Tensor, Tensor]]) -> None:
         summed = torch.baddbmm(scores, before, near.transpose(1, 2))
         best = summed.topk(children.shape[1]).indices
         tokens[:, children] = short.expand_as(summed).gather(2, best)
-    ids[:, : step["nodes"]] = tokens[:, : step["nodes"]]
+    ids[:, : step["first"]] = tokens[:, : step["first"]]
+    step["report"][:, 4] = (tokens >= 0).sum(1)
 
 
-def without_depths(step: Step) -> Step:
-    """The arguments of next_rows_, which finds depths itself."""
-    return {name: value for name, value in step.items() if name != "depths"}
+def of_the_op(step: Step) -> Step:
+    """The arguments of next_tree_."""
+    return {name: value for name, value in step.items() if name not in ("depths", "groups")}
 
 
 CONTENDERS = (
-    Contender(OURS, lambda step, levels: next_rows(without_depths(step), levels)),
+    Contender(OURS, next_rows),
     Contender(PLAIN, plain_rows),
 )
 
 
-def recalling(chosen: Step, fixed: Step, recalled: Step) -> None:
+def recalling(chosen: Step, kept: Step, recalled: Step) -> None:
     """next_tree_ with a text, which it writes to: so each call begins at the same length."""
     recalled["lengths"].fill_(TEXT - 1)
     pass_ext.next_tree_(**recalled)
 
 
 CHOOSERS = (
-    Contender(OURS, lambda chosen, fixed, recalled: pass_ext.next_tree_(**chosen)),
-    Contender(FIXED, lambda chosen, fixed, recalled: pass_ext.next_rows_(**fixed), same_job=False),
+    Contender(OURS, lambda chosen, kept, recalled: pass_ext.next_tree_(**chosen)),
+    Contender(KEPT, lambda chosen, kept, recalled: pass_ext.next_tree_(**kept), same_job=False),
     Contender(RECALLING, recalling, same_job=False),
 )
 
@@ -135,8 +136,9 @@ def make_case(name_of_tree: str, batch: int, device: torch.device) -> Case:
     width = slots + 1
     step: Step = dict(
         rows=random(VOCABULARY, 3, batch, len(tree)), lengths=random(99, batch) + 1,
-        prefix_lens=torch.zeros(batch, **integers), report=random(9, batch, 3 + width),
-        limits=torch.full((batch,), 2**60, device=device), parents=torch.tensor(tree.parents, **integers), nodes=nodes,
+        prefix_lens=torch.zeros(batch, **integers), report=random(9, batch, 5 + width),
+        limits=torch.full((batch,), 2**60, device=device), first=nodes,
+        parents=torch.tensor([tree.parents] * batch, **integers),
         emitted=random(VOCABULARY, batch, width), path=torch.zeros(batch, width, **integers),
         num_accepted=torch.zeros(batch, **integers), status=torch.zeros(batch, **integers),
         groups=torch.arange(0, nodes * slots, slots, **integers), offered=offered.view(batch, -1, COUNT),
@@ -158,7 +160,7 @@ def make_case(name_of_tree: str, batch: int, device: torch.device) -> Case:
 def make_chosen_case(name_of_tree: str, batch: int, device: torch.device) -> Case:
     """A case: the slots behind the root offer the next candidates, as surely as trained ones do."""
     case = make_case("tree of 10", batch, device)
-    step: Step = without_depths(case.inputs[0][0])
+    step: Step = of_the_op(case.inputs[0][0])
     nodes, rows = FIXED_TREE.num_nodes, len(FIXED_TREE)
     generator = torch.Generator(device).manual_seed(1)
     ids = [*range(nodes), *(-1 - slot for slot in FIXED_TREE.slots[nodes:])]
@@ -173,21 +175,18 @@ def make_chosen_case(name_of_tree: str, batch: int, device: torch.device) -> Cas
     step["rows"][0] = torch.tensor(ids, device=device)
     step["rows"][1, :, nodes:] = -1
     integers: dict[str, Any] = dict(dtype=torch.int32, device=device)
-    fixed = {name: value.clone() if name in BUFFERS else value for name, value in step.items()}
-    fixed |= dict(
-        parents=torch.tensor(FIXED_TREE.parents, **integers), nodes=nodes, groups=torch.tensor([0, 3], **integers)
-    )
-    chosen = {name: value for name, value in step.items() if name not in ("nodes", "groups")}
-    chosen |= dict(
-        parents=torch.tensor([FIXED_TREE.parents] * batch, **integers), rates=torch.tensor([0.6, 0.5, 0.4], device=device),
-        report=torch.zeros(batch, 5 + step["path"].shape[1], dtype=torch.int64, device=device), first=nodes,
-    )  # fmt: skip
-    recalled = {name: value.clone() if name in (*BUFFERS, "parents") else value for name, value in chosen.items()}
+    step |= dict(parents=torch.tensor([FIXED_TREE.parents] * batch, **integers), first=nodes)
+
+    def copied() -> Step:
+        return {name: value.clone() if name in (*BUFFERS, "parents") else value for name, value in step.items()}
+
+    kept, chosen, recalled = copied(), copied(), copied()
+    chosen["rates"] = recalled["rates"] = torch.tensor([0.6, 0.5, 0.4], device=device)
     frequency = 1 / torch.arange(1, VOCABULARY + 1, device=device).float()
     text = frequency.multinomial(batch * TEXT, replacement=True, generator=generator).view(batch, TEXT)
     # The root is a frequent token, and so are those that slots offer.
     recalled |= dict(text=text, emitted=torch.full_like(step["emitted"], 2), offered=step["offered"] % 512)
-    return Case({"tree": name_of_tree, "B": batch}, CHOOSERS, [(chosen, fixed, recalled)], check=lambda _: None)
+    return Case({"tree": name_of_tree, "B": batch}, CHOOSERS, [(chosen, kept, recalled)], check=lambda _: None)
 
 
 # ---- the aims ----

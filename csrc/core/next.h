@@ -2,11 +2,10 @@
 // the arithmetic on which both devices agree to the bit.
 //   length += accepted + 1,  prefix = length - 1        unless length >= limit: then nothing changes
 //   root's token = emitted[accepted],  position of a row = length - 1 + its depth
-//   node v: the k-th best of the offered tokens below its parent, k its number among its siblings
-// Offered are the tokens of the look-ahead row at v's depth in the group behind the last accepted node. With transition
-// scores a token's score is  score + left[parent's token] · right[token]; at a temperature the tokens race, with the
-// target's own noise at v's position, in the distribution over the offered tokens. Else their order is given.
-// With a text, scores rise by what the text recalls (core/recall.h), and the emitted tokens are written behind it.
+//   score of an offered token = its slot's score + left[parent's token] · right[token] + recall
+// At a temperature the tokens below a parent race, with the target's own noise at their position, in the distribution
+// over the offered tokens. What a text recalls is that of core/recall.h; the emitted tokens are written behind the
+// text. Which rows there are, and which of them offer: core/next_tree.h.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +20,8 @@
 namespace pass_ext {
 
 constexpr int64_t kMostLength = INT32_MAX - 2 * kMaxTreeNodes;  // so that no position leaves int32
-constexpr int kReportNumbers = 3;  // in front of the emitted tokens: accepted, status, drafted
+// In front of the emitted tokens: accepted, status, drafted, rows of the next step, nodes with a token among them.
+constexpr int kReportNumbers = 5;
 
 struct NextProblem {
   // the step that was judged
@@ -29,29 +29,25 @@ struct NextProblem {
   const int32_t* path;          // [requests, width]
   const int32_t* num_accepted;  // [requests]
   const int32_t* status;        // [requests]
-  const int32_t* groups;        // [judged_nodes], the first look-ahead row of each node's group, or -1
-  int32_t width, judged_nodes;
+  int32_t width;
   // the tokens that its look-ahead rows offer
   const int64_t* offered;  // [requests, slots, count], or null
-  const float* scores;     // the same shape; null: the tokens are in order
+  const float* scores;     // the same shape
   const float *left, *right;
   int64_t left_stride, right_stride, vocabulary;
   int32_t slots, count, rank;
   SamplingParameterArrays sampling;
   const int64_t* seeds;
-  // the rows of the next step
-  const int32_t* parents;  // [row_count]
-  int32_t nodes, row_count;
   // the state
   const int64_t* limits;  // [requests]
   int64_t* rows;          // ids, tokens and positions, [3, requests, row_count]
   int64_t* lengths;       // [requests]
   int32_t* prefix_lens;   // [requests]
-  int64_t* report;        // [requests, report_numbers + report_width]
+  int64_t* report;        // [requests, kReportNumbers + report_width]
   int64_t* text;          // [requests, text_room], or null: nothing is recalled
   int64_t requests, text_room;
-  int32_t report_width;    // emitted tokens that it has room for
-  int32_t report_numbers;  // in front of them
+  int32_t row_count;     // rows of a request
+  int32_t report_width;  // emitted tokens that it has room for
 };
 
 // The numbers of row `row` of request `request`.
@@ -68,18 +64,17 @@ PASS_EXT_HOST_DEVICE int64_t* position_of(const NextProblem& problem, int64_t re
 // A request's move to its next root.
 struct NextRoot {
   bool moves;
-  bool at_limit;    // before the step: nobody wants its tokens
-  int64_t token;    // of the root
-  int64_t length;   // of the text, the root included
-  int32_t last;     // the last accepted node, or -1
-  int32_t offered;  // the first look-ahead row whose tokens are offered, or -1
+  bool at_limit;   // before the step: nobody wants its tokens
+  int64_t token;   // of the root
+  int64_t length;  // of the text, the root included
+  int32_t last;    // the last accepted node, or -1
 };
 
 PASS_EXT_HOST_DEVICE NextRoot next_root(const NextProblem& problem, int64_t request) {
   const int64_t limit = problem.limits[request], known = problem.lengths[request];
   const int64_t length = known < 0 ? 0 : known < kMostLength ? known : kMostLength;
   const int32_t accepted = problem.num_accepted[request];
-  NextRoot root{false, length >= limit, *id_of(problem, request, 0), length, -1, -1};
+  NextRoot root{false, length >= limit, *id_of(problem, request, 0), length, -1};
   if (root.at_limit || accepted < 0 || accepted >= problem.width) return root;
   const int64_t place = request * problem.width + accepted, token = problem.emitted[place];
   if (token < 0) return root;
@@ -87,38 +82,7 @@ PASS_EXT_HOST_DEVICE NextRoot next_root(const NextProblem& problem, int64_t requ
   root.token = token;
   root.length += accepted + 1;
   root.last = problem.path[place];
-  // The last token of a text needs no candidates: the target adds it.
-  if (problem.groups != nullptr && limit - root.length > 1 && root.last >= 0 && root.last < problem.judged_nodes)
-    root.offered = problem.groups[root.last];
-  if (root.offered >= problem.slots) root.offered = -1;
   return root;
-}
-
-// The parent of a row, an earlier one; malformed ones are the root.
-PASS_EXT_HOST_DEVICE int32_t parent_of_row(const NextProblem& problem, int32_t row) {
-  const int32_t parent = parent_or_root(problem.parents[row], row);
-  return row > 0 && parent < 0 ? 0 : parent;
-}
-
-PASS_EXT_HOST_DEVICE int32_t depth_of_row(const NextProblem& problem, int32_t row) {
-  int32_t depth = 0;
-  for (int32_t at = row; at > 0; at = parent_of_row(problem, at)) ++depth;
-  return depth;
-}
-
-// How many siblings of a row come before it.
-PASS_EXT_HOST_DEVICE int32_t number_of_child(const NextProblem& problem, int32_t row) {
-  const int32_t parent = parent_of_row(problem, row);
-  int32_t number = 0;
-  for (int32_t other = parent + 1; other < row; ++other) number += parent_of_row(problem, other) == parent;
-  return number;
-}
-
-// The offered tokens below the rows of `depth`; null if there are none.
-PASS_EXT_HOST_DEVICE const int64_t* offered_at(const NextProblem& problem, int64_t request, const NextRoot& root,
-                                               int32_t depth) {
-  if (root.offered < 0 || root.offered + depth >= problem.slots) return nullptr;
-  return problem.offered + (request * problem.slots + root.offered + depth) * problem.count;
 }
 
 // Writes emitted token `i` of a request that moves into its text; tokens without a column are left out.

@@ -1,5 +1,5 @@
-// The rows of the next step, chosen at each place by the tokens that its look-ahead slots offer: the problem as raw
-// pointers, and the arithmetic on which both devices agree to the bit.
+// The rows of the next step, by the tokens that the look-ahead slots of this one offer: the problem as raw pointers, and
+// the arithmetic on which both devices agree to the bit.
 //   slots      those behind the last accepted node; if it has none, those of the nearest node above it that has some,
 //              without the ones already passed: slot k of the ancestor at distance k foresees the token of slot 0
 //   chance     of a token below a parent = softmax(s)  ·  the offered tokens' mass,   s = score + left[parent] · right
@@ -13,6 +13,8 @@
 //   rows       = arg max over g, h, d, k of  tokens - price[rows]:  g slots behind the root, h behind the d-th node of
 //              the best chain, which has first children alone, and the first k candidates; 1 + g + h + k at most R
 // A row costs 2^-10 tokens at least. Among equals the choice with the fewest rows wins, then smaller g, h, d.
+// Without rates nothing is chosen: a request keeps its rows, child k of a node gets the k-th best token below it, and the
+// last accepted node's own slots alone offer.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +26,6 @@ namespace pass_ext {
 constexpr int32_t kMostChosenRows = 64;   // of a request
 constexpr int32_t kMostChosenSlots = 8;   // behind a node
 constexpr int32_t kMostTreeOffers = 128;  // tokens of a look-ahead row
-constexpr int kTreeReportNumbers = 5;     // accepted, status, drafted, rows of the next step, nodes among them
 
 // reach and W are whole numbers of 2^-20, so that sums have the same bits in any order, and choices that are equally
 // good are equal. Products are whole numbers of 2^-40.
@@ -39,8 +40,8 @@ constexpr int kLeastPriceBits = 10;
 constexpr int32_t kLeastReach = kChanceUnit >> 12;  // candidates below it are never worth a row
 
 struct NextTreeProblem {
-  NextProblem step;    // without parents, nodes and groups
-  const float* rates;  // [slots], the share of places where a slot's best candidate is right
+  NextProblem step;
+  const float* rates;  // [slots], the share of places where a slot's best candidate is right; null: rows are kept
   const float* price;  // [row_count], tokens that a step of 1, 2, … rows costs; null: rows are free
   int32_t* parents;    // [requests, row_count]
   int32_t slots;       // the most behind a node
@@ -60,7 +61,14 @@ PASS_EXT_HOST_DEVICE void read_judged(const NextTreeProblem& problem, int64_t re
   const int64_t id = *id_of(problem.step, request, row);
   const int32_t parent = parent_or_root(problem.parents[request * problem.step.row_count + row], row);
   judged.parents[row] = row > 0 && parent < 0 ? 0 : parent;
-  judged.slots[row] = id < 0 && id >= -kMostChosenSlots ? static_cast<int32_t>(-1 - id) : -1;
+  judged.slots[row] = id < 0 && id >= -kMostChosenRows ? static_cast<int32_t>(-1 - id) : -1;
+}
+
+// The next child of a node behind row `after`, or row_count.
+PASS_EXT_HOST_DEVICE int32_t child_behind(const JudgedRows& judged, int32_t node, int32_t after, int32_t row_count) {
+  int32_t row = after + 1;
+  while (row < row_count && (judged.slots[row] >= 0 || judged.parents[row] != node)) ++row;
+  return row;
 }
 
 // The row of slot 0 behind a node, or -1.
@@ -82,7 +90,7 @@ PASS_EXT_HOST_DEVICE SlotRows slots_behind(const NextTreeProblem& problem, const
   const int32_t row_count = problem.step.row_count;
   if (last < 0 || last >= row_count) return {0, 0};
   int32_t node = last, passed = 0, row = first_slot(node);
-  while (node > 0 && row < 0) {
+  while (problem.rates != nullptr && node > 0 && row < 0) {
     node = judged.parents[node];
     ++passed;
     row = first_slot(node);
@@ -122,6 +130,18 @@ PASS_EXT_HOST_DEVICE void begin_tree(TreeNodes& nodes, const NextRoot& root) {
   nodes.depth[0] = nodes.children[0] = nodes.on_chain[0] = nodes.chain[0] = nodes.chain_length = 0;
   nodes.units[0] = kChanceUnit;
   nodes.reach[0] = 1.0f;
+}
+
+// The rows that a request keeps, slots among them, without tokens.
+PASS_EXT_HOST_DEVICE void keep_tree(TreeNodes& nodes, const NextRoot& root, const JudgedRows& judged,
+                                    int32_t row_count) {
+  begin_tree(nodes, root);
+  nodes.count = row_count;
+  for (int32_t row = 1; row < row_count; ++row) {
+    nodes.token[row] = -1;
+    nodes.parent[row] = judged.parents[row];
+    nodes.depth[row] = nodes.depth[judged.parents[row]] + 1;
+  }
 }
 
 // The next child that a node may get. reach 0: none.
@@ -334,6 +354,20 @@ PASS_EXT_HOST_DEVICE TreeRow tree_row(const TreeNodes& nodes, const TreeShape& s
   const bool is_roots = row < behind_chain;
   const int32_t slot = row - (is_roots ? shape.nodes : behind_chain), depth = is_roots ? 0 : shape.depth;
   return {-1 - int64_t{slot}, -1, slot == 0 ? depth : row - 1, depth + 1 + slot};  // depth: the row of chain[depth]
+}
+
+// A row that is kept.
+PASS_EXT_HOST_DEVICE TreeRow kept_row(const TreeNodes& nodes, const JudgedRows& judged, const NextRoot& root,
+                                      int32_t row) {
+  if (row == 0) return {root.token, root.token, -1, 0};
+  const int64_t token = nodes.token[row], slot = judged.slots[row];
+  return {slot >= 0 ? -1 - slot : token < 0 ? 0 : token, token, nodes.parent[row], nodes.depth[row]};
+}
+
+PASS_EXT_HOST_DEVICE int32_t count_tokens(const TreeNodes& nodes) {
+  int32_t count = 1;
+  for (int32_t row = 1; row < nodes.count; ++row) count += nodes.token[row] >= 0;
+  return count;
 }
 
 PASS_EXT_HOST_DEVICE void write_tree_row(const NextTreeProblem& problem, int64_t request, const NextRoot& root,

@@ -1,5 +1,5 @@
-// torch.ops.pass_ext.next_rows_ and next_tree_ on the CPU: values checked, parallel split, registration. The formulas:
-// core/next.h and core/next_tree.h; the scores: cpu/next_kernels-inl.h.
+// torch.ops.pass_ext.next_tree_ on the CPU: values checked, parallel split, registration. The formulas: core/next.h and
+// core/next_tree.h; the scores: cpu/next_kernels-inl.h.
 #include "host/next.h"
 
 #include <torch/csrc/stable/library.h>
@@ -63,7 +63,7 @@ struct CpuOffers {
   }
 };
 
-// The numbers of a request that both ops take from the accept result.
+// The numbers of a request that come from the accept result.
 void check_request(const char* op, const NextProblem& problem, int64_t b) {
   if (problem.lengths[b] < 0 || problem.lengths[b] > kMostLength)
     refuse(op, "lengths must be in [0, ", kMostLength, "], got ", problem.lengths[b], " at ", b);
@@ -76,39 +76,22 @@ void check_request(const char* op, const NextProblem& problem, int64_t b) {
            problem.text_room);
 }
 
-void check_last_node(const char* op, const NextProblem& problem, int64_t b, int32_t nodes, const char* which) {
-  const int32_t accepted = problem.num_accepted[b];
-  const int32_t last = accepted < 0 ? -1 : problem.path[b * problem.width + accepted];
-  if (problem.offered && last >= nodes)
-    refuse(op, "path must be below ", nodes, " (", which, "), got ", last, " at [", b, ", ", accepted, "]");
-}
-
-void check_values(const NextProblem& problem) {
-  constexpr const char* kOp = "next_rows_";
-  for (int32_t row = 0; row < problem.row_count; ++row) {
-    const int32_t parent = problem.parents[row];
-    if (row == 0 ? parent != -1 : parent < 0 || parent >= row)
-      refuse(kOp, "parents must be -1 for the root and an earlier row for each other row, got ", parent, " at ", row);
-  }
-  for (int32_t node = 0; problem.offered && node < problem.judged_nodes; ++node)
-    if (problem.groups[node] < -1 || problem.groups[node] >= problem.slots)
-      refuse(kOp, "groups must be in [-1, ", problem.slots, ") (the look-ahead rows of offered), got ",
-             problem.groups[node], " at ", node);
-  for (int64_t b = 0; b < problem.requests; ++b) {
-    check_request(kOp, problem, b);
-    check_last_node(kOp, problem, b, problem.judged_nodes, "the nodes of groups");
-  }
-}
-
 void report_step(const NextProblem& problem, int64_t request, const NextRoot& root) {
-  int64_t* const report = problem.report + request * (problem.report_numbers + problem.report_width);
+  int64_t* const report = problem.report + request * (kReportNumbers + problem.report_width);
   int64_t drafted = 0;
   for (int32_t row = 1; row < problem.row_count; ++row) drafted += *token_of(problem, request, row) >= 0;
   report[0] = root.at_limit ? -1 : problem.num_accepted[request];
   report[1] = problem.status[request];
   report[2] = drafted;
   for (int32_t i = 0; i < problem.report_width; ++i)
-    report[problem.report_numbers + i] = i < problem.width ? problem.emitted[request * problem.width + i] : -1;
+    report[kReportNumbers + i] = i < problem.width ? problem.emitted[request * problem.width + i] : -1;
+}
+
+// What the report says of the next step.
+void report_next(const NextProblem& problem, int64_t request, int32_t rows, int32_t nodes) {
+  int64_t* const report = problem.report + request * (kReportNumbers + problem.report_width);
+  report[3] = rows;
+  report[4] = nodes;
 }
 
 // Moves a request to its root, in the state and in its text.
@@ -131,68 +114,10 @@ void score_below(const NextProblem& problem, int64_t request, const NextRoot& ro
   PASS_EXT_AT_ISA(recall_offered(text, path, offers.tokens, offers.count, offers.followed, offers.scores));
 }
 
-// Writes the tokens of the nodes below the root. Parents come first.
-void fill_nodes(const NextProblem& problem, int64_t request, const NextRoot& root, CpuOffers& offers) {
-  for (int32_t node = 1; node < problem.nodes; ++node) *token_of(problem, request, node) = -1;
-  for (int32_t parent = 0; parent < problem.nodes; ++parent) {
-    int32_t child = parent + 1;
-    while (child < problem.nodes && problem.parents[child] != parent) ++child;
-    const int64_t before = parent == 0 ? root.token : *token_of(problem, request, parent);
-    if (child == problem.nodes || before < 0) continue;
-    const int32_t depth = depth_of_row(problem, parent);
-    offers.tokens = offered_at(problem, request, root, depth);
-    if (!offers.tokens) continue;
-    const bool is_scored = problem.scores != nullptr;
-    if (is_scored) {
-      if (!has_transition(problem, before)) continue;
-      score_below(
-          problem, request, root, offers, parent, before,
-          [&](int32_t node) { return *token_of(problem, request, node); },
-          [&](int32_t node) { return problem.parents[node]; });
-      race(offers, problem, request, root.length + depth);
-    }
-    Offer last = before_all();
-    for (int32_t number = 0; child < problem.nodes; ++child) {
-      if (problem.parents[child] != parent) continue;
-      if (is_scored && number > 0 && last.id < 0) break;  // nothing is left
-      if (is_scored) last = offers.best(last);
-      *token_of(problem, request, child) = is_scored                ? last.id
-                                           : number < problem.count ? std::max<int64_t>(offers.tokens[number], -1)
-                                                                    : -1;
-      ++number;
-    }
-  }
-}
-
-void advance(const NextProblem& problem, int64_t request, CpuOffers& offers) {
-  const NextRoot root = next_root(problem, request);
-  report_step(problem, request, root);
-  move_to(problem, request, root);
-  *id_of(problem, request, 0) = *token_of(problem, request, 0) = root.token;
-  fill_nodes(problem, request, root, offers);
-  for (int32_t node = 1; node < problem.nodes; ++node)
-    *id_of(problem, request, node) = std::max<int64_t>(*token_of(problem, request, node), 0);
-  for (int32_t row = 0; row < problem.row_count; ++row)
-    *position_of(problem, request, row) = root.length - 1 + depth_of_row(problem, row);
-}
-
-int64_t requests_per_task(const NextProblem& problem, int32_t nodes) {
-  const int64_t products = int64_t{nodes} * problem.count * std::max(problem.rank, 1);
+int64_t requests_per_task(const NextProblem& problem) {
+  const int64_t products = int64_t{problem.row_count} * problem.count * std::max(problem.rank, 1);
   return std::max<int64_t>(1, kProductsPerTask / std::max<int64_t>(1, products));
 }
-
-void next_on_cpu(const NextProblem& problem, const Tensor&) {
-  check_values(problem);
-  const auto run = [&](int64_t begin, int64_t end) {
-    std::vector<float> scores(problem.scores ? problem.count : 0);
-    std::vector<int32_t> followed(problem.text ? kRecallTokens * scores.size() : 0);
-    CpuOffers offers{nullptr, scores.data(), problem.count, followed.data()};
-    for (int64_t request = begin; request < end; ++request) advance(problem, request, offers);
-  };
-  for_ranges(problem.requests, requests_per_task(problem, problem.nodes), run);
-}
-
-// ---- next_tree_ ----
 
 void check_values(const NextTreeProblem& problem) {
   constexpr const char* kOp = "next_tree_";
@@ -205,11 +130,14 @@ void check_values(const NextTreeProblem& problem) {
                ", ", row, "]");
     }
     check_request(kOp, step, b);
-    check_last_node(kOp, step, b, step.row_count, "the rows of a request");
+    const int32_t accepted = step.num_accepted[b], last = accepted < 0 ? -1 : step.path[b * step.width + accepted];
+    if (step.offered && last >= step.row_count)
+      refuse(kOp, "path must be below ", step.row_count, " (the rows of a request), got ", last, " at [", b, ", ",
+             accepted, "]");
   }
 }
 
-// The candidates of one request, in the order of their reach, with buffers for the offers below each of them.
+// The candidates of one request, with buffers for the offers below each of them.
 class CpuTree {
  public:
   explicit CpuTree(const NextTreeProblem& problem)
@@ -220,6 +148,7 @@ class CpuTree {
 
   TreeNodes nodes;
 
+  // In the order of their reach.
   void fill(int64_t request, const NextRoot& root, const SlotRows& slots, int32_t levels) {
     begin_tree(nodes, root);
     for (int32_t slot = 0; slot < slots.count; ++slot) {
@@ -239,17 +168,31 @@ class CpuTree {
     }
   }
 
+  // Of the rows that a request keeps. Parents come first.
+  void fill_kept(int64_t request, const NextRoot& root, const JudgedRows& judged, const SlotRows& slots,
+                 int32_t levels) {
+    const int32_t row_count = problem_.step.row_count;
+    keep_tree(nodes, root, judged, row_count);
+    for (int32_t node = 0; node < row_count; ++node) {
+      int32_t child = child_behind(judged, node, node, row_count);
+      if (child == row_count || !may_have_children(problem_, nodes, node, slots.count, levels)) continue;
+      const CpuOffers& offers = rank_below(request, root, slots, node);
+      for (Offer last = offers.best(before_all()); child < row_count && last.id >= 0; last = offers.best(last)) {
+        nodes.token[child] = last.id;
+        child = child_behind(judged, node, child, row_count);
+      }
+    }
+  }
+
  private:
   int64_t offset_of(int64_t request, int32_t row) const {
     return (request * problem_.step.slots + row) * problem_.step.count;
   }
   float* chances_of(int32_t node) { return chances_.data() + int64_t{node} * problem_.step.count; }
 
-  // The best child of a new node.
-  void open_below(int64_t request, const NextRoot& root, const SlotRows& slots, int32_t levels, int32_t node) {
+  // The tokens offered below a node, with the scores by which they rank.
+  CpuOffers& rank_below(int64_t request, const NextRoot& root, const SlotRows& slots, int32_t node) {
     const NextProblem& step = problem_.step;
-    open_[node] = nothing_open();
-    if (!may_have_children(problem_, nodes, node, slots.count, levels)) return;
     const int32_t depth = nodes.depth[node];
     const int64_t place = offset_of(request, slots.first + depth);
     CpuOffers& offers = offers_[node];
@@ -258,7 +201,15 @@ class CpuTree {
         step, request, root, offers, node, nodes.token[node], [&](int32_t at) { return nodes.token[at]; },
         [&](int32_t at) { return nodes.parent[at]; });
     race(offers, step, request, root.length + depth);
-    set_chances(offers, mass_[depth], is_raced(step, request), chances_of(node));
+    return offers;
+  }
+
+  // The best child of a new node.
+  void open_below(int64_t request, const NextRoot& root, const SlotRows& slots, int32_t levels, int32_t node) {
+    open_[node] = nothing_open();
+    if (!may_have_children(problem_, nodes, node, slots.count, levels)) return;
+    const CpuOffers& offers = rank_below(request, root, slots, node);
+    set_chances(offers, mass_[nodes.depth[node]], is_raced(problem_.step, request), chances_of(node));
     open_[node] = opening_behind(offers, chances_of(node), before_all(), nodes.reach[node]);
   }
 
@@ -276,7 +227,8 @@ struct TreePrices {
 };
 
 TreePrices prices_of(const NextTreeProblem& problem) {
-  TreePrices prices;
+  TreePrices prices{};
+  if (problem.rates == nullptr) return prices;
   for (int32_t passed = 0; passed <= kMostChosenSlots; ++passed)
     for (int32_t slots = 0; slots <= kMostChosenSlots; ++slots)
       prices.worth.of[passed][slots] = worth_of_slots(problem, passed, slots);
@@ -295,6 +247,13 @@ void choose(const NextTreeProblem& problem, int64_t request, const TreePrices& p
   const SlotRows slots = slots_behind(problem, judged, root.last, first_slot);
   const int32_t levels = levels_left(step, request, root);
   move_to(step, request, root);
+  if (problem.rates == nullptr) {
+    tree.fill_kept(request, root, judged, slots, levels);
+    report_next(step, request, step.row_count, count_tokens(tree.nodes));
+    for (int32_t row = 0; row < step.row_count; ++row)
+      write_tree_row(problem, request, root, row, kept_row(tree.nodes, judged, root, row));
+    return;
+  }
   tree.fill(request, root, slots, levels);
   TreeChoice best = no_choice();
   for (int32_t form = 0; form < count_forms(problem.slots, tree.nodes.chain_length); ++form) {
@@ -303,9 +262,7 @@ void choose(const NextTreeProblem& problem, int64_t request, const TreePrices& p
     if (is_better_choice(choice, best)) best = choice;
   }
   const TreeShape shape = shape_of(best);
-  int64_t* const report = step.report + request * (step.report_numbers + step.report_width);
-  report[kReportNumbers] = shape.rows;
-  report[kReportNumbers + 1] = shape.nodes;
+  report_next(step, request, shape.rows, shape.nodes);
   for (int32_t row = 0; row < step.row_count; ++row)
     write_tree_row(problem, request, root, row, tree_row(tree.nodes, shape, root, row));
 }
@@ -317,13 +274,12 @@ void next_tree_on_cpu(const NextTreeProblem& problem, const Tensor&) {
     CpuTree tree(problem);
     for (int64_t request = begin; request < end; ++request) choose(problem, request, prices, tree);
   };
-  for_ranges(problem.step.requests, requests_per_task(problem.step, problem.step.row_count), run);
+  for_ranges(problem.step.requests, requests_per_task(problem.step), run);
 }
 
 }  // namespace
 }  // namespace pass_ext
 
 STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
-  library.impl("next_rows_", TORCH_BOX(&pass_ext::next_rows<pass_ext::next_on_cpu>));
   library.impl("next_tree_", TORCH_BOX(&pass_ext::next_tree<pass_ext::next_tree_on_cpu>));
 }

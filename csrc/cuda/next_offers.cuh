@@ -1,5 +1,5 @@
-// The offered tokens of a look-ahead row as a warp works on them, and the report of a step, for the kernels of next.cuh
-// and next_tree.cuh. The formulas: core/next.h.
+// The offered tokens of a look-ahead row as a warp works on them, and the report of a step, for the kernels of
+// next_tree.cuh. The formulas: core/next.h.
 #pragma once
 
 #include <cstdint>
@@ -83,17 +83,17 @@ PASS_EXT_DEVICE void score_offered(const NextProblem& problem, const WarpOffers&
   if (static_cast<int32_t>(lane_index()) == k % 32) offers.scores[k] = score;  // the lane that owns it
 }
 
-// All threads of a request's block: the report of its step, with so many numbers in front of the emitted tokens.
-template <int kNumbers, int kThreads>
+// All threads of a request's block: the report of its step.
+template <int kThreads>
 PASS_EXT_DEVICE void report_step(const NextProblem& problem, int64_t request, const NextRoot& root, int32_t drafted) {
-  int64_t* const report = problem.report + request * (kNumbers + problem.report_width);
+  int64_t* const report = problem.report + request * (kReportNumbers + problem.report_width);
   if (thread_rank() == 0) {
     report[0] = root.at_limit ? -1 : problem.num_accepted[request];
     report[1] = problem.status[request];
     report[2] = drafted;
   }
   for (int32_t i = thread_rank(); i < problem.report_width; i += kThreads)
-    report[kNumbers + i] = i < problem.width ? problem.emitted[request * problem.width + i] : -1;
+    report[kReportNumbers + i] = i < problem.width ? problem.emitted[request * problem.width + i] : -1;
 }
 
 }  // namespace pass_ext::gpu

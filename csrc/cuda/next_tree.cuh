@@ -1,9 +1,9 @@
-// The rows of the next step, chosen at each place, on the GPU in one launch: a block for each request. The formulas:
-// core/next_tree.h.
+// The rows of the next step on the GPU, in one launch: a block for each request. The formulas: core/next_tree.h.
 //
 // Candidates are taken one by one, because the most probable one decides about the next. For each of them all warps
 // score the tokens offered below it, and one warp makes chances of the scores and takes the next candidate. Then each
-// thread values some shapes.
+// thread values some shapes. Where rows are kept, all warps score the tokens below one node after the other, and one
+// warp takes the children's.
 //
 // Malformed input raises nothing, because an error message would need a synchronisation: malformed parents are the
 // root, and an accepted node or slots that do not exist offer nothing.
@@ -88,7 +88,7 @@ PASS_EXT_DEVICE RecallCounts recall_below(const NextTreeProblem& problem, TreeSh
   return counts;
 }
 
-// All warps: the scores of the tokens offered below a node.
+// All warps: the slot's scores of the tokens offered below a node, and those of their transitions.
 PASS_EXT_DEVICE void score_below(const NextTreeProblem& problem, const NodeOffers& offers, int64_t before) {
   const NextProblem& step = problem.step;
   if (step.left == nullptr) {
@@ -100,6 +100,19 @@ PASS_EXT_DEVICE void score_below(const NextTreeProblem& problem, const NodeOffer
 #pragma unroll 2
   for (int32_t k = static_cast<int32_t>(warp_index()); k < step.count; k += kTreeWarps)
     score_offered(step, offers.list, offers.given, left, k);
+}
+
+// All warps: the scores of the tokens offered below a node. Behind it a barrier.
+PASS_EXT_DEVICE void rank_below(const NextTreeProblem& problem, TreeShared* shared, int64_t request,
+                                const NextRoot& root, const SlotRows& slots, int32_t node) {
+  const NodeOffers below = offers_below(problem, shared, request, slots, node);
+  score_below(problem, below, shared->nodes.token[node]);
+  if (problem.step.text == nullptr) return;
+  const RecallCounts counts = recall_below(problem, shared, request, root, below, node);
+  sync_block();
+#pragma unroll 1
+  for (int32_t k = static_cast<int32_t>(thread_rank()); k < below.list.count; k += kTreeThreads)
+    below.list.scores[k] += recall_of(counts.places, counts.followed + k, below.list.count);
 }
 
 // A warp: takes the open child of the largest reach; false if none is worth a row.
@@ -126,17 +139,7 @@ PASS_EXT_DEVICE void fill_tree(const NextTreeProblem& problem, TreeShared* share
   TreeNodes& nodes = shared->nodes;
   for (int32_t node = 0; node < problem.step.row_count - 1; ++node) {  // as long as there are rows for one more
     const bool has_children = may_have_children(problem, nodes, node, slots.count, levels);
-    if (has_children) {
-      const NodeOffers below = offers_below(problem, shared, request, slots, node);
-      score_below(problem, below, nodes.token[node]);
-      if (problem.step.text != nullptr) {
-        const RecallCounts counts = recall_below(problem, shared, request, root, below, node);
-        sync_block();
-#pragma unroll 1
-        for (int32_t k = static_cast<int32_t>(thread_rank()); k < below.list.count; k += kTreeThreads)
-          below.list.scores[k] += recall_of(counts.places, counts.followed + k, below.list.count);
-      }
-    }
+    if (has_children) rank_below(problem, shared, request, root, slots, node);
     sync_block();
     if (warp_index() == 0) {
       TreeOpening opening = nothing_open(), sibling = nothing_open();
@@ -166,6 +169,32 @@ PASS_EXT_DEVICE void fill_tree(const NextTreeProblem& problem, TreeShared* share
   }
 }
 
+// All threads of the block: the tokens of rows that are kept. Parents come first.
+PASS_EXT_DEVICE void fill_kept(const NextTreeProblem& problem, TreeShared* shared, int64_t request,
+                               const NextRoot& root, const SlotRows& slots, int32_t levels) {
+  TreeNodes& nodes = shared->nodes;
+  const int32_t row_count = problem.step.row_count;
+  for (int32_t node = 0; node < row_count; ++node) {
+    if (!may_have_children(problem, nodes, node, slots.count, levels)) continue;
+    int32_t child = child_behind(shared->judged, node, node, row_count);
+    if (child == row_count) continue;
+    rank_below(problem, shared, request, root, slots, node);
+    sync_block();
+    if (warp_index() == 0) {
+      NodeOffers below = offers_below(problem, shared, request, slots, node);
+      race(below.list, problem.step, request, root.length + nodes.depth[node]);
+      sync_warp();
+      Offer last = below.list.best(before_all());
+      while (child < row_count && last.id >= 0) {
+        if (lane_index() == 0) nodes.token[child] = last.id;
+        child = child_behind(shared->judged, node, child, row_count);
+        last = below.list.best(last);
+      }
+    }
+    sync_block();
+  }
+}
+
 // All threads of the block: the best shape.
 PASS_EXT_DEVICE TreeChoice best_choice(const NextTreeProblem& problem, TreeShared& shared, int32_t levels) {
   TreeChoice best = no_choice();
@@ -186,6 +215,8 @@ PASS_EXT_DEVICE TreeChoice best_choice(const NextTreeProblem& problem, TreeShare
   return best;
 }
 
+// kKeeps: the rows of a request are kept.
+template <bool kKeeps>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kTreeThreads) next_tree_kernel(PASS_EXT_PARAMETER NextTreeProblem problem) {
   begin_kernel(problem);
   TreeShared& shared = *dynamic_shared<TreeShared>();
@@ -197,34 +228,47 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kTreeThreads) next_tree_kernel(PASS_EXT_P
   const int32_t levels = levels_left(step, request, root);
   if (thread < row_count) {
     read_judged(problem, request, thread, shared.judged);
-    shared.prices[thread] = price_of_rows(problem, thread + 1);
+    if constexpr (!kKeeps) shared.prices[thread] = price_of_rows(problem, thread + 1);
   }
-  if (thread < kWorths * kWorths)
+  if (!kKeeps && thread < kWorths * kWorths)
     shared.worth.of[thread / kWorths][thread % kWorths] = worth_of_slots(problem, thread / kWorths, thread % kWorths);
-  if (thread == 0) begin_tree(shared.nodes, root);
+  if (!kKeeps && thread == 0) begin_tree(shared.nodes, root);
   const int32_t drafted = sync_block_count(thread > 0 && thread < row_count && *token_of(step, request, thread) >= 0);
   if (thread < row_count) shared.first_slots[thread] = first_slot_behind(shared.judged, thread, row_count);
-  report_step<kTreeReportNumbers, kTreeThreads>(step, request, root, drafted);
+  report_step<kTreeThreads>(step, request, root, drafted);
+  if (kKeeps && thread == 0) keep_tree(shared.nodes, root, shared.judged, row_count);
   if (step.text != nullptr && root.moves)
     for (int32_t i = thread; i <= step.num_accepted[request]; i += kTreeThreads) write_text(step, request, root, i);
   sync_block();
   const SlotRows slots =
       slots_behind(problem, shared.judged, root.last, [&](int32_t node) { return shared.first_slots[node]; });
-  sum_masses(problem, shared, request, slots);
-  fill_tree(problem, &shared, request, root, slots, levels);
-  const TreeShape shape = shape_of(best_choice(problem, shared, levels));
-  if (thread < row_count) write_tree_row(problem, request, root, thread, tree_row(shared.nodes, shape, root, thread));
+  int32_t rows = row_count, nodes = 0;
+  TreeRow values;
+  if constexpr (kKeeps) {
+    fill_kept(problem, &shared, request, root, slots, levels);
+    if (thread < row_count) values = kept_row(shared.nodes, shared.judged, root, thread);
+    if (thread == 0) nodes = count_tokens(shared.nodes);
+  } else {
+    sum_masses(problem, shared, request, slots);
+    fill_tree(problem, &shared, request, root, slots, levels);
+    const TreeShape shape = shape_of(best_choice(problem, shared, levels));
+    if (thread < row_count) values = tree_row(shared.nodes, shape, root, thread);
+    rows = shape.rows;
+    nodes = shape.nodes;
+  }
+  if (thread < row_count) write_tree_row(problem, request, root, thread, values);
   if (thread > 0) return;
   step.lengths[request] = root.length;
   step.prefix_lens[request] = static_cast<int32_t>(root.length - 1);
-  int64_t* const report = step.report + request * (kTreeReportNumbers + step.report_width);
-  report[kReportNumbers] = shape.rows;
-  report[kReportNumbers + 1] = shape.nodes;
+  int64_t* const report = step.report + request * (kReportNumbers + step.report_width);
+  report[3] = rows;
+  report[4] = nodes;
 }
 
 inline void launch_next_tree(const NextTreeProblem& problem, Stream stream) {
-  launch("next_tree_", next_tree_kernel, LaunchShape{{problem.step.requests}, {kTreeThreads}, next_tree_bytes(problem)},
-         stream, problem);
+  const LaunchShape shape{{problem.step.requests}, {kTreeThreads}, next_tree_bytes(problem)};
+  launch("next_tree_", problem.rates == nullptr ? next_tree_kernel<true> : next_tree_kernel<false>, shape, stream,
+         problem);
 }
 
 }  // namespace pass_ext::gpu

@@ -1,5 +1,4 @@
-// Checks the arguments of next_rows_ and next_tree_, the same on every device, and packs them into core/next.h's
-// NextProblem and core/next_tree.h's NextTreeProblem.
+// Checks the arguments of next_tree_, the same on every device, and packs them into core/next_tree.h's NextTreeProblem.
 #pragma once
 
 #include <type_traits>
@@ -56,10 +55,11 @@ inline void pack_transitions(const char* op, const Tensor& left, const Tensor& r
 }
 
 // Tokens that look-ahead rows offer, [B, S, K].
-inline void pack_tokens(const char* op, const Tensor& offered, int64_t most, const Tensor& rows, NextProblem& problem) {
+inline void pack_tokens(const char* op, const Tensor& offered, const Tensor& rows, NextProblem& problem) {
   check_dim(op, "offered", offered, 3, "[B, S, K]");
   const int64_t slots = offered.size(1), count = offered.size(2);
-  if (count > most) refuse(op, "offered must have at most ", most, " tokens in a row, got ", describe(offered));
+  if (count > kMostTreeOffers)
+    refuse(op, "offered must have at most ", kMostTreeOffers, " tokens in a row, got ", describe(offered));
   check_below(op, "offered", offered, 1, kInt32Limit, "look-ahead rows");
   problem.offered = contiguous_data<const int64_t>(op, "offered", offered, ScalarType::Long,
                                                    {problem.requests, slots, count}, "[B, S, K]", rows);
@@ -89,19 +89,19 @@ inline void pack_sampling(const char* op, const SamplingArguments& sampling, con
   problem.seeds = column_of<int64_t>(per_request, "seeds", seeds, ScalarType::Long);
 }
 
-// The rows that both ops turn into the next ones, and the accept result.
+// The rows that become the next ones, and the accept result.
 struct StepArguments {
   const Tensor &rows, &lengths, &prefix_lens, &report, &limits, &emitted, &path, &num_accepted, &status;
 };
 
-inline NextProblem pack_step(const char* op, const StepArguments& arguments, int64_t most_rows, int report_numbers) {
+inline NextProblem pack_step(const char* op, const StepArguments& arguments) {
   NextProblem problem{};
   const Tensor &rows = arguments.rows, &path = arguments.path, &report = arguments.report;
   check_dim(op, "rows", rows, 3, "[3, B, R]");
   const int64_t requests = rows.size(1), row_count = rows.size(2);
   check_below(op, "rows", rows, 1, kInt32Limit, "requests");
-  if (row_count < 1 || row_count > most_rows)
-    refuse(op, "rows must have 1 to ", most_rows, " rows of a request, got ", describe(rows));
+  if (row_count < 1 || row_count > kMostChosenRows)
+    refuse(op, "rows must have 1 to ", kMostChosenRows, " rows of a request, got ", describe(rows));
   problem.requests = requests;
   problem.row_count = static_cast<int32_t>(row_count);
   problem.rows =
@@ -125,77 +125,43 @@ inline NextProblem pack_step(const char* op, const StepArguments& arguments, int
   problem.status =
       contiguous_data<const int32_t>(op, "status", arguments.status, ScalarType::Int, {requests}, "[B]", rows);
   check_dim(op, "report", report, 2, "[B, numbers + A or more]");
-  if (report.size(1) < report_numbers + width || report.size(1) > report_numbers + kMaxTreeNodes)
-    refuse(op, "report must have ", report_numbers + width, " to ", report_numbers + kMaxTreeNodes,
+  if (report.size(1) < kReportNumbers + width || report.size(1) > kReportNumbers + kMaxTreeNodes)
+    refuse(op, "report must have ", kReportNumbers + width, " to ", kReportNumbers + kMaxTreeNodes,
            " columns (path has ", width, "), got ", describe(report));
-  problem.report_numbers = report_numbers;
-  problem.report_width = static_cast<int32_t>(report.size(1) - report_numbers);
+  problem.report_width = static_cast<int32_t>(report.size(1) - kReportNumbers);
   problem.report = contiguous_data<int64_t>(op, "report", report, ScalarType::Long, {requests, report.size(1)},
                                             "[B, numbers + A or more]", rows);
   return problem;
 }
 
-// The ops with their torch signatures; `run` computes on the device of rows.
-
-using RunNext = void (*)(const NextProblem& problem, const Tensor& rows);
-
-template <RunNext run>
-void next_rows(const Tensor& rows, const Tensor& lengths, const Tensor& prefix_lens, const Tensor& report,
-               const Tensor& limits, const Tensor& parents, int64_t nodes, const Tensor& emitted, const Tensor& path,
-               const Tensor& num_accepted, const Tensor& status, const OptionalTensor& groups,
-               const OptionalTensor& offered, const OptionalTensor& scores, const OptionalTensor& left,
-               const OptionalTensor& right, const OptionalTensor& text, const OptionalTensor& temperature,
-               const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
-               const OptionalTensor& seeds) {
-  constexpr const char* op = "next_rows_";
-  NextProblem problem = pack_step(op, {rows, lengths, prefix_lens, report, limits, emitted, path, num_accepted, status},
-                                  kMaxTreeNodes, kReportNumbers);
-  if (nodes < 1 || nodes > problem.row_count) refuse(op, "nodes must be in [1, ", problem.row_count, "], got ", nodes);
-  problem.nodes = static_cast<int32_t>(nodes);
-  problem.parents =
-      contiguous_data<const int32_t>(op, "parents", parents, ScalarType::Int, {problem.row_count}, "[R]", rows);
-  if (offered.has_value() != groups.has_value())
-    refuse(op, "offered and groups must come together, got only ", offered ? "offered" : "groups");
-  if (scores.has_value() && !offered.has_value()) refuse(op, "scores must come with offered, got scores alone");
-  if (left.has_value() != right.has_value() || (left.has_value() && !scores.has_value()))
-    refuse(op, "left and right must come together, with scores");
-  problem.vocabulary = kInt32Limit;  // without tables every token has a successor
-  pack_text(op, text, rows, problem);
-  if (offered) {
-    pack_tokens(op, *offered, kMaxTreeNodes, rows, problem);
-    problem.groups = check_integers(op, "groups", *groups, "rows", rows);
-    check_below(op, "groups", *groups, 0, kInt32Limit, "nodes");
-    problem.judged_nodes = static_cast<int32_t>(groups->size(0));
-    pack_sampling(op, {temperature, top_k, top_p, min_p}, seeds, rows, problem);
-  }
-  if (scores) pack_scores(op, *scores, rows, problem);
-  if (left) pack_transitions(op, *left, *right, rows, problem);
-  if (problem.requests > 0) run(problem, rows);
-}
+// The op with its torch signature; `run` computes on the device of rows.
 
 using RunNextTree = void (*)(const NextTreeProblem& problem, const Tensor& rows);
 
 template <RunNextTree run>
 void next_tree(const Tensor& rows, const Tensor& parents, const Tensor& lengths, const Tensor& prefix_lens,
                const Tensor& report, const Tensor& limits, const Tensor& emitted, const Tensor& path,
-               const Tensor& num_accepted, const Tensor& status, const Tensor& rates, const OptionalTensor& price,
-               const OptionalTensor& offered, const OptionalTensor& scores, int64_t first, const OptionalTensor& left,
+               const Tensor& num_accepted, const Tensor& status, const OptionalTensor& rates,
+               const OptionalTensor& price, const OptionalTensor& offered, const OptionalTensor& scores, int64_t first, const OptionalTensor& left,
                const OptionalTensor& right, const OptionalTensor& text, const OptionalTensor& temperature,
                const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
                const OptionalTensor& seeds) {
   constexpr const char* op = "next_tree_";
   NextTreeProblem problem{};
   NextProblem& step = problem.step;
-  step = pack_step(op, {rows, lengths, prefix_lens, report, limits, emitted, path, num_accepted, status},
-                   kMostChosenRows, kTreeReportNumbers);
+  step = pack_step(op, {rows, lengths, prefix_lens, report, limits, emitted, path, num_accepted, status});
   problem.parents = contiguous_data<int32_t>(op, "parents", parents, ScalarType::Int, {step.requests, step.row_count},
                                              "[B, R]", rows);
-  check_dim(op, "rates", rates, 1, "[L]");
-  const int64_t slots = rates.size(0);
-  if (slots < 1 || slots > kMostChosenSlots)
-    refuse(op, "rates must have 1 to ", kMostChosenSlots, " numbers, one for each slot, got ", describe(rates));
-  problem.slots = static_cast<int32_t>(slots);
-  problem.rates = contiguous_data<const float>(op, "rates", rates, ScalarType::Float, {slots}, "[L]", rows);
+  problem.slots = kMostChosenRows;  // of rows that are kept
+  if (rates) {
+    check_dim(op, "rates", *rates, 1, "[L]");
+    const int64_t slots = rates->size(0);
+    if (slots < 1 || slots > kMostChosenSlots)
+      refuse(op, "rates must have 1 to ", kMostChosenSlots, " numbers, one for each slot, got ", describe(*rates));
+    problem.slots = static_cast<int32_t>(slots);
+    problem.rates = contiguous_data<const float>(op, "rates", *rates, ScalarType::Float, {slots}, "[L]", rows);
+  }
+  if (price.has_value() && !rates.has_value()) refuse(op, "price must come with rates, got price alone");
   if (price)
     problem.price = contiguous_data<const float>(op, "price", *price, ScalarType::Float, {step.row_count}, "[R]", rows);
   if (offered.has_value() != scores.has_value())
@@ -205,7 +171,7 @@ void next_tree(const Tensor& rows, const Tensor& parents, const Tensor& lengths,
   step.vocabulary = kInt32Limit;  // without tables every token has a successor
   pack_text(op, text, rows, step);
   if (offered) {
-    pack_tokens(op, *offered, kMostTreeOffers, rows, step);
+    pack_tokens(op, *offered, rows, step);
     pack_scores(op, *scores, rows, step);
     if (first < 0 || first + step.slots > step.row_count)
       refuse(op, "first must be in [0, ", step.row_count - step.slots, "] (rows has ", step.row_count,

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from pass_ext.decoding.accept import AcceptFunction, accept_function
 from pass_ext.decoding.arguments import instance, whole_number
+from pass_ext.decoding.drafting.device_rows import DeviceRows, HostDecides
 from pass_ext.decoding.drafting.drafter import DraftContext, DraftingMethod
 from pass_ext.decoding.drafting.drafting import Drafting
-from pass_ext.decoding.drafting.from_slots import ChosenRows, FixedRows, HostDecides
-from pass_ext.decoding.loop.device_step import ChosenStep, DeviceStep, FixedStep, Records
+from pass_ext.decoding.loop.device_step import DeviceStep, Records
 from pass_ext.decoding.loop.host_step import HostStep
 from pass_ext.decoding.loop.loop import Loop, Step
 from pass_ext.decoding.loop.scores import Scores
@@ -232,7 +232,7 @@ def _device_rows(
     processors: Sequence[Processor],
     scores: Scores | None,
     run_ahead: bool | None,
-) -> FixedRows | ChosenRows | None:
+) -> DeviceRows | None:
     """The rows of the device's steps; None: the host makes them."""
     if run_ahead is False:
         return None
@@ -252,12 +252,12 @@ def _device_rows(
             raise ValueError(f"Session: run_ahead must be False or None, because {because}, got True") from None
         return None
     # On the CPU nothing overlaps, but a step costs the host less. In a batch some texts need fewer rows than a fixed tree has.
-    pays = context.device.type != "cpu" or len(context.texts) == 1 or isinstance(rows, ChosenRows)
+    pays = context.device.type != "cpu" or len(context.texts) == 1 or rows.choice is not None
     return rows if pays or run_ahead else None
 
 
 def _device_step(
-    context: DraftContext, session: Session, rows: FixedRows | ChosenRows, accept: AcceptFunction, lag: int
+    context: DraftContext, session: Session, rows: DeviceRows, accept: AcceptFunction, lag: int
 ) -> DeviceStep:
     """The step of these rows. A session on CUDA has it for the next generation too. lag: steps that the host may be late."""
     sampling = context.sampling
@@ -268,10 +268,7 @@ def _device_step(
     key = rows.key, absent, accept
     step = session.fixed_steps.get(key)
     if not isinstance(step, DeviceStep):
-        options = sampling, accept, records
-        step = (
-            ChosenStep(session, rows, *options) if isinstance(rows, ChosenRows) else FixedStep(session, rows, *options)
-        )
+        step = DeviceStep(session, rows, sampling, accept, records)
         if records != "never":
             session.fixed_steps[key] = step
     step.renew(sampling, lag)

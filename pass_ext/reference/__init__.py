@@ -10,7 +10,7 @@ from pass_ext.reference.draft import draft_sample
 from pass_ext.reference.layer import layer_after_attention, layer_before_attention, layer_pack, layer_stack
 from pass_ext.reference.linear import linear_packed, linear_rows
 from pass_ext.reference.lookahead import lookahead_embed
-from pass_ext.reference.next import next_rows_, next_tree_
+from pass_ext.reference.next import next_tree_
 from pass_ext.reference.quantize import quantize_rows
 from pass_ext.reference.recall import recall_scores
 from pass_ext.reference.recurrent import recurrent_tree, recurrent_tree_algebra
@@ -37,7 +37,6 @@ __all__ = [
     "linear_packed",
     "linear_rows",
     "lookahead_embed",
-    "next_rows_",
     "next_tree_",
     "quantize_rows",
     "recall_scores",

@@ -1,8 +1,10 @@
-"""``next_rows_`` and ``next_tree_`` in plain PyTorch: request by request, node by node. The race: draft.py.
+"""``next_tree_`` in plain PyTorch: request by request, node by node. The race: draft.py.
 
-A shape of ``next_tree_``: g look-ahead slots after the root, h after the node at depth d of the best chain, which has first
+A shape that is chosen: g look-ahead slots after the root, h after the node at depth d of the best chain, which has first
 children alone, and the k first candidates.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,87 +19,6 @@ from pass_ext.reference.draft import draft_sample
 from pass_ext.reference.recall import recall
 
 
-def next_rows_(
-    rows: Tensor,
-    lengths: Tensor,
-    prefix_lens: Tensor,
-    report: Tensor,
-    *,
-    limits: Tensor,
-    parents: Tensor,
-    nodes: int,
-    emitted: Tensor,
-    path: Tensor,
-    num_accepted: Tensor,
-    status: Tensor,
-    groups: Tensor | None = None,
-    offered: Tensor | None = None,
-    scores: Tensor | None = None,
-    left: Tensor | None = None,
-    right: Tensor | None = None,
-    text: Tensor | None = None,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    seeds: Tensor | None = None,
-) -> None:
-    """Each request moves past its emitted tokens, and its children are the best that the accepted node's group offers."""
-    ids, tokens, positions = rows
-    ancestors = parents.tolist()
-    depths = [0]
-    for parent in ancestors[1:]:
-        depths.append(depths[parent] + 1)
-    for b in range(len(lengths)):
-        accepted, limit = int(num_accepted[b]), int(limits[b])
-        at_limit = int(lengths[b]) >= limit
-        report[b] = -1
-        report[b, :3] = torch.tensor([-1 if at_limit else accepted, int(status[b]), int((tokens[b, 1:] >= 0).sum())])
-        report[b, 3 : 3 + emitted.shape[1]] = emitted[b]
-        tokens[b, 1:nodes], ids[b, 1:nodes] = -1, 0
-        group = -1
-        if not at_limit and accepted >= 0 and emitted[b, accepted] >= 0:
-            ids[b, 0] = emitted[b, accepted]
-            lengths[b] += accepted + 1
-            _write(text, b, int(lengths[b]), emitted[b, : accepted + 1])
-            last = int(path[b, accepted])
-            if groups is not None and last >= 0 and limit - int(lengths[b]) > 1:
-                group = int(groups[last])
-        tokens[b, 0] = ids[b, 0]
-        root = int(lengths[b]) - 1
-        prefix_lens[b] = root
-        positions[b] = root + torch.tensor(depths)
-        for parent in range(nodes):
-            children = [child for child in range(parent + 1, nodes) if ancestors[child] == parent]
-            slot, before = group + depths[parent], int(tokens[b, parent])
-            if group < 0 or not children or before < 0 or offered is None or slot >= offered.shape[1]:
-                continue
-            if scores is None:
-                chosen = offered[b, slot, : len(children)].clamp(min=-1).tolist()
-            elif left is None or before < len(left):
-                law = {
-                    name: None if value is None else value[b : b + 1]
-                    for name, value in dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p).items()
-                }
-                seed = torch.zeros(1, dtype=torch.int64) if seeds is None else seeds[b : b + 1]
-                scored = _scored(offered[b, slot], scores[b, slot], before, left, right)
-                if text is not None:
-                    _recall(scored, text[b, : root + 1], _path(tokens[b].tolist(), ancestors, parent), offered[b, slot])
-                drafts = draft_sample(
-                    scored,
-                    len(children),
-                    mode="coupled",
-                    seeds=seed,
-                    positions=torch.tensor([root + depths[parent] + 1]),
-                    **law,
-                )
-                chosen = drafts.tokens[0].tolist()
-            else:
-                continue
-            for child, token in zip(children, chosen, strict=False):
-                tokens[b, child], ids[b, child] = token, max(token, 0)
-
-
 def next_tree_(
     rows: Tensor,
     parents: Tensor,
@@ -110,7 +31,7 @@ def next_tree_(
     path: Tensor,
     num_accepted: Tensor,
     status: Tensor,
-    rates: Tensor,
+    rates: Tensor | None = None,
     price: Tensor | None = None,
     offered: Tensor | None = None,
     scores: Tensor | None = None,
@@ -124,7 +45,7 @@ def next_tree_(
     min_p: Tensor | None = None,
     seeds: Tensor | None = None,
 ) -> None:
-    """Each request moves past its emitted tokens, and gets the rows that are expected to give the most tokens."""
+    """Each request moves past its emitted tokens, and keeps its rows, or gets those that promise the most tokens."""
     ids, tokens, positions = rows
     for b in range(len(lengths)):
         accepted, limit = int(num_accepted[b]), int(limits[b])
@@ -136,7 +57,7 @@ def next_tree_(
             lengths[b] += accepted + 1
             _write(text, b, int(lengths[b]), emitted[b, : accepted + 1])
         place, levels = int(lengths[b]) - 1, limit - int(lengths[b]) - 1
-        slots = _slots_behind(ids[b].tolist(), parents[b].tolist(), last, len(rates))
+        slots = _slots_behind(ids[b].tolist(), parents[b].tolist(), last, None if rates is None else len(rates))
         offering = [row - first for row in slots]
         if offered is None or (offering and offering[0] < 0):
             offering = []
@@ -158,25 +79,61 @@ def next_tree_(
             before = None if text is None else text[b, : place + 1]
             return _ranked(*known, path, left, right, before, law, seed, place + depth + 1)
 
-        nodes = _likeliest(root, rows.shape[2], min(len(offering), levels), below)
-        shape = _best_shape(nodes, rates.tolist(), None if price is None else price.tolist(), rows.shape[2], levels)
+        deepest = min(len(offering), levels)
+        if rates is None:
+            laid = _kept(root, ids[b].tolist(), parents[b].tolist(), deepest, below)
+            used, nodes = len(laid), 1 + sum(row.token >= 0 for row in laid[1:])
+        else:
+            most = rows.shape[2]
+            candidates = _likeliest(root, most, deepest, below)
+            prices = None if price is None else price.tolist()
+            shape = _best_shape(candidates, rates.tolist(), prices, most, levels)
+            laid, used, nodes = _laid(candidates, shape, most), shape.rows, 1 + shape.candidates
         report[b] = -1
-        numbers = [-1 if at_limit else accepted, int(status[b]), drafted, shape.rows, 1 + shape.candidates]
-        report[b, :5] = torch.tensor(numbers)
+        report[b, :5] = torch.tensor([-1 if at_limit else accepted, int(status[b]), drafted, used, nodes])
         report[b, 5 : 5 + emitted.shape[1]] = emitted[b]
         prefix_lens[b] = place
-        chosen = range(1 + shape.candidates)
-        chain = [node for node in _chain(nodes) if node in chosen]  # first, in the order of plain decoding
-        order = [*chain, *(node for node in chosen if node not in chain)]
-        laid = [
-            (nodes[i].token, nodes[i].token, order.index(nodes[i].parent) if i else -1, nodes[i].depth) for i in order
-        ]
-        for above, depth, count in ((0, 0, shape.behind_root), (shape.depth, shape.depth, shape.behind)):
-            for slot in range(count):
-                laid.append((-1 - slot, -1, above if slot == 0 else len(laid) - 1, depth + 1 + slot))
-        laid += [(0, -1, 0, 1)] * (rows.shape[2] - len(laid))
         written = torch.tensor(laid)
         ids[b], tokens[b], parents[b], positions[b] = written[:, 0], written[:, 1], written[:, 2], place + written[:, 3]
+
+
+class _Row(NamedTuple):
+    id: int
+    token: int
+    parent: int
+    depth: int
+
+
+def _kept(
+    root: int, ids: list[int], parents: list[int], levels: int, below: Callable[[list[int]], list[tuple[int, float]]]
+) -> list[_Row]:
+    """The rows that a request has, whose nodes get the tokens below their parents, the best first."""
+    laid = [_Row(root, root, -1, 0)]
+    for id, parent in zip(ids[1:], parents[1:], strict=True):
+        laid.append(_Row(min(id, 0), -1, parent, laid[parent].depth + 1))
+    for number in range(len(laid)):
+        children = [row for row in range(number + 1, len(laid)) if parents[row] == number and ids[row] >= 0]
+        _, token, _, depth = laid[number]
+        if not children or token < 0 or depth >= levels:
+            continue
+        path = _path([row.token for row in laid], parents, number)
+        for row, (token, _) in zip(children, below(path), strict=False):
+            laid[row] = _Row(token, token, number, depth + 1)
+    return laid
+
+
+def _laid(nodes: Sequence[_Node], shape: _Shape, most: int) -> list[_Row]:
+    """The rows of a shape, and those that are not in use."""
+    chosen = range(1 + shape.candidates)
+    chain = [node for node in _chain(nodes) if node in chosen]  # first, in the order of plain decoding
+    order = [*chain, *(node for node in chosen if node not in chain)]
+    laid = [
+        _Row(nodes[i].token, nodes[i].token, order.index(nodes[i].parent) if i else -1, nodes[i].depth) for i in order
+    ]
+    for above, depth, count in ((0, 0, shape.behind_root), (shape.depth, shape.depth, shape.behind)):
+        for slot in range(count):
+            laid.append(_Row(-1 - slot, -1, above if slot == 0 else len(laid) - 1, depth + 1 + slot))
+    return laid + [_Row(0, -1, 0, 1)] * (most - len(laid))
 
 
 class _Node(NamedTuple):
@@ -198,20 +155,20 @@ class _Shape(NamedTuple):
         return 1 + self.behind_root + self.behind + self.candidates
 
 
-def _slots_behind(ids: list[int], parents: list[int], node: int, most: int) -> list[int]:
-    """The rows of the slots that foresee what follows a node."""
+def _slots_behind(ids: list[int], parents: list[int], node: int, most: int | None) -> list[int]:
+    """The rows of the slots that foresee what follows a node. most: None: the node's own alone."""
     passed = 0
     while 0 <= node < len(ids):  # a path may lead anywhere
         starts = [row for row in range(node + 1, len(ids)) if ids[row] == -1 and parents[row] == node]
         if starts:
             group = starts[:1]
-            while len(group) < most and group[-1] + 1 < len(ids):
+            while len(group) < (most or len(ids)) and group[-1] + 1 < len(ids):
                 row = group[-1] + 1
                 if ids[row] != -1 - len(group) or parents[row] != row - 1:
                     break
                 group.append(row)
             return group[passed:]
-        node, passed = parents[node], passed + 1
+        node, passed = -1 if most is None else parents[node], passed + 1
     return []
 
 

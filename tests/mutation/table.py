@@ -118,7 +118,7 @@ _CPP = _files_of_families() | {
     "cpu/layer_pack.h": (["layer_pack", "layer_stack"], ["tests/ops/layer"]),
     "cpu/layer_stack.cpp": (["layer_stack"], ["tests/ops/layer"]),
     "core/next.h": (["next"], ["tests/ops/next"]),
-    "core/next_tree.h": (["next"], ["tests/ops/next/test_next_tree.py"]),
+    "core/next_tree.h": (["next"], ["tests/ops/next"]),
     "cpu/next.cpp": (["next"], ["tests/ops/next"]),
     "cpu/next_kernels-inl.h": (["next"], ["tests/ops/next"]),
     "core/recall.h": (["recall", "next"], ["tests/ops/test_recall.py", "tests/ops/next"]),
@@ -267,6 +267,7 @@ _PYTHON: dict[str, list[str]] = {
     "planning/constants": _PACE,
     "drafting/from_slots": [*_AHEAD, *_LOOK_AHEAD[:-1], f"{_LOOK_AHEAD[-1]} or test_ahead"],
     "drafting/slot_tokens": _LOOK_AHEAD,
+    "drafting/device_rows": [*_AHEAD, *_LOOK_AHEAD[:-1], f"{_LOOK_AHEAD[-1]} or test_ahead"],
     "requests/processors": [
         "tests/decoding/test_stateful_processors.py",
         "tests/decoding/test_generation_config.py",

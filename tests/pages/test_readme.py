@@ -65,11 +65,11 @@ def inputs():
         k_weight=torch.randn(64, 16), v_weight=torch.randn(64, 16), gate_weight=torch.randn(20, 16),
         up_weight=torch.randn(20, 16), down_weight=torch.randn(16, 20),
         state=torch.zeros(3, 2, 4, dtype=torch.int64), lengths=torch.tensor([5, 7]), limits=torch.tensor([9, 9]),
-        committed=torch.zeros(2, dtype=torch.int32), report=torch.zeros(2, 5, dtype=torch.int64),
+        committed=torch.zeros(2, dtype=torch.int32), report=torch.zeros(2, 7, dtype=torch.int64),
         candidates=torch.tensor([[4, 5], [3, 4]]), paths=torch.tensor([[2, 3, 4], [-1, 2, 3]]),
         requests=torch.tensor([1, 0], dtype=torch.int32), text=torch.tensor([[3, 4, 3, 5, 3], [2, 3, 4, 5, 4]]),
         text_lengths=torch.tensor([5, 5]),
-        shape=torch.tensor([-1, 0, 0, 1], dtype=torch.int32), row_ids=torch.tensor([5, -1, -2]),
+        shape=torch.tensor([[-1, 0, 0, 1]] * 2, dtype=torch.int32), row_ids=torch.tensor([5, -1, -2]),
         down=torch.randn(1, 8, 16), up=torch.randn(1, 8, 4), layer_caches=[(caches[0][:, :, :1], caches[1][:, :, 1:])],
         keys=torch.randn(5, 1, 8) / 4, values=torch.randn(5, 2, 32), log_decay=-torch.rand(5, 2), beta=torch.rand(5, 2),
         recurrent_states=torch.randn(2, 2, 8, 32), taps=torch.randn(64, 4), windows=torch.randn(2, 64, 3),
@@ -102,7 +102,7 @@ def check_calls(monkeypatch, names):
             elif op == "adapter_rows_":
                 want = in_reference(op, (arguments[0].clone(), *arguments[1:]), options)
                 result = original(*arguments, **options)
-            elif op == "next_rows_":
+            elif op == "next_tree_":
                 want = [tensor.clone() for tensor in arguments]
                 in_reference(op, want, options)
                 original(*arguments, **options)
@@ -135,7 +135,7 @@ def test_every_call_of_the_page_agrees_with_the_reference(monkeypatch):
         exec(call, names)
     shown = "lookahead_embed tree_prepare attention_tree draft_sample accept_tree cache_commit_ quantize_rows"
     shown += (
-        " next_rows_ recall_scores linear_rows adapter_rows_ layer_before_attention layer_after_attention layer_stack"
+        " next_tree_ recall_scores linear_rows adapter_rows_ layer_before_attention layer_after_attention layer_stack"
     )
     shown += " step_rms_norm step_rotary step_gate recurrent_tree convolution_tree state_commit_"
     assert called == shown.split()

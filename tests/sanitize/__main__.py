@@ -12,7 +12,7 @@ from sanitize import HERE, ROOT, SANITIZERS, build, run
 # Beside test_<family>.py. opcheck and the tests of torch.compile are left out: they call the same kernels.
 MORE_TESTS = (
     "adapted_layer", "attention_codes", "attention_masks", "attention_merge", "attention_one_row", "attention_refusals",
-    "logprobs", "lookahead_embedding", "next_rows", "next_tree", "pages", "seed_stability", "support",
+    "logprobs", "lookahead_embedding", "kept_rows", "next_tree", "pages", "seed_stability", "support",
 )  # fmt: skip
 
 # Not compiled code, which calls the same kernels, and no test of times, which a sanitizer makes longer.

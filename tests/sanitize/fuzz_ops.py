@@ -632,44 +632,13 @@ def step_rotary(draw: Draw):
 
 
 @case
-def next_rows_(draw: Draw):
-    requests, row_count = draw.size(), draw.pick((1, 2, 5, 12, 40, 65))
-    nodes, judged, width = draw.random.randint(1, row_count), draw.pick((1, 2, 6)), draw.pick((1, 2, 4))
-    slots, count, rank, vocabulary = draw.pick((1, 2, 7)), draw.pick((1, 3, 33, 64, 100)), draw.size(), draw.width()
-    parents = torch.tensor([-1, *(draw.random.randrange(i) for i in range(1, row_count))], dtype=torch.int32)
-    has_offers, is_scored = draw.chance(0.8), draw.chance(0.6)
-    integers = lambda low, high, *shape: draw.integers(low, high, *shape, dtype=torch.int64)  # noqa: E731
-    arguments = draw.damaged(dict(
-        rows=integers(-1, vocabulary, 3, requests, row_count), lengths=integers(1, 20, requests),
-        prefix_lens=draw.integers(0, 19, requests), report=integers(0, 9, requests, 3 + width + draw.pick((0, 2))),
-        limits=integers(0, 30, requests), parents=draw.spoilt(parents.tolist()), nodes=nodes,
-        emitted=integers(0, vocabulary, requests, width), path=draw.integers(0, judged, requests, width),
-        num_accepted=draw.integers(0, width, requests), status=draw.integers(0, 2, requests),
-        groups=draw.integers(-1, slots, judged) if has_offers else None,
-        offered=integers(-1, vocabulary, requests, slots, count) if has_offers else None,
-        scores=draw.floats(requests, slots, count, dtype=torch.float32).contiguous() if has_offers and is_scored else None,
-        left=draw.floats(vocabulary, rank, dtype=torch.float32) if has_offers and is_scored else None,
-        right=draw.floats(vocabulary, rank, dtype=torch.float32) if has_offers and is_scored else None,
-        text=integers(-1, vocabulary, requests, draw.pick((0, 21, 30))) if draw.chance(0.5) else None,
-        **law(draw, requests), seeds=integers(0, 99, requests),
-    ))  # fmt: skip
-    before = {name: arguments[name].clone() for name in WRITTEN["next_rows_"] if arguments[name] is not None}
-    yield arguments
-    if (
-        arguments["scores"] is None and arguments["lengths"].numel()
-    ):  # a race's order depends on rounding: tests/ops/next
-        reference.next_rows_(**arguments | before)
-        check_same([arguments[name] for name in before], list(before.values()))
-
-
-@case
 def next_tree_(draw: Draw):
     requests, row_count, width = draw.size(), draw.pick((1, 2, 5, 12, 40, 64)), draw.pick((1, 2, 4))
     slots, count, rank, vocabulary = draw.pick((1, 2, 8)), draw.pick((1, 3, 33, 64, 100)), draw.size(), draw.width()
     parents = torch.tensor([-1, *(draw.random.randrange(i) for i in range(1, row_count))], dtype=torch.int32)
     offering, first = draw.random.randint(1, row_count), 0
     first = draw.random.randint(0, row_count - offering)
-    has_offers, has_tables = draw.chance(0.8), draw.chance(0.6)
+    has_offers, has_tables, chooses = draw.chance(0.8), draw.chance(0.6), draw.chance(0.6)
     integers = lambda low, high, *shape: draw.integers(low, high, *shape, dtype=torch.int64)  # noqa: E731
     rows = integers(-3, vocabulary, 3, requests, row_count)
     arguments = draw.damaged(dict(
@@ -677,8 +646,9 @@ def next_tree_(draw: Draw):
         prefix_lens=draw.integers(0, 19, requests), report=integers(0, 9, requests, 5 + width + draw.pick((0, 2))),
         limits=integers(0, 30, requests), emitted=integers(0, vocabulary, requests, width),
         path=draw.integers(0, row_count, requests, width), num_accepted=draw.integers(0, width, requests),
-        status=draw.integers(0, 2, requests), rates=draw.floats(slots, dtype=torch.float32).contiguous(),
-        price=draw.floats(row_count, dtype=torch.float32).contiguous() if draw.chance(0.5) else None,
+        status=draw.integers(0, 2, requests),
+        rates=draw.floats(slots, dtype=torch.float32).contiguous() if chooses else None,
+        price=draw.floats(row_count, dtype=torch.float32).contiguous() if chooses and draw.chance(0.5) else None,
         offered=integers(-1, vocabulary, requests, offering, count) if has_offers else None,
         scores=draw.floats(requests, offering, count, dtype=torch.float32).contiguous() if has_offers else None,
         first=first,
@@ -1021,7 +991,6 @@ WRITTEN = {
     "adapter_rows_": ("out",),
     "cache_commit_": ("caches",),
     "state_commit_": ("states",),
-    "next_rows_": ("rows", "lengths", "prefix_lens", "report", "text"),
     "next_tree_": ("rows", "parents", "lengths", "prefix_lens", "report", "text"),
 }
 

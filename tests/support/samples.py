@@ -162,28 +162,6 @@ def cache_commit_(device):
 
 
 @sample
-def next_rows_(device):
-    integers = dict(dtype=torch.int32, device=device)
-    parents, groups = torch.tensor([-1, 0, 0, 1, 0, 4], **integers), torch.tensor([0, -1, 2], **integers)
-    step = [torch.tensor(v, **integers) for v in ([[0, 2], [0, -1]], [1, 0], [0, 0])]
-    emitted, limits = torch.tensor([[4, 6], [9, -1]], device=device), torch.tensor([40, 40], device=device)
-    offered = torch.stack([torch.randperm(70, device=device)[:8] for _ in range(8)]).view(2, 4, 8)
-    scores, seeds = torch.randn(2, 4, 8, device=device), torch.tensor([1, 2], device=device)
-    tables = torch.randn(2, 70, 5, device=device).unbind()
-
-    def state():
-        rows, lengths = torch.full((3, 2, 6), -1, device=device), torch.tensor([7, 5], device=device)
-        return rows, lengths, torch.tensor([6, 4], **integers), torch.zeros(2, 5, dtype=torch.int64, device=device)
-
-    fixed = (limits, parents, 4, emitted, *step)
-    text = torch.randint(0, 9, (2, 12), device=device)
-    yield *state(), *fixed, None, None, None, None, None, None, *NO_SAMPLING, None
-    yield *state(), *fixed, groups, offered, None, None, None, None, *NO_SAMPLING, None
-    yield *state(), *fixed, groups, offered, scores, None, None, text.clone(), *NO_SAMPLING, None
-    yield *state(), *fixed, groups, offered, scores, *tables, None, *sampling(device), seeds
-
-
-@sample
 def next_tree_(device):
     integers = dict(dtype=torch.int32, device=device)
     step = [torch.tensor(v, **integers) for v in ([[0, 2], [0, -1]], [1, 0], [0, 0])]
@@ -199,11 +177,13 @@ def next_tree_(device):
         lengths, prefix_lens = torch.tensor([7, 5], device=device), torch.tensor([6, 4], **integers)
         return rows, parents, lengths, prefix_lens, torch.zeros(2, 7, dtype=torch.int64, device=device)
 
-    fixed = (limits, emitted, *step, rates)
+    fixed = (limits, emitted, *step)
     text = torch.randint(0, 9, (2, 12), device=device)
-    yield *state(), *fixed, None, None, None, 0, None, None, None, *NO_SAMPLING, None
-    yield *state(), *fixed, price, offered, scores, 2, None, None, text.clone(), *NO_SAMPLING, None
-    yield *state(), *fixed, price, offered, scores, 1, *tables, None, *sampling(device), seeds
+    yield *state(), *fixed, None, None, None, None, 0, None, None, None, *NO_SAMPLING, None
+    yield *state(), *fixed, None, None, offered, scores, 1, *tables, None, *sampling(device), seeds
+    yield *state(), *fixed, rates, None, None, None, 0, None, None, None, *NO_SAMPLING, None
+    yield *state(), *fixed, rates, price, offered, scores, 2, None, None, text.clone(), *NO_SAMPLING, None
+    yield *state(), *fixed, rates, price, offered, scores, 1, *tables, None, *sampling(device), seeds
 
 
 @sample

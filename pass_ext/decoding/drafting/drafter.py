@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pass_ext.decoding.accept import DECODING_RULES
 from pass_ext.decoding.drafting.candidates import Batch, Proposal, are_judged_by_logits, draw_children, drawing_mode
+from pass_ext.decoding.drafting.device_rows import DeviceRows, HostDecides
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.taps import Tap
 from pass_ext.decoding.planning.pace import Pace
@@ -62,6 +63,11 @@ class Drafter(Protocol):
     def begin(self, session: Session) -> None:
         """Takes the target's session, before the prompts are read."""
         return
+
+    def device_rows(self, *, is_synthetic: bool) -> DeviceRows:
+        """The rows of steps that the device makes, if ``next_tree_`` drafts; raises ``HostDecides`` if ``propose`` has to.
+        is_synthetic: coins accept, along one fixed path."""
+        raise HostDecides(f"{self.name} candidates are drafted on the host")
 
     @abstractmethod
     def propose(self, batch: Batch) -> Proposal:

@@ -15,16 +15,11 @@ from torch import Tensor
 
 from pass_ext.decoding.arguments import type_of
 from pass_ext.decoding.drafting.candidates import Batch, Candidates, Proposal, StepRows, join
+from pass_ext.decoding.drafting.device_rows import DeviceRows, HostDecides
 from pass_ext.decoding.drafting.drafter import DraftContext, Drafter, DraftingMethod
 from pass_ext.decoding.drafting.from_draft_model import multi_candidate_drafters, speculative_drafters
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
-from pass_ext.decoding.drafting.from_slots import (
-    ChosenRows,
-    FixedRows,
-    HostDecides,
-    LookaheadDrafter,
-    lookahead_drafters,
-)
+from pass_ext.decoding.drafting.from_slots import lookahead_drafters
 from pass_ext.decoding.drafting.heads.assistant import assistant_drafters
 from pass_ext.decoding.drafting.heads.block_drafter import dflash_drafters
 from pass_ext.decoding.drafting.heads.head_drafter import head_drafters
@@ -87,14 +82,11 @@ class Drafting:
         """The step of a prompt: its last token, with look-ahead slots after it."""
         return StepRows(text[-1], Candidates(_ROOT, groups=((0, self.prompt_slots),) if self.prompt_slots else ()))
 
-    def device_rows(self, *, is_synthetic: bool) -> FixedRows | ChosenRows:
+    def device_rows(self, *, is_synthetic: bool) -> DeviceRows:
         """The rows of steps that the device makes; raises ``HostDecides`` where it cannot."""
-        if not self.drafters:
-            return FixedRows(_ROOT)
-        drafter = self.drafters[0]
-        if len(self.drafters) > 1 or not isinstance(drafter, LookaheadDrafter):
-            raise HostDecides("candidates do not come from look-ahead slots alone")
-        return drafter.device_rows(is_synthetic=is_synthetic)
+        if len(self.drafters) > 1:
+            raise HostDecides(f"candidates of {len(self.drafters)} drafters meet on the host")
+        return self.drafters[0].device_rows(is_synthetic=is_synthetic) if self.drafters else DeviceRows(_ROOT)
 
     def _seen_by(self, drafter: Drafter, batch: Batch) -> Batch:
         """The batch with the hidden states at the drafter's own taps."""

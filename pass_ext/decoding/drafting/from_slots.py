@@ -2,14 +2,11 @@
 
 With a ``RowChoice`` each step has the rows that suit the place, as ``next_tree_`` chooses them. Else a step is full (the plan's
 tree and groups) where the last accepted node had a group, and a probe (the root and one group) where it had none.
-
-``FixedRows`` and ``ChosenRows`` are those of steps that the device makes without the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,16 +15,16 @@ import torch
 from pass_ext.decoding.drafting.candidates import (
     Batch,
     Candidates,
-    Groups,
     Proposal,
     StepRows,
     drawing_mode,
     filled,
     with_groups,
 )
+from pass_ext.decoding.drafting.device_rows import DeviceRows, HostDecides, RowChoice
 from pass_ext.decoding.drafting.drafter import LOOK_AHEAD, N_GRAM, DraftContext, Drafter
 from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
-from pass_ext.decoding.drafting.slot_tokens import GrowingTexts, SlotTokens, TreeFiller, rows_of
+from pass_ext.decoding.drafting.slot_tokens import GrowingTexts, TreeFiller, rows_of
 from pass_ext.decoding.methods import PaSS
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.planning.constants import FEWEST_CHOSEN, MOST_ROWS
@@ -35,66 +32,10 @@ from pass_ext.decoding.planning.pace import Pace
 from pass_ext.decoding.planning.plan import Plan, pass_plan, slot_hit_rates
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.lookahead import LookaheadEmbedding
-from pass_ext.ops.next import MAX_CHOSEN_ROWS, MAX_CHOSEN_SLOTS, TREE_REPORT_NUMBERS, next_tree_
+from pass_ext.ops.next import MAX_CHOSEN_ROWS, MAX_CHOSEN_SLOTS, REPORT_NUMBERS, next_tree_
 from pass_ext.tree import Tree
 
 _ROOT = Tree.chain(0)
-
-
-class HostDecides(Exception):
-    """The host decides something between two steps. The message follows "because"."""
-
-
-@dataclass(frozen=True)
-class FixedRows:
-    """The rows of every step of a generation."""
-
-    candidates: Tree
-    groups: Groups = ()
-    prompt_slots: int = 0
-    """Look-ahead slots after the last token of a prompt."""
-    offers: SlotTokens | None = None
-    """None: without candidates."""
-
-    @property
-    def tree(self) -> Tree:
-        """All rows of a request."""
-        return with_groups(self.candidates, self.groups)
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for rows whose recorded steps are the same."""
-        return self.candidates, self.groups, self.prompt_slots, self.offers and self.offers.key
-
-
-@dataclass(frozen=True)
-class RowChoice:
-    """How ``next_tree_`` chooses the rows of a generation's steps (csrc/core/next_tree.h)."""
-
-    rows: int
-    """The most of a request."""
-    rates: tuple[float, ...]
-    """For each slot the share of places where its best candidate is right."""
-    has_price: bool = False
-    """True: rows cost the time that they take. False: they are free."""
-
-
-@dataclass(frozen=True)
-class ChosenRows:
-    """The choice of each step's rows, and the tokens that their slots offer."""
-
-    choice: RowChoice
-    offers: SlotTokens
-
-    @property
-    def prompt_slots(self) -> int:
-        """Look-ahead slots after the last token of a prompt."""
-        return len(self.choice.rates)
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for rows whose recorded steps are the same."""
-        return self.choice, self.offers.key
 
 
 class LookaheadDrafter(Drafter):
@@ -138,14 +79,15 @@ class LookaheadDrafter(Drafter):
             self._rates = torch.tensor(choice.rates, device=table.device)
             self._price = torch.zeros(choice.rows, device=table.device) if choice.has_price else None
 
-    def device_rows(self, *, is_synthetic: bool) -> FixedRows | ChosenRows:
-        """The rows of steps that the device makes; raises ``HostDecides`` where they depend on the host. is_synthetic: coins
-        accept, along one fixed path."""
+    def device_rows(self, *, is_synthetic: bool) -> DeviceRows:
         if self._choice is not None and not is_synthetic:
-            return ChosenRows(self._choice, self._offers)
+            return DeviceRows(with_groups(_ROOT, self._probe.groups), self._offers, self._choice)
         if 0 not in dict(self.groups):
             raise HostDecides("the root has no look-ahead slots in every step")
-        return FixedRows(self.tree, self.groups, self.prompt_slots, self._offers)
+        tree = with_groups(self.tree, self.groups)
+        if len(tree) > MAX_CHOSEN_ROWS:
+            raise HostDecides(f"a step of {len(tree)} rows is longer than {MAX_CHOSEN_ROWS}")
+        return DeviceRows(tree, self._offers)
 
     def begin(self, session: Session) -> None:
         session.set_slots(self._lookahead, self._slots)
@@ -189,7 +131,7 @@ class LookaheadDrafter(Drafter):
         lengths = torch.tensor([len(batch.texts[b]) - 1 for b in active], device=device)
         limits = [len(batch.texts[b]) + 1 + batch.levels[b] for b in active]
         zeros = torch.zeros(count, 1, dtype=torch.int32, device=device)
-        report = torch.empty(count, TREE_REPORT_NUMBERS + 1, dtype=torch.int64, device=device)
+        report = torch.empty(count, REPORT_NUMBERS + 1, dtype=torch.int64, device=device)
         next_tree_(
             step,
             parents,

@@ -1,6 +1,6 @@
 """The tokens that look-ahead slots offer as candidates.
 
-``SlotTokens``: for ops that put them into a tree (csrc/core/next.h, next_tree.h). Slot i's logits rank the candidates at depth
+``SlotTokens``: for the op that puts them into a tree (csrc/core/next_tree.h). Slot i's logits rank the candidates at depth
 i + 1 below each parent, with transition scores left[parent] · right[token] where the embeddings have them; and tokens that the
 text recalls rise (csrc/core/recall.h). The scores reorder a shortlist of the most probable tokens of each slot.
 
@@ -27,7 +27,7 @@ from pass_ext.decoding.requests.guides import Guides
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.draft import draft_sample
-from pass_ext.ops.next import next_rows_
+from pass_ext.ops.next import MAX_CHOSEN_ROWS, REPORT_NUMBERS, next_tree_
 from pass_ext.ops.recall import RECALL_TOKENS, recall_scores
 from pass_ext.tree import Tree
 
@@ -64,10 +64,7 @@ class SlotTokens:
         self.recalls = recalls
         widest = max(len(tree.children(node)) for node in range(tree.num_nodes))
         self.shortlist = min(max(_SHORTLIST, widest), table.shape[0])
-        """How many tokens of a slot scores reorder."""
-        self.count = self.shortlist if self.are_scored else min(widest, table.shape[0])
-        self.most = min(_SHORTLIST, table.shape[0])
-        """How many tokens of a row ``top_of_rows`` gives."""
+        """How many tokens of a slot are reordered."""
 
     @property
     def are_scored(self) -> bool:
@@ -77,41 +74,16 @@ class SlotTokens:
     @property
     def key(self) -> tuple[int, ...]:
         """Equal for offers that read the same memory."""
-        return (self.count, self.recalls, *(table.data_ptr() for table in self.transition or ()))
-
-    def draws(self, sampling: BatchSampling) -> bool:
-        """True: the offered tokens are drawn, by the noise of their positions."""
-        return not self.are_scored and not sampling.is_greedy
+        return (self.shortlist, self.recalls, *(table.data_ptr() for table in self.transition or ()))
 
     def top_of_rows(self, logits: Tensor, requests: int, allowed: Tensor | None = None) -> dict[str, Any]:
         """The most probable tokens of rows ``[requests * S, V]``, as keyword arguments of ``next_tree_``.
 
         allowed: ``[requests * S, ceil(V / 32)]`` int32 words, the tokens that a grammar allows; None: all.
         """
-        return self._scored(logits, self.most, requests, allowed)
-
-    def of_rows(
-        self, logits: Tensor, positions: Tensor | None, sampling: BatchSampling, requests: int, allowed: Tensor | None
-    ) -> dict[str, Any]:
-        """The offered tokens, as keyword arguments of ``next_rows_``.
-
-        Args:
-            logits: ``[requests * S, V]``, of S look-ahead rows of each request.
-            positions: ``[requests * S]`` int64, text positions of the tokens that these rows foresee; None if not ``draws``.
-            sampling: one for each of the rows.
-            allowed: as for ``top_of_rows``.
-        """
-        if self.are_scored:
-            return self._scored(logits, self.count, requests, allowed)
-        # Every parent of a level has the same candidates: the best, in order.
-        options = sampling.keywords() | {"positions": positions, "allowed": allowed}
-        tokens, _ = self._draw(logits, self.count, mode="coupled", **options)
-        return {"offered": tokens.view(requests, -1, self.count)}
-
-    def _scored(self, logits: Tensor, count: int, requests: int, allowed: Tensor | None) -> dict[str, Any]:
-        tokens, scores = self._draw(logits, count, mode="top", allowed=allowed)
+        tokens, scores = self._draw(logits, self.shortlist, mode="top", allowed=allowed)
         left, right = self.transition or (None, None)
-        shape = requests, -1, count
+        shape = requests, -1, self.shortlist
         return {"offered": tokens.view(shape), "scores": scores.view(shape), "left": left, "right": right}
 
 
@@ -156,7 +128,11 @@ class TreeFiller:
         self._mode = drawing_mode(sampling, rule)
         self._are_judged_by_logits = are_judged_by_logits(sampling, rule)
         self._levels = levels_of(tree, table.device)
-        self._parents = torch.tensor(tree.parents, dtype=torch.int32, device=table.device)
+        self._by_op = self._mode == "coupled" and tree.num_nodes + tree.max_depth <= MAX_CHOSEN_ROWS
+        if self._by_op:
+            whole = tree.with_lookahead({0: tree.max_depth})
+            self._ids = whole.ids([0] * tree.num_nodes).to(table.device)
+            self._parents = torch.tensor(whole.parents, dtype=torch.int32, device=table.device)
         self._rows: Tensor | None = None  # of the last fill, whose memory is used again
         self._held: list[Tensor] = []  # the tokens that they hold, level by level
 
@@ -179,7 +155,7 @@ class TreeFiller:
             raise ValueError("TreeFiller: text must be given where it is recalled, got None")
         text = text if self.offers.recalls else None
         places = torch.tensor(positions, device=slots.device)
-        if self._mode == "coupled":
+        if self._by_op:
             return self._best(slots, requests, roots, places, text)
         if self._shards is not None:
             slots = self._shards.whole(slots)
@@ -188,37 +164,34 @@ class TreeFiller:
     def _best(
         self, slots: Tensor, requests: Sequence[int], roots: Sequence[int], places: Tensor, text: Tensor | None
     ) -> Filled:
-        """The best of the offered tokens below every parent: ``next_rows_`` moves each request to its root. Under a grammar the
+        """The best of the offered tokens below every parent: ``next_tree_`` moves each request to its root. Under a grammar the
         first level has tokens that it allows; deeper ones that it forbids are left out where all drafters' candidates meet."""
         count, nodes, depth = len(roots), self.tree.num_nodes, self.tree.max_depth
-        sampling = self._sampling.of_requests(places.new_tensor(requests))
-        at = (places[:, None] + torch.arange(1, depth + 1, device=places.device)).flatten()
         logits, allowed = slots[:, :depth].flatten(0, 1), None
         if self._guides is not None:
             masks = self._guides.below(Tree.chain(0), requests, [[root] for root in roots], [0])
             allowed = masks.new_full((len(logits), masks.shape[1]), -1)
             allowed[::depth] = masks
-        offered = self.offers.of_rows(logits, at, sampling.repeated(depth), count, allowed)
-        rows = places.new_full((3, count, nodes), -1)
+        # For the op the step before was the tree, with the slots that foresee it after its root.
+        rows = torch.stack([self._ids] * 3)[:, None].repeat(1, count, 1)
         zeros = places.new_zeros(count, dtype=torch.int32)
-        next_rows_(
+        next_tree_(
             rows,
+            self._parents.repeat(count, 1),
             places.clone(),
             zeros.clone(),
-            places.new_empty(count, 4),
-            limits=places + 9,  # far after the root
-            parents=self._parents,
-            nodes=nodes,
+            places.new_empty(count, REPORT_NUMBERS + 1),
+            limits=places + depth + 2,
             emitted=torch.tensor(roots, device=places.device)[:, None],
             path=zeros[:, None],
             num_accepted=zeros,
             status=zeros,
-            groups=zeros[:1],
             text=text,
-            **offered,
-            **sampling.keywords(),
+            first=nodes,
+            **self.offers.top_of_rows(logits, count, allowed),
+            **self._sampling.of_requests(places.new_tensor(requests)).keywords(),
         )
-        return Filled(rows[1, :, 1:].tolist(), None, None)
+        return Filled(rows[1, :, 1:nodes].tolist(), None, None)
 
     def _drawn(
         self, slots: Tensor, requests: Sequence[int], roots: Sequence[int], places: Tensor, text: Tensor | None

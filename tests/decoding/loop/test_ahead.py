@@ -12,14 +12,25 @@ pytest.importorskip("transformers")
 from support.generation import BUSHY, Decoder, Mixer, NoHostReads, slots_for, unpadded
 from support.small_models import VOCABULARY, ragged_prompts, small_model, whole_prompts
 
-from pass_ext import LookaheadEmbedding, MultiCandidate, NGram, PaSS, Plain, Session, Tree, generate
+from pass_ext import (
+    Drafter,
+    LookaheadEmbedding,
+    MultiCandidate,
+    NGram,
+    PaSS,
+    Plain,
+    Session,
+    Tree,
+    draft_sample,
+    generate,
+)
 from pass_ext.decoding.accept import accept_function
-from pass_ext.decoding.drafting.from_slots import FixedRows
 from pass_ext.decoding.drafting.slot_tokens import Filled, SlotTokens, TreeFiller
 from pass_ext.decoding.loop import device_step
-from pass_ext.decoding.loop.device_step import FixedStep
+from pass_ext.decoding.loop.device_step import DeviceStep
 from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.sampling import SamplingParams
+from pass_ext.drafting import DeviceRows
 
 ENDS = [5, 6, 7]
 GREEDY, WARM = dict(), dict(temperature=0.8, seeds=31)
@@ -69,23 +80,24 @@ class Seer:
 
     def __init__(self, monkeypatch, futures):
         self.futures = futures
-        seer, op = self, device_step.next_rows_
+        seer, op = self, device_step.next_tree_
 
         def fill(self, slots, requests, roots, positions, text=None):
             return Filled(
                 [seer.tokens(self.tree, *place) for place in zip(requests, positions, strict=True)], None, None
             )
 
-        def next_rows_(rows, lengths, prefix_lens, report, *, parents, nodes, **more):
-            op(rows, lengths, prefix_lens, report, parents=parents, nodes=nodes, **more)
-            tree = Tree(parents[:nodes].tolist())
+        def next_tree_(rows, parents, lengths, *more, rates, **options):
+            op(rows, parents, lengths, *more, rates=rates, **options)
             for b, length in enumerate(lengths.tolist()):
-                if nodes > 1 and rows[1, b, 1] >= 0:  # it has candidates
+                nodes = int((rows[0, b] >= 0).sum())
+                tree = Tree(parents[b, :nodes].tolist())
+                if rates is None and nodes > 1 and rows[1, b, 1] >= 0:  # it has candidates
                     rows[1, b, 1:nodes] = torch.tensor(seer.tokens(tree, b, length - 1))
                     rows[0, b, 1:nodes] = rows[1, b, 1:nodes].clamp(min=0)
 
         monkeypatch.setattr(TreeFiller, "fill", fill)
-        monkeypatch.setattr(device_step, "next_rows_", next_rows_)
+        monkeypatch.setattr(device_step, "next_tree_", next_tree_)
 
     def tokens(self, tree, request, position):
         numbers, future, right, tokens = random.Random(f"{request}/{position}"), self.futures[request], {0}, {}
@@ -263,18 +275,52 @@ def test_a_text_that_has_ended_rests(llama, monkeypatch):
     whole = generate(llama, ids, max_new_tokens=30, attention_mask=mask, eos_token_id=[])
     end = whole.sequences[0, ids.shape[1] + 2].item()
     assert end not in whole.sequences[1, ids.shape[1] :].tolist()
-    lengths, advance = [], FixedStep._advance
+    lengths, advance = [], DeviceStep._advance
 
     def recorded(self, *arguments):
         advance(self, *arguments)
         lengths.append(self._lengths.tolist())
 
-    monkeypatch.setattr(FixedStep, "_advance", recorded)
+    monkeypatch.setattr(DeviceStep, "_advance", recorded)
     session = Session(llama, run_ahead=True)
     got = generate(llama, ids, max_new_tokens=30, attention_mask=mask, eos_token_id=[end], session=session)
     assert got.lengths[0] < 5 and got.lengths[1] == 30
     prompts = mask.sum(1).tolist()
     assert lengths[-1] == [prompts[0] + got.lengths[0] + 1, prompts[1] + 30], "one token after the end, and no more"
+
+
+class FromOutside(Drafter):
+    """Not a drafter of the package; its slots' logits alone rank the tokens."""
+
+    recalls, key, name = False, ("outside",), "outside"
+
+    def __init__(self, slots):
+        self.slots, self.max_depth, self.prompt_slots = slots, 2, 2
+        self.deepest_row = 4
+
+    def drafters(self, context):
+        return [self]
+
+    def begin(self, session):
+        session.set_slots(self.slots, 2)
+
+    def device_rows(self, *, is_synthetic):
+        return DeviceRows(Tree.chain(2).with_lookahead({0: 2, 2: 2}), self)
+
+    def top_of_rows(self, logits, requests):
+        tokens, scores = draft_sample(logits, 8, mode="top")
+        return {"offered": tokens.view(requests, -1, 8), "scores": scores.view(requests, -1, 8)}
+
+    def propose(self, batch):
+        raise AssertionError("the device drafts")
+
+
+def test_a_drafter_from_outside_may_run_on_the_device(llama):
+    ids, mask = ragged_prompts(3)
+    options = dict(max_new_tokens=20, attention_mask=mask, eos_token_id=[])
+    got = generate(llama, ids, FromOutside(slots_for(llama)), session=Session(llama, run_ahead=True), **options)
+    assert torch.equal(got.sequences, generate(llama, ids, **options).sequences)
+    assert got.stats.ahead_calls > 0 and got.stats.num_draft_tokens > 0
 
 
 # ---- one text on the CPU ----
@@ -304,14 +350,14 @@ def test_one_text_has_the_calls_of_the_hosts_steps(llama, monkeypatch, rows_call
 @pytest.fixture
 def no_host_reads(monkeypatch):
     """Fails if the host reads a tensor while a step runs."""
-    step, modes = FixedStep._run, []
+    step, modes = DeviceStep._run, []
 
     def run(self):
         with NoHostReads.guarded(monkeypatch) as mode:
             step(self)
         modes.append(mode)
 
-    monkeypatch.setattr(FixedStep, "_run", run)
+    monkeypatch.setattr(DeviceStep, "_run", run)
     return modes
 
 
@@ -348,7 +394,7 @@ def test_a_step_is_few_ops(no_host_reads, monkeypatch, rank):
     session = Session(model, run_ahead=True)
     generate(model, whole_prompts(1), method, max_new_tokens=6, session=session, eos_token_id=[])
     launched = [op.split(".")[1] for op in no_host_reads[-1].ops if op.split(".")[1] not in VIEWS]
-    assert launched == ["lookahead_embed", "accept_tree", "cache_commit_", "draft_sample", "next_rows_"]
+    assert launched == ["lookahead_embed", "accept_tree", "cache_commit_", "draft_sample", "next_tree_"]
 
 
 @torch.no_grad()
@@ -369,10 +415,12 @@ def test_a_step_runs_where_no_numbers_are(law, rank, recalls):
     tree = Tree.from_branching((2, 1))
     sampling = SamplingParams(**law).for_batch(requests, torch.device("cpu"))
     sampling = type(sampling)(**{name: v if v is None else v.to(device) for name, v in sampling.keywords().items()})
-    rows = FixedRows(tree, ((0, 3), (2, 3)), 3, SlotTokens(lookahead, tree, model.embedding, None, recalls=recalls))
-    step = FixedStep(session, rows, sampling, accept_function("coupled"), "never")
+    offers = SlotTokens(lookahead, tree, model.embedding, None, recalls=recalls)
+    rows = DeviceRows(tree.with_lookahead({0: 3, 2: 3}), offers)
+    step = DeviceStep(session, rows, sampling, accept_function("coupled"), "never")
     step.renew(sampling, 1)
-    step._accept_prompts(torch.empty(requests * 4, 9, device=device))
+    logits = torch.empty(requests * 4, 9, device=device)
+    step._advance_roots(step._accept(logits, *step._roots(3), 0), logits, 3)
     step._run()
     with pytest.raises(Exception, match="meta"):
         step.report.tolist()
@@ -384,7 +432,7 @@ def test_a_step_runs_where_no_numbers_are(law, rank, recalls):
 @pytest.fixture
 def no_synchronisation(monkeypatch):
     """Steps fail if they synchronise."""
-    step = FixedStep.__call__
+    step = DeviceStep.__call__
 
     def run(self, **options):
         capturing = self._records != "never" and self._graph is None
@@ -395,7 +443,7 @@ def no_synchronisation(monkeypatch):
         finally:
             torch.cuda.set_sync_debug_mode(mode)
 
-    monkeypatch.setattr(FixedStep, "__call__", run)
+    monkeypatch.setattr(DeviceStep, "__call__", run)
 
 
 @pytest.mark.parametrize("graphs", [False, True, None])

@@ -10,7 +10,7 @@ from support.generation import Mixer, NoHostReads, slots_for
 from support.small_models import VOCABULARY, ragged_prompts, small_model, whole_prompts
 
 from pass_ext import LookaheadEmbedding, NGram, PaSS, Plain, Session, Tree, generate
-from pass_ext.decoding.loop.device_step import ChosenStep
+from pass_ext.decoding.loop.device_step import DeviceStep
 from pass_ext.drafting import SyntheticAcceptance
 
 ENDS = [5, 6, 7]
@@ -26,13 +26,13 @@ def counts_of(result):
 @pytest.fixture
 def chosen(monkeypatch):
     """The steps' rows, all of them and those that are nodes, of the requests of a test."""
-    shapes, move = [], ChosenStep._next
+    shapes, move = [], DeviceStep._next
 
     def spy(self, *arguments):
         move(self, *arguments)
         shapes.append(self.report[:, 3:5].tolist())
 
-    monkeypatch.setattr(ChosenStep, "_next", spy)
+    monkeypatch.setattr(DeviceStep, "_next", spy)
     return shapes
 
 
@@ -187,7 +187,7 @@ def test_other_generations_follow_their_plan(llama, chosen, rows, options):
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_step_reads_nothing_on_the_host(llama, monkeypatch, law, rank):
     """And every step is the same ops: outside the model one for the rows' tree, and those of a fixed step."""
-    step, modes = ChosenStep._run, []
+    step, modes = DeviceStep._run, []
 
     def run(self):
         with NoHostReads.guarded(monkeypatch) as mode:
@@ -196,7 +196,7 @@ def test_a_step_reads_nothing_on_the_host(llama, monkeypatch, law, rank):
 
     ids, mask = ragged_prompts(3)
     method = PaSS(slots_for(llama, rank=rank), rows=9)
-    monkeypatch.setattr(ChosenStep, "_run", run)
+    monkeypatch.setattr(DeviceStep, "_run", run)
     model = Mixer("cpu")
     session = Session(model, run_ahead=True)
     generate(model, ids, method, max_new_tokens=12, attention_mask=mask, session=session, **law)

@@ -1,21 +1,19 @@
-// The kernels of csrc/cuda/next.cuh and next_tree.cuh through their own launch functions, as next.cu calls them.
-#include "cuda/next.cuh"
+// The kernel of csrc/cuda/next_tree.cuh through its own launch function, as next.cu calls it.
+#include "cuda/next_tree.cuh"
 
 #include "launches.h"
 
 namespace emulator {
 namespace {
 
-pass_ext::NextProblem step_of(const Arguments& given, int report_numbers) {
+pass_ext::NextProblem step_of(const Arguments& given) {
   const auto count = [&](const char* name) { return static_cast<int32_t>(given(name)); };
   return {
       given.at<int64_t>("emitted"),
       given.at<int32_t>("path"),
       given.at<int32_t>("num_accepted"),
       given.at<int32_t>("status"),
-      given.at<int32_t>("groups"),
       count("width"),
-      count("judged_nodes"),
       given.at<int64_t>("offered"),
       given.at<float>("scores"),
       given.at<float>("left"),
@@ -28,9 +26,6 @@ pass_ext::NextProblem step_of(const Arguments& given, int report_numbers) {
       count("rank"),
       {given.at<float>("temperature"), given.at<int32_t>("top_k"), given.at<float>("top_p"), given.at<float>("min_p")},
       given.at<int64_t>("seeds"),
-      given.at<int32_t>("fixed_parents"),
-      count("nodes"),
-      count("row_count"),
       given.at<int64_t>("limits"),
       given.at<int64_t>("rows"),
       given.at<int64_t>("lengths"),
@@ -39,16 +34,12 @@ pass_ext::NextProblem step_of(const Arguments& given, int report_numbers) {
       given.at<int64_t>("text"),
       given("requests"),
       given("text_room"),
-      count("report_width"),
-      report_numbers};
-}
-
-void next_rows(const Arguments& given) {
-  pass_ext::gpu::launch_next_rows(step_of(given, pass_ext::kReportNumbers), {});
+      count("row_count"),
+      count("report_width")};
 }
 
 void next_tree(const Arguments& given) {
-  const pass_ext::NextTreeProblem problem{step_of(given, pass_ext::kTreeReportNumbers),
+  const pass_ext::NextTreeProblem problem{step_of(given),
                                           given.at<float>("rates"),
                                           given.at<float>("price"),
                                           given.at<int32_t>("parents"),
@@ -57,7 +48,7 @@ void next_tree(const Arguments& given) {
   pass_ext::gpu::launch_next_tree(problem, {});
 }
 
-const Registration kRows{"next_rows", next_rows}, kTree{"next_tree", next_tree};
+const Registration kTree{"next_tree", next_tree};
 
 }  // namespace
 }  // namespace emulator

@@ -1,4 +1,4 @@
-"""What the tests of ``next_rows_`` and ``next_tree_`` share: transition scores, sampling parameters, and the comparison."""
+"""What the tests of ``next_tree_`` share: transition scores, sampling parameters, and the comparison."""
 
 import hashlib
 import pickle

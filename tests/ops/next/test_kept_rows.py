@@ -1,4 +1,5 @@
-"""next_rows_ on every backend against the reference: trees, transition scores, races, limits, and what does not exist."""
+"""next_tree_ without rates, so that rows are kept, on every backend against the reference: trees, transition scores, races,
+limits, and what does not exist."""
 
 import random
 
@@ -9,59 +10,52 @@ from next_cases import VOCABULARY, checked, copied, law_of, of_few_tokens, on, t
 import pass_ext
 from pass_ext import Tree
 
-STATE = ("rows", "lengths", "prefix_lens", "report")
+STATE = ("rows", "parents", "lengths", "prefix_lens", "report")
 TREES = {
     "root": Tree.chain(0),
     "chain": Tree.chain(4).with_lookahead({0: 4, 4: 4}),
     "bushy": Tree([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7]).with_lookahead({0: 5, 1: 5, 8: 5}),
-    "star": Tree([-1, *[0] * 130, 1, 1, 130]),
-    "deep and wide": Tree.from_branching((3, 3, 2, 1, 1)),
+    "star": Tree([-1, *[0] * 50, 1, 1, 50]).with_lookahead({0: 2, 50: 2}),
+    "deep and wide": Tree.from_branching((3, 2, 2, 1)).with_lookahead({0: 4, 1: 4, 9: 4}),
 }
 
 
-def int32(values, backend):
-    return torch.tensor(values, dtype=torch.int32, device=backend.device)
-
-
-def a_step(backend, tree, requests=3, *, count=8, rank=None, seed=0, sampled=False, filters=False, judged=4, slots=12):
-    """Arguments of a step whose accepted nodes, groups, tokens and limits are random; the limits allow candidates."""
-    numbers, width = random.Random(seed), 3
+def a_step(backend, tree, requests=3, *, count=8, rank=None, seed=0, sampled=False, filters=False, judged=None):
+    """Arguments of a step of this tree, whose accepted nodes, tokens and limits are random; the limits allow candidates."""
+    numbers, width, rows = random.Random(seed), 3, len(tree)
     torch.manual_seed(seed)
-    rows = torch.randint(-1, VOCABULARY, (3, requests, len(tree)))
+    ids = torch.stack([tree.ids(torch.randint(0, VOCABULARY, (tree.num_nodes,))) for _ in range(requests)])
     accepted = [numbers.randrange(width) for _ in range(requests)]
     lengths = [numbers.randint(1, 50) for _ in range(requests)]
+    scores = torch.randn(requests, rows, count).sort(descending=True).values
     arguments = dict(
-        rows=rows, lengths=torch.tensor(lengths), prefix_lens=torch.full((requests,), -7, dtype=torch.int32),
-        report=torch.full((requests, 3 + width + seed % 3), -9), limits=torch.tensor([n + 20 for n in lengths]),
-        parents=torch.tensor(tree.parents, dtype=torch.int32), nodes=tree.num_nodes,
+        rows=torch.stack([ids, ids.where(ids >= 0, -1), torch.randint(0, 99, ids.shape)]),
+        parents=torch.tensor(tree.parents, dtype=torch.int32).repeat(requests, 1),
+        lengths=torch.tensor(lengths), prefix_lens=torch.full((requests,), -7, dtype=torch.int32),
+        report=torch.full((requests, 5 + width + seed % 3), -9), limits=torch.tensor([n + 20 for n in lengths]),
         emitted=torch.randint(0, VOCABULARY, (requests, width)),
-        path=torch.randint(0, judged, (requests, width), dtype=torch.int32),
+        path=torch.randint(0, judged or tree.num_nodes, (requests, width), dtype=torch.int32),
         num_accepted=torch.tensor(accepted, dtype=torch.int32), status=torch.zeros(requests, dtype=torch.int32),
-        groups=torch.tensor([numbers.choice((-1, 0, 3, 6)) if i else 6 for i in range(judged)], dtype=torch.int32),
-        offered=torch.stack([torch.randperm(VOCABULARY)[:count] for _ in range(requests * slots)]).view(requests, slots, count),
+        offered=torch.stack([torch.randperm(VOCABULARY)[:count] for _ in range(requests * rows)]).view(requests, rows, count),
+        scores=scores, **tables(rank), **law_of(requests, sampled=sampled, filters=filters),
     )  # fmt: skip
-    if rank is not None:
-        arguments["scores"] = torch.randn(requests, slots, count).sort(descending=True).values
-        arguments |= tables(None if rank < 0 else rank)
-    arguments |= law_of(requests, sampled=sampled, filters=filters)
     return on(backend, arguments)
 
 
 def check(arguments):
     """The state after the op is that of the reference, to the bit -> the state."""
-    return checked("next_rows_", STATE, arguments)
+    return checked("next_tree_", STATE, arguments)
 
 
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("recalls", [False, True], ids=["no text", "recalls"])
-@pytest.mark.parametrize("kind", ["in order", "scored", "raced", "filtered"])
+@pytest.mark.parametrize("kind", ["scored", "raced", "filtered"])
 def test_rows_are_those_of_the_reference(backend, tree, kind, recalls):
-    """Rank -1: scores without tables."""
     drafted = 0
-    for seed, (count, rank) in enumerate([(1, 1), (3, 0), (8, 5), (33, 31), (64, 32), (100, 65), (20, -1)]):
+    for seed, (count, rank) in enumerate([(1, 1), (3, 0), (8, 5), (33, 31), (64, 32), (100, 65), (20, None)]):
         arguments = a_step(
-            backend, TREES[tree], 1 + seed % 5, count=count, rank=None if kind == "in order" else rank, seed=seed,
+            backend, TREES[tree], 1 + seed % 5, count=count, rank=rank, seed=seed,
             sampled=kind in ("raced", "filtered"), filters=kind == "filtered",
         )  # fmt: skip
         state = check(of_few_tokens(arguments) if recalls else arguments)
@@ -80,7 +74,7 @@ def test_a_step_after_a_step(backend):
         more = {name: value for name, value in fresh.items() if name not in (*STATE, "limits")}
         arguments = {**arguments, **more, "limits": arguments["lengths"] + 20}
         expected = copied(arguments)
-        pass_ext.next_rows_(**expected)
+        pass_ext.next_tree_(**expected)
         assert expected["report"][:, 2].tolist() == drafted.tolist()
 
 
@@ -109,9 +103,10 @@ def test_texts_end_at_their_limits(backend):
 def test_an_accept_result_without_a_token_moves_nothing(backend):
     """A request without rows, and one whose logits were no distribution."""
     arguments = a_step(backend, TREES["bushy"], 3, rank=3)
-    arguments["num_accepted"] = int32([-1, 1, 0], backend)
+    int32 = dict(dtype=torch.int32, device=backend.device)
+    arguments["num_accepted"] = torch.tensor([-1, 1, 0], **int32)
     arguments["emitted"][1, 1] = -1
-    arguments["status"] = int32([0, 1, 0], backend)
+    arguments["status"] = torch.tensor([0, 1, 0], **int32)
     before = arguments["lengths"].tolist()
     state = check(arguments)
     assert state["lengths"].tolist() == [*before[:2], before[2] + 1]
@@ -122,11 +117,10 @@ def test_an_accept_result_without_a_token_moves_nothing(backend):
 def test_a_slot_of_the_models_own_logits_offers_the_token_that_the_target_draws(backend):
     """Scores without transitions (a rank of 0) race as in the accept rule."""
     torch.manual_seed(3)
-    logits, tree = 4 * torch.randn(3, VOCABULARY, device=backend.device), Tree.chain(3)
-    arguments = a_step(backend, tree, 1, count=64, rank=0, slots=3, judged=1)
+    logits, tree = 4 * torch.randn(3, VOCABULARY, device=backend.device), Tree.chain(3).with_lookahead({0: 3})
+    arguments = a_step(backend, tree, 1, count=64, rank=0, judged=1)
     offered, scores = pass_ext.draft_sample(logits, 64, mode="top")
-    arguments |= dict(groups=int32([0], backend), offered=offered[None], scores=scores[None])
-    arguments["path"].zero_()
+    arguments |= dict(offered=offered[None], scores=scores[None], first=4)
     arguments |= {
         name: torch.tensor([value], device=backend.device) for name, value in (("temperature", 0.8), ("seeds", 5))
     }
@@ -136,16 +130,26 @@ def test_a_slot_of_the_models_own_logits_offers_the_token_that_the_target_draws(
     assert arguments["rows"][1, 0, 1:4].tolist() == drawn[:, 0].tolist()
 
 
-@pytest.mark.parametrize("kind", ["in order", "scored", "raced"])
+@pytest.mark.parametrize("kind", ["scored", "raced"])
 def test_a_tree_deeper_than_its_slots_ends_with_them(backend, kind):
     """After the last slot of a request lies the first of the next one."""
-    tree = TREES["deep and wide"]
-    arguments = a_step(backend, tree, slots=3, rank=None if kind == "in order" else 4, sampled=kind == "raced")
-    arguments["groups"].fill_(1)
-    state = check(arguments)
-    tokens, positions = state["rows"][1:, :, 1 : tree.num_nodes]
-    depths = positions - state["prefix_lens"][:, None]
-    assert depths.max() > 2 and ((tokens >= 0) == (depths <= 2)).all()
+    tree = Tree.chain(6).with_lookahead({0: 3})
+    state = check(a_step(backend, tree, rank=4, sampled=kind == "raced", judged=1))
+    assert ((state["rows"][1, :, 1:7] >= 0) == (torch.arange(1, 7) <= 3)).all()
+
+
+def test_slots_of_nodes_above_offer_nothing(backend):
+    tree = Tree.chain(3).with_lookahead({0: 3, 2: 3})
+    for last in range(4):
+        arguments = a_step(backend, tree, seed=last)
+        arguments["path"].fill_(last)
+        assert (check(arguments)["rows"][1, :, 1:4] >= 0).all() == (last in (0, 2))
+
+
+def test_a_group_of_more_slots_than_rows_are_chosen_of(backend):
+    """Nine and more: chains of as many candidates."""
+    arguments = a_step(backend, Tree.chain(11).with_lookahead({0: 11}), judged=1)
+    assert (check(arguments)["rows"][1, :, 1:12] >= 0).all()
 
 
 FLAT, STEPS, THREE = [0.0] * 8, [0.4, 0.3, 0.2, 0.1], [0.0, -1.0, 0.0, -1e-6, 0.0]
@@ -175,12 +179,12 @@ SUPPORTS = [
 def test_filters_of_a_race_decide_together(backend, scores, filters, kept):
     """As many candidates as top-k, top-p and min-p leave, in that order, each on what is left, the likeliest ones."""
     scores = torch.tensor(scores) if max(scores) == 0.0 else torch.tensor(scores).log()
-    arguments = a_step(backend, Tree([-1, *[0] * 9]), 1, count=len(scores), rank=0, slots=1, judged=1, sampled=True)
-    arguments["path"].zero_()
-    arguments["groups"].zero_()
+    arguments = a_step(
+        backend, Tree([-1, *[0] * 9]).with_lookahead({0: 1}), 1, count=len(scores), rank=0, judged=1, sampled=True
+    )
     arguments["temperature"].fill_(1.0)
-    arguments["scores"][0, 0] = scores
-    arguments["offered"][0, 0] = 3 * torch.arange(len(scores)) + 5
+    arguments["scores"][0, 10] = scores
+    arguments["offered"][0, 10] = 3 * torch.arange(len(scores)) + 5
     types = dict(top_k=torch.int32)
     arguments |= {
         name: torch.tensor([value], dtype=types.get(name), device=backend.device) for name, value in filters.items()
@@ -215,31 +219,30 @@ def test_a_text_without_room_keeps_its_columns(backend):
     arguments["text"] = arguments["text"][:, :4].contiguous()
     if backend.name.startswith("cpu"):
         with pytest.raises(RuntimeError, match="text must have a column"):
-            pass_ext.next_rows_(**arguments)
+            pass_ext.next_tree_(**arguments)
         return
-    pass_ext.next_rows_(**arguments)
+    pass_ext.next_tree_(**arguments)
     assert ((arguments["text"] >= 0) & (arguments["text"] < VOCABULARY)).all()
 
 
 def test_no_requests(backend):
     arguments = a_step(backend, TREES["bushy"], 1)
-    none = {name: value[:0] for name, value in arguments.items() if name not in ("rows", "parents", "nodes", "groups")}
+    none = {name: value[:0] for name, value in arguments.items() if name != "rows"}
     check(arguments | none | dict(rows=arguments["rows"][:, :0]))
 
 
 def test_offered_ids_below_minus_one_are_no_tokens(backend):
-    arguments = a_step(backend, TREES["star"], 2)
+    arguments = a_step(backend, TREES["star"], 2, judged=1)
     arguments["offered"][:, :, 1::2] = torch.tensor([-2, -9, -(2**40), -1], device=backend.device)
     tokens = check(arguments)["rows"][1, :, 1 : TREES["star"].num_nodes]
-    assert tokens.min() == -1 and (tokens == -1).any() and (tokens >= 0).any()
+    assert tokens.min() == -1 and (tokens >= 0).any()
 
 
 WRONG = {
     "lengths": lambda a: a["lengths"].fill_(2**31 - 1),
-    "parents": lambda a: a["parents"].index_fill_(0, torch.tensor([2], device=a["parents"].device), 2),
-    "groups": lambda a: a["groups"].fill_(12),
+    "parents": lambda a: a["parents"][:, 2].fill_(2),
     "num_accepted": lambda a: a["num_accepted"].fill_(3),
-    "path": lambda a: a["path"].fill_(4),
+    "path": lambda a: a["path"].fill_(25),
 }
 
 
@@ -248,42 +251,18 @@ def test_values_out_of_range_are_refused_or_offer_nothing(backend, name):
     arguments = a_step(backend, TREES["bushy"], 2, rank=3)
     WRONG[name](arguments)
     if backend.name.startswith("cpu"):
-        with pytest.raises(RuntimeError, match=f"pass_ext::next_rows_: {name} must be"):
-            pass_ext.next_rows_(**arguments)
+        with pytest.raises(RuntimeError, match=f"pass_ext::next_tree_: {name} must be"):
+            pass_ext.next_tree_(**arguments)
         return
-    pass_ext.next_rows_(**arguments)
+    pass_ext.next_tree_(**arguments)
     tokens = arguments["rows"][1, :, 1 : TREES["bushy"].num_nodes]
     assert ((tokens >= -1) & (tokens < VOCABULARY)).all()
     assert name in ("lengths", "parents") or (tokens == -1).all()
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (dict(rows=torch.zeros(2, 3, 15, dtype=torch.int64)), r"rows must have shape \[3, B, R\]"),
-        (dict(nodes=0), "nodes must be in"),
-        (dict(nodes=99), "nodes must be in"),
-        (dict(report=torch.zeros(3, 5, dtype=torch.int64)), "report must have 6 to"),
-        (dict(limits=torch.zeros(3)), "limits must be int64"),
-        (dict(emitted=torch.zeros(3, 4, dtype=torch.int64)), "emitted must have shape"),
-        (dict(groups=None), "offered and groups must come together"),
-        (dict(scores=None), "left and right must come together, with scores"),
-        (dict(left=None), "left and right must come together, with scores"),
-        (dict(groups=None, offered=None), "scores must come with offered"),
-        (dict(text=torch.zeros(2, 99, dtype=torch.int64)), r"text must have shape \[B, T\] with 3"),
-        (dict(text=torch.zeros(3, 99)), "text must be int64"),
-        (dict(text=torch.zeros(3, 5, dtype=torch.int64)), "text must have a column for every token"),
-        (dict(text=torch.zeros(3, 0, dtype=torch.int64)), "text must have a column for every token"),
-        (dict(right=torch.zeros(VOCABULARY, 4)), "right must have 3 "),
-        (dict(left=torch.zeros(VOCABULARY, 3).double()), "left must be float32"),
-        (dict(seeds=torch.zeros(2, dtype=torch.int64)), "seeds must have 3 "),
-        (dict(offered=torch.zeros(3, 2, 1025, dtype=torch.int64)), "offered must have at most 1024 tokens"),
-        (dict(lengths=torch.zeros(6, dtype=torch.int64)[::2]), "lengths must be contiguous"),
-    ],
-)
-def test_misuse_is_refused(changed, message):
+def test_a_price_without_rates_is_refused():
     from pass_ext.testing import cpu_backends
 
-    arguments = a_step(cpu_backends()[-1], TREES["bushy"], 3, rank=3) | changed
-    with pytest.raises(RuntimeError, match=f"pass_ext::next_rows_: {message}"):
-        pass_ext.next_rows_(**arguments)
+    arguments = a_step(cpu_backends()[-1], TREES["bushy"])
+    with pytest.raises(RuntimeError, match="pass_ext::next_tree_: price must come with rates"):
+        pass_ext.next_tree_(**arguments, price=torch.zeros(len(TREES["bushy"])))
