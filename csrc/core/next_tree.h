@@ -1,5 +1,5 @@
-// The rows of the next step, by the tokens that the look-ahead slots of this one offer: the problem as raw pointers, and
-// the arithmetic on which both devices agree to the bit.
+// The rows of the next step, by the tokens that the look-ahead slots of this one offer: the problem as raw pointers,
+// and the arithmetic on which both devices agree to the bit.
 //   slots      those behind the last accepted node; if it has none, those of the nearest node above it that has some,
 //              without the ones already passed: slot k of the ancestor at distance k foresees the token of slot 0
 //   chance     of a token below a parent = softmax(s)  ·  the offered tokens' mass,   s = score + left[parent] · right
@@ -13,8 +13,8 @@
 //   rows       = arg max over g, h, d, k of  tokens - price[rows]:  g slots behind the root, h behind the d-th node of
 //              the best chain, which has first children alone, and the first k candidates; 1 + g + h + k at most R
 // A row costs 2^-10 tokens at least. Among equals the choice with the fewest rows wins, then smaller g, h, d.
-// Without rates nothing is chosen: a request keeps its rows, child k of a node gets the k-th best token below it, and the
-// last accepted node's own slots alone offer.
+// Without rates nothing is chosen: a request keeps its rows, child k of a node gets the k-th best token below it, and
+// the last accepted node's own slots alone offer.
 #pragma once
 
 #include <cstdint>
@@ -105,10 +105,12 @@ PASS_EXT_HOST_DEVICE SlotRows slots_behind(const NextTreeProblem& problem, const
   return first < 0 || count < 0 ? SlotRows{0, 0} : SlotRows{first, count};
 }
 
-// How deep candidates may be by the tokens that are left of the text.
-PASS_EXT_HOST_DEVICE int32_t levels_left(const NextProblem& problem, int64_t request, const NextRoot& root) {
-  const int64_t limit = problem.limits[request], levels = limit <= root.length ? 0 : limit - root.length - 1;
-  return static_cast<int32_t>(levels < kMostChosenRows ? levels : kMostChosenRows);
+// How deep candidates may be by the tokens that are left of the text. Rows that are kept have tokens as long as the
+// target does not add the last one itself.
+PASS_EXT_HOST_DEVICE int32_t levels_left(const NextTreeProblem& problem, int64_t request, const NextRoot& root) {
+  const int64_t limit = problem.step.limits[request], levels = limit <= root.length ? 0 : limit - root.length - 1;
+  const bool is_deep = levels >= kMostChosenRows || (problem.rates == nullptr && levels > 0);
+  return is_deep ? kMostChosenRows : static_cast<int32_t>(levels);
 }
 
 // ---- candidates, the most probable first ----

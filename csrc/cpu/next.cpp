@@ -245,7 +245,7 @@ void choose(const NextTreeProblem& problem, int64_t request, const TreePrices& p
   for (int32_t row = 0; row < step.row_count; ++row) read_judged(problem, request, row, judged);
   const auto first_slot = [&](int32_t node) { return first_slot_behind(judged, node, step.row_count); };
   const SlotRows slots = slots_behind(problem, judged, root.last, first_slot);
-  const int32_t levels = levels_left(step, request, root);
+  const int32_t levels = levels_left(problem, request, root);
   move_to(step, request, root);
   if (problem.rates == nullptr) {
     tree.fill_kept(request, root, judged, slots, levels);

@@ -225,7 +225,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kTreeThreads) next_tree_kernel(PASS_EXT_P
   const int32_t thread = static_cast<int32_t>(thread_rank()), row_count = step.row_count;
   constexpr int32_t kWorths = kMostChosenSlots + 1;
   const NextRoot root = next_root(step, request);
-  const int32_t levels = levels_left(step, request, root);
+  const int32_t levels = levels_left(problem, request, root);
   if (thread < row_count) {
     read_judged(problem, request, thread, shared.judged);
     if constexpr (!kKeeps) shared.prices[thread] = price_of_rows(problem, thread + 1);

@@ -142,10 +142,10 @@ template <RunNextTree run>
 void next_tree(const Tensor& rows, const Tensor& parents, const Tensor& lengths, const Tensor& prefix_lens,
                const Tensor& report, const Tensor& limits, const Tensor& emitted, const Tensor& path,
                const Tensor& num_accepted, const Tensor& status, const OptionalTensor& rates,
-               const OptionalTensor& price, const OptionalTensor& offered, const OptionalTensor& scores, int64_t first, const OptionalTensor& left,
-               const OptionalTensor& right, const OptionalTensor& text, const OptionalTensor& temperature,
-               const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
-               const OptionalTensor& seeds) {
+               const OptionalTensor& price, const OptionalTensor& offered, const OptionalTensor& scores, int64_t first,
+               const OptionalTensor& left, const OptionalTensor& right, const OptionalTensor& text,
+               const OptionalTensor& temperature, const OptionalTensor& top_k, const OptionalTensor& top_p,
+               const OptionalTensor& min_p, const OptionalTensor& seeds) {
   constexpr const char* op = "next_tree_";
   NextTreeProblem problem{};
   NextProblem& step = problem.step;

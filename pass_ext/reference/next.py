@@ -81,7 +81,7 @@ def next_tree_(
 
         deepest = min(len(offering), levels)
         if rates is None:
-            laid = _kept(root, ids[b].tolist(), parents[b].tolist(), deepest, below)
+            laid = _kept(root, ids[b].tolist(), parents[b].tolist(), len(offering) if levels > 0 else 0, below)
             used, nodes = len(laid), 1 + sum(row.token >= 0 for row in laid[1:])
         else:
             most = rows.shape[2]

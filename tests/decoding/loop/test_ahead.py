@@ -229,9 +229,9 @@ def test_on_every_backend(backend, rank, law):
 @pytest.mark.parametrize(
     ("method", "options", "reason"),
     [
-        (NGram(), {}, "candidates do not come from look-ahead slots alone"),
+        (NGram(), {}, "n-gram candidates are drafted on the host"),
         ("two passes", {}, "the root has no look-ahead slots in every step"),
-        ("with ngrams", {}, "candidates do not come from look-ahead slots alone"),
+        ("with ngrams", {}, "candidates of 2 drafters meet on the host"),
         (Plain(), dict(logits_processor=lambda ids, scores: scores), "logits processors run on the host"),
         (Plain(), dict(temperature=1.0, rule="rejection"), "rule 'rejection' is not 'coupled'"),
         ("draft model", dict(rule="longest_branch"), "rule 'longest_branch' is not 'coupled'"),
