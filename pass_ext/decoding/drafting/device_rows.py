@@ -11,7 +11,10 @@ from pass_ext.tree import Tree
 
 
 class HostDecides(Exception):
-    """The host decides something between two steps. The message follows "because"."""
+    """The host decides something between two steps. because: what, as a clause of a message."""
+
+    def __init__(self, because: str) -> None:
+        super().__init__(because)
 
 
 @dataclass(frozen=True)
