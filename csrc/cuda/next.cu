@@ -1,7 +1,7 @@
-// torch.ops.pass_ext.next_tree_ on CUDA: launch, registration. The kernel: cuda/next_tree.cuh.
+// torch.ops.pass_ext.next_tree_ on CUDA: launch, registration. The kernel: cuda/next.cuh.
 #include <torch/csrc/stable/library.h>
 
-#include "cuda/next_tree.cuh"
+#include "cuda/next.cuh"
 #include "cuda/runtime.h"
 #include "host/next.h"
 

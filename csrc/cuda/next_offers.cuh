@@ -1,5 +1,5 @@
-// The offered tokens of a look-ahead row as a warp works on them, and the report of a step, for the kernels of
-// next_tree.cuh. The formulas: core/next.h.
+// The offered tokens of a look-ahead row as a warp works on them, and the report of a step, for the kernel of
+// next.cuh. The formulas: core/next.h.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // What a text recalls behind one path, counted by threads that share its places, in shared memory; counts are whole
-// numbers, so their order changes nothing. For the kernels of recall.cuh, next.cuh and next_tree.cuh. The formula:
+// numbers, so their order changes nothing. For the kernels of recall.cuh and next.cuh. The formula:
 // core/recall.h.
 #pragma once
 

@@ -1,7 +1,7 @@
 """``next_tree_``: the rows of the next step from the accept result of this one, on the device, so that the host need not wait
 for it.
 
-The formulas: csrc/core/next.h, csrc/core/next_tree.h. Kernels: csrc/cpu/next.cpp, csrc/cuda/next_tree.cuh.
+The formulas: csrc/core/next.h, csrc/core/next_tree.h. Kernels: csrc/cpu/next.cpp, csrc/cuda/next.cuh.
 """
 
 import torch

@@ -1,5 +1,5 @@
-// The kernel of csrc/cuda/next_tree.cuh through its own launch function, as next.cu calls it.
-#include "cuda/next_tree.cuh"
+// The kernel of csrc/cuda/next.cuh through its own launch function, as next.cu calls it.
+#include "cuda/next.cuh"
 
 #include "launches.h"
 
