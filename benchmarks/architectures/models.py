@@ -4,6 +4,7 @@
 architectures. Windows are shorter than the texts, so that a wrong window changes them.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -229,22 +230,41 @@ def model_types() -> dict[str, str]:
     return dict(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()))
 
 
-def tiny_config(model_type: str, *, real_heads: bool = False) -> Any:
+def tiny_config(
+    model_type: str,
+    *,
+    real_heads: bool = False,
+    sizes: Mapping[str, Any] | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> Any:
     """The architecture's config with these sizes, as far as it has such fields. real_heads: but heads, latents and states of a
-    head as wide as its default config has them."""
+    head as wide as its default config has them; sizes, changes: further ones, which count first."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
-    return kind(**_sizes(kind, CHANGES.get(model_type, {}), HEAD_WIDTHS if real_heads else frozenset()))
+    own = _merged(CHANGES.get(model_type, {}), changes or {})
+    return kind(**_sizes(kind, {**SIZES, **(sizes or {})}, own, HEAD_WIDTHS if real_heads else frozenset()))
 
 
-def _sizes(kind: Any, changes: dict[str, Any], left_out: frozenset[str]) -> dict[str, Any]:
+def _merged(first: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, part by part; what ``then`` says counts."""
+    both = {name: _merged(first[name], then[name]) for name in first.keys() & then if isinstance(then[name], dict)}
+    return {**first, **then, **both}
+
+
+def _sizes(kind: Any, given: Mapping[str, Any], changes: dict[str, Any], left_out: frozenset[str]) -> dict[str, Any]:
     """The keywords for a class of configs."""
     from transformers import AutoConfig
 
     fields = getattr(kind, "__dataclass_fields__", {})
     known = {kind.attribute_map.get(name, name) for name in fields} | set(fields)
-    sizes = {name: size for name, size in SIZES.items() if name in known - left_out}
+    lists = {name for name, field in fields.items() if isinstance(field.default, (list, tuple))}
+    sizes = {
+        name: size
+        for name, size in given.items()
+        if name in known - left_out
+        and (name not in lists or isinstance(size, list))  # a size alone does not fit a list
+    }
     changes = {name: value for name, value in changes.items() if name not in left_out}
     has_width, is_none = bool(_HEAD_DIMS & known), "head_dim" in fields and fields["head_dim"].default is None
     if left_out and (is_none or not has_width) and getattr(whole := kind(), "num_attention_heads", None):
@@ -262,7 +282,7 @@ def _sizes(kind: Any, changes: dict[str, Any], left_out: frozenset[str]) -> dict
         if part is AutoConfig:  # then the class of the default
             part = type(getattr(kind(), name, None))
         if part is not type(None):
-            sizes[name] = {**_sizes(part, part_changes, left_out), "model_type": part.model_type}
+            sizes[name] = {**_sizes(part, given, part_changes, left_out), "model_type": part.model_type}
     return {**sizes, **{name: value for name, value in changes.items() if name not in getattr(kind, "sub_configs", {})}}
 
 

@@ -7,37 +7,36 @@ import torch
 from torch import Tensor
 
 import benchmarks.architectures.models as tiny
+from benchmarks.architectures.picture_sizes import CHANGES, PATCH, SIDE, SIZES
 
 Inputs = dict[str, Tensor]
 
-SIDE, PATCH, WIDTH = 32, 8, 64
-SIZES: dict[str, Any] = dict(
-    image_size=SIDE,
-    patch_size=PATCH,
-    depth=2,
-    out_hidden_size=WIDTH,
-    projection_dim=WIDTH,
-    output_dim=WIDTH,
-    mm_tokens_per_image=16,
-    pooling_kernel_size=2,
-    embed_dim=WIDTH,
-    fullatt_block_indexes=[1],
-    num_mel_bins=16,
-)
-_MROPE = dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3]))
-# Windows of Qwen2.5's vision tower are of pixels.
-CHANGES: dict[str, dict[str, dict[str, Any]]] = {
-    "qwen2_vl": dict(text_config=_MROPE),
-    "voxtral": dict(audio_config=dict(intermediate_size=256, max_source_positions=16)),
-    "qwen2_audio": dict(audio_config=dict(max_source_positions=16)),
-    "qwen2_5_vl": dict(text_config=_MROPE, vision_config=dict(window_size=32)),
-}
 # A picture for each of these classes: rows of patches with their grid, or pixels.
 BY_GRID = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 BY_PIXELS = ("llava", "gemma3", "internvl", "aya_vision", "cohere2_vision", "ovis2", "deepseek_vl")
 IN_A_ROW = ("idefics2", "idefics3", "smolvlm")
-WITH_SIZES = ("mistral3", "lighton_ocr")
-SOUNDING = ("voxtral", "qwen2_audio")
+WITH_SIZES = ("mistral3", "lighton_ocr", "granite4_vision")
+TILES = {**dict.fromkeys(IN_A_ROW, 1), "granite_docling": 1, "granite4_vision": 2}
+# Sound for each of these: a wave of so many samples; or mel features [bins, frames], or [frames, bins], and masks of frames.
+OF_WAVES = {"omniasr": 1600, "vibevoice_asr": 64}
+BY_FRAMES = ("fun_asr_nano", "granite_speech", "granite_speech_plus", "nemo_speechlm")
+MASKS = {
+    "qwen2_audio": ("feature_attention_mask",),
+    **dict.fromkeys(("glmasr", "qwen3_asr", "fun_asr_nano", "nemo_speechlm"), ("input_features_mask",)),
+    "moss_transcribe_diarize": ("input_features_mask", "padding_mask"),
+}
+SOUNDING = (
+    "voxtral",
+    "qwen2_audio",
+    "glmasr",
+    "qwen3_asr",
+    "fun_asr_nano",
+    "moss_transcribe_diarize",
+    "omniasr",
+    "granite_speech",
+    "phi4_multimodal",
+)
+OF_SOUND = (*SOUNDING, "granite_speech_plus", "nemo_speechlm", "vibevoice_asr")
 OF_PIXELS = (
     "paligemma",
     "got_ocr2",
@@ -48,8 +47,12 @@ OF_PIXELS = (
     "vipllava",
     "perception_lm",
     "janus",
+    "llama4",
+    "fuyu",
+    "hunyuan_vl",
+    "video_llava",
 )
-PICTURED = (*BY_GRID, *BY_PIXELS, *IN_A_ROW, *WITH_SIZES, "gemma4")
+PICTURED = (*BY_GRID, *BY_PIXELS, *IN_A_ROW, *WITH_SIZES, "gemma4", "granite_docling")
 
 
 def is_by_grid(config: Any) -> bool:
@@ -70,19 +73,7 @@ def _fit_sections(text: Any) -> None:
 
 def tiny_model(name: str, auto: Any, seed: int = 0) -> Any:
     """The model, in float32."""
-    before = {size: tiny.SIZES.get(size) for size in SIZES}
-    tiny.SIZES.update(SIZES)
-    try:
-        config = tiny.tiny_config(name)
-    finally:
-        tiny.SIZES.update({size: value for size, value in before.items() if value is not None})
-        for size in [size for size, value in before.items() if value is None]:
-            del tiny.SIZES[size]
-    for part, changes in CHANGES.get(name, {}).items():
-        for field, value in changes.items():
-            setattr(getattr(config, part), field, value)
-    if name == "qwen2_audio":
-        config.audio_token_id = 92
+    config = tiny.tiny_config(name, sizes=SIZES, changes=CHANGES.get(name, {}))
     _fit_sections(config.get_text_config(decoder=True))
     torch.manual_seed(seed)
     model = auto.from_config(config, attn_implementation="eager").float().eval().requires_grad_(False)
@@ -94,13 +85,36 @@ def tiny_model(name: str, auto: Any, seed: int = 0) -> Any:
 
 def sound_of(model: Any, seed: int = 0) -> tuple[Inputs, int]:
     """What a processor gives for one piece of sound beside the ids, and how many rows of the text it takes."""
-    config, noise = model.config.audio_config, torch.Generator().manual_seed(seed)
-    frames = 2 * config.max_source_positions
-    inputs = dict(input_features=torch.randn(1, config.num_mel_bins, frames, generator=noise))
-    if model.config.model_type == "qwen2_audio":
-        inputs["feature_attention_mask"] = torch.ones(1, frames, dtype=torch.long)
-        return inputs, ((frames - 1) // 2 + 1 - 2) // 2 + 1
-    return inputs, config.max_source_positions * config.hidden_size // config.intermediate_size
+    config, noise = model.config, torch.Generator().manual_seed(seed)
+    name, audio = config.model_type, getattr(config, "audio_config", None) or getattr(config, "encoder_config", config)
+    length = 2 * getattr(audio, "max_source_positions", 16)
+    if name == "phi4_multimodal":
+        features = torch.randn(1, length, audio.input_size, generator=noise)
+        count = length // audio.time_reduction
+        return dict(audio_input_features=features, audio_embed_sizes=torch.tensor([count])), count
+    if name in OF_WAVES:
+        wave = torch.randn(1, 1, OF_WAVES[name], generator=noise)
+        inputs = dict(input_values=wave, padding_mask=torch.ones(1, wave.shape[-1], dtype=torch.long))
+    else:
+        audio = getattr(audio, "asr_config", audio)
+        bins = (getattr(audio, "num_mel_bins", 0) or audio.input_dim) * getattr(audio, "num_stacked_frames", 1)
+        features = torch.randn(1, bins, length, generator=noise)
+        inputs = dict(input_features=features.mT.contiguous() if name in BY_FRAMES else features)
+    inputs |= {field: torch.ones(1, length, dtype=torch.long) for field in MASKS.get(name, ())}
+    if name == "qwen2_audio":
+        return inputs, ((length - 1) // 2 + 1 - 2) // 2 + 1
+    return inputs, rows_of(model, "audio", inputs)
+
+
+def rows_of(model: Any, modality: str, inputs: Inputs) -> int:
+    """How many rows of a text the model's encoder makes of these tensors."""
+    encode = getattr(model.base_model, f"get_{modality}_features", None) or getattr(model, f"get_{modality}_features")
+    given = {"pixel_values" if name == "pixel_values_images" else name: value for name, value in inputs.items()}
+    found = encode(**given)
+    by_layer = getattr(found, "deepstack_features", None)
+    whole = getattr(found, "pooler_output", None), getattr(found, "last_hidden_state", None)
+    found = next((each for each in whole if each is not None), by_layer[0][1] if by_layer else found)
+    return sum(x.shape[:-1].numel() for x in (found if isinstance(found, (list, tuple)) else [found]))
 
 
 def picture_of(model: Any, seed: int = 0, rows: tuple[int, int] = (4, 8)) -> tuple[Inputs, int]:
@@ -118,15 +132,26 @@ def picture_of(model: Any, seed: int = 0, rows: tuple[int, int] = (4, 8)) -> tup
         inputs = dict(
             pixel_values=torch.rand(1, 16, 3 * PATCH**2, generator=noise), image_position_ids=places[None].contiguous()
         )
+    elif name == "hunyuan_vl":
+        patches = torch.randn(rows[0] * rows[1], 3 * PATCH**2, generator=noise)
+        inputs = dict(pixel_values=patches, image_grid_thw=torch.tensor([[1, *rows]]))
+    elif name == "fuyu":
+        inputs = dict(pixel_values=torch.randn(1, 4, 3 * PATCH**2, generator=noise))
     else:
-        pixels = torch.randn(1, 3, SIDE, SIDE, generator=noise)
-        inputs = dict(pixel_values=pixels[None] if name in IN_A_ROW else pixels)
+        tiles = TILES.get(name, 0)
+        pixels = torch.randn(1, *([tiles] if tiles else []), 3, SIDE, SIDE, generator=noise)
+        inputs = {"pixel_values_images" if name == "video_llava" else "pixel_values": pixels}
         if name in WITH_SIZES:
             inputs["image_sizes"] = torch.tensor([[SIDE, SIDE]])
-    encode = getattr(model.base_model, "get_image_features", None) or model.get_image_features
-    found = encode(**inputs)
-    found = getattr(found, "pooler_output", found)
-    return inputs, sum(x.shape[:-1].numel() for x in (found if isinstance(found, (list, tuple)) else [found]))
+        if name == "granite_docling":
+            inputs["pixel_attention_mask"] = torch.ones(1, tiles, dtype=torch.bool)
+    return inputs, rows_of(model, "image", inputs)
+
+
+def audio_token(config: Any) -> int:
+    """The token that stands for a row of sound."""
+    own = getattr(config, "audio_token_id", None) or getattr(config, "audio_token_index", None)
+    return own or config.audio_config.audio_token_id
 
 
 def image_token(config: Any) -> int:

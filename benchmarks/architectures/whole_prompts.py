@@ -26,11 +26,12 @@ import torch
 import pass_ext
 from benchmarks import ROOT
 from benchmarks.architectures.__main__ import _quiet, versions
+from benchmarks.architectures.picture_sizes import SIDE, WIDTH
 from benchmarks.architectures.pictures import (
     OF_PIXELS,
+    OF_SOUND,
     PICTURED,
-    SOUNDING,
-    WIDTH,
+    audio_token,
     is_by_grid,
     prompts,
     sound_of,
@@ -68,9 +69,9 @@ def inputs_of(name: str, model: Any) -> tuple[str, dict[str, Any]]:
     parameters = inspect.signature(type(model).forward).parameters
     rows: dict[str, Any] = {}
     token, count, given = IMAGE, ROWS, "nothing"
-    if name in SOUNDING:
+    if name in OF_SOUND:
         sound, count = sound_of(model)
-        rows, token, given = dict(sound), model.config.audio_token_id, "sound"
+        rows, token, given = dict(sound), audio_token(model.config), "sound"
     elif "mm_encoder_outputs" in parameters:
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -78,6 +79,8 @@ def inputs_of(name: str, model: Any) -> tuple[str, dict[str, Any]]:
         encoded = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(1))
         rows = {"mm_encoder_outputs": {"image": BaseModelOutputWithPooling(pooler_output=encoded)}}
         token, given = getattr(model.config, "image_token_id", IMAGE) or IMAGE, "rows"
+    elif "pixel_values" in parameters:  # beside the text, which has no placeholders
+        rows, count, given = {"pixel_values": torch.randn(1, 3, SIDE, SIDE)}, 0, "pixels"
     ids = torch.tensor([[*BEFORE, *[token] * count, *BEHIND]])
     return given, dict(input_ids=ids, attention_mask=torch.ones_like(ids), **rows)
 

@@ -44,13 +44,15 @@ def exit_parts(model: Any) -> ExitParts:
         raise TypeError(f"model must be a transformers model for causal language modelling, got {name}; {known}")
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
+    base = getattr(model, model.base_model_prefix, None)
     missing = [
         part
         for part, is_there in {
             "decoder.layers": isinstance(layers, nn.ModuleList),
             "decoder.norm": isinstance(norm, nn.Module),
             "a linear head": type(head) in (nn.Linear, PackedLinear),
-            "its decoder as a direct part": getattr(model, model.base_model_prefix, None) is decoder,
+            # beside encoders it is a part of the base model, which gives it the rows that it gets
+            "its decoder as a direct part": decoder in (base, getattr(base, "language_model", None)),
         }.items()
         if not is_there
     ]
@@ -190,9 +192,10 @@ def first_layers(model: Any, count: int) -> Any:
     part = shadow_of(model)
     decoder = part.get_decoder()
     decoder.layers = decoder.layers[:count]
-    part.config.num_hidden_layers = count
-    if getattr(part.config, "layer_types", None):
-        part.config.layer_types = part.config.layer_types[:count]
+    config = part.config.get_text_config(decoder=True)
+    config.num_hidden_layers = count
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:count]
     for module in (part, decoder, *decoder.layers):
         for name, hooks in vars(module).items():
             if name.startswith(("_forward_hooks", "_forward_pre_hooks")):

@@ -206,12 +206,20 @@ class FusedForward:
 
     def _rotated(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines at these positions: ``[N, D']``, or ``[K, N, D']`` of K kinds of layers."""
-        rotations = [self._rotary(rows[None], positions[None], *kind) for kind in self.plan.kinds]
+        rotations = [self._of_kind(rows[None], positions, kind) for kind in self.plan.kinds]
         if len(rotations) == 1:
             cos, sin = rotations[0]
             return cos[0], sin[0]
         all_cos, all_sin = zip(*rotations, strict=True)
         return torch.cat(all_cos), torch.cat(all_sin)
+
+    def _of_kind(self, rows: Tensor, positions: Tensor, kind: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """``[1, N, D']`` for the layers of a kind."""
+        try:
+            return self._rotary(rows, positions[None], *kind)
+        except IndexError:  # transformers 4's M-RoPE takes and gives three axes, which are equal behind a prompt
+            cos, sin = self._rotary(rows, positions.expand(3, 1, -1), *kind)
+            return cos.flatten(0, -3)[:1], sin.flatten(0, -3)[:1]
 
     def _adapters_for(self, slots: CallSlots | None) -> tuple[Added | None, list[tuple[Added, Added]] | None]:
         """The adapters of a call as ``layer_stack`` takes them, and as the ops of each layer do; None where they cannot."""

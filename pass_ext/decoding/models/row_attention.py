@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pass_ext.decoding.models.layer_attention import Attending
+from pass_ext.decoding.models.parts import decoder_of
 from pass_ext.decoding.models.shadow import OurCall, current_call
 
 KEY = "pass_ext_rows"  # without "flash" in it, which models search for
@@ -53,7 +54,8 @@ def _parts_with_own_attention(model: Any) -> list[Any]:
     takes_ours = getattr(model, "_can_set_attn_implementation", None)
     if takes_ours is None or takes_ours():
         return []
-    codes = ((part, getattr(inspect.unwrap(type(part).forward), "__code__", None)) for part in model.modules())
+    parts = decoder_of(model).modules()  # encoders are called with tensors
+    codes = ((part, getattr(inspect.unwrap(type(part).forward), "__code__", None)) for part in parts)
     return [part for part, code in codes if code is not None and _SDPA.__name__ in code.co_names]
 
 
@@ -98,8 +100,15 @@ class RowMask:
         reason: why layers with this mask are refused, to follow "the mask "; None: they are not.
     """
 
+    ndim = 4  # as a mask that is ready: transformers hands it on
+
     def __init__(self, model: str, reach: Reach, reason: str | None = None) -> None:
         self.model, self.reach, self.reason = model, reach, reason
+
+    @property
+    def shape(self) -> tuple[RowMask, ...]:
+        """As many as dimensions; whatever computes with one of them is refused."""
+        return (self,) * self.ndim
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -145,12 +154,15 @@ for _operator in _OPERATORS.split():
 def _row_mask(**arguments: Any) -> RowMask:
     """The mask of one kind of layers. Only a layer that gets the mask raises its reason: some models make masks that no layer
     uses."""
+    made = arguments["attention_mask"]
+    if isinstance(made, RowMask):  # by the model around this one
+        return made
     call, reach, reason = _call(), reach_of(arguments["mask_function"]), None
     if reach is None:
         reason = f"that {call.model} makes is neither causal, nor a sliding window, nor one of chunks"
     elif reach.window == 0:
         reason = "hides every row, as its sliding_window is 0"
-    elif not _hides_nothing(arguments["attention_mask"], call.seen):
+    elif not _hides_nothing(made, call.seen):
         reason = f"hides rows or keys: {call.model} changes the attention_mask that it is given"
     return RowMask(call.model, reach or Reach(), reason)
 

@@ -39,13 +39,37 @@ INPUTS = frozenset(
     {
         *("mm_encoder_outputs", "inputs_embeds", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"),
         *("pixel_values", "pixel_mask", "pixel_attention_mask", "pixel_values_images", "pixel_values_local"),
-        *("high_res_pixel_values", "num_local_patches", "image_patches", "image_patches_indices", "image_sizes"),
-        *("image_grid_thw", "image_position_ids", "spatial_shapes", "num_image_tokens"),
+        *("image_pixel_values", "image_attention_mask", "high_res_pixel_values", "num_local_patches", "image_patches"),
+        *(
+            "image_patches_indices",
+            "image_sizes",
+            "target_sizes",
+            "batch_num_images",
+            "image_num_crops",
+            "tile_fine_mask",
+        ),
+        *(
+            "image_grid_thw",
+            "image_grid_hw",
+            "image_position_ids",
+            "spatial_shapes",
+            "num_image_tokens",
+            "image_merge_sizes",
+        ),
         *("pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "image_sizes_videos", "video_position_ids"),
+        *("target_sizes_videos", "video_merge_sizes", "video_compression_mask", "num_frames_per_video"),
         *("patches_grid", "image_token_pooling", "image_grids", "video_token_pooling", "video_grids"),
+        *("vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio", "downsample_mode", "sample"),
         *("input_features", "input_features_mask", "input_values", "input_values_mask", "padding_mask"),
         *("feature_attention_mask", "audio_features", "audio_feature_lengths", "audio_attention_mask"),
-        *("audio_input_features", "audio_embed_sizes", "video_second_per_grid"),
+        *(
+            "audio_input_features",
+            "audio_embed_sizes",
+            "audio_input_ids",
+            "audio_input_ids_mask",
+            "chunk_sample_lengths",
+        ),
+        *("use_audio_in_video", "video_second_per_grid", "interpolate_pos_encoding"),
     }
 )
 """What a model takes of a prompt alone. Rows behind it depend on its keys, values, states and positions only."""
@@ -54,7 +78,7 @@ INPUTS = frozenset(
 def inputs_of(config: Any) -> frozenset[str]:
     """Those of ``INPUTS`` that a model of this config takes of a prompt alone. One of text alone adds ``token_type_ids`` to
     rows behind the prompt too."""
-    return frozenset({"inputs_embeds"}) if config.get_text_config(decoder=True) is config else INPUTS
+    return INPUTS if config.sub_configs else frozenset({"inputs_embeds"})
 
 
 def is_nothing(value: Any) -> bool:
@@ -96,8 +120,24 @@ _BY_COLUMN = (
 )
 
 
+def ids_of(inputs_embeds: Tensor, model: Adapted) -> Tensor:
+    """Ids ``[B, T]`` for rows that came without: the last one's is the token whose row it is; before it stands any id, which
+    drafters do not read."""
+    ids = inputs_embeds.new_zeros(inputs_embeds.shape[:2], dtype=torch.int64)
+    known = model.embed_tokens(torch.arange(len(model.table), device=model.table.device))
+    for b, row in enumerate(inputs_embeds[:, -1].to(known)):
+        found = (known == row).all(1).nonzero()
+        if not len(found):
+            raise ValueError(
+                f"inputs_embeds must end with the row of a token of {model.name}'s table, or come with input_ids: the last row "
+                f"is read again by its id, and prompt {b} ends with a row that is no token's"
+            )
+        ids[b, -1] = found[0, 0]
+    return ids
+
+
 def check_embeddings(input_ids: Tensor, inputs: Mapping[str, Any]) -> None:
-    """Refuses ``inputs_embeds`` without the ids of their rows."""
+    """Refuses ``inputs_embeds`` of other rows than the ids'."""
     embeds = inputs.get("inputs_embeds")
     if embeds is not None and embeds.shape[:2] != input_ids.shape:
         raise ValueError(

@@ -34,7 +34,7 @@ from pass_ext.decoding.models.features.table import FEATURES, places_of
 from pass_ext.decoding.models.limits import position_taker
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.parts import cache_name, given_cache, unwrapped
-from pass_ext.decoding.models.whole_prompts import WholePrompts, check_embeddings, inputs_of
+from pass_ext.decoding.models.whole_prompts import WholePrompts, check_embeddings, ids_of, inputs_of
 from pass_ext.decoding.requests.processors import NodeProcessor
 from pass_ext.decoding.session.session import Past, Session
 from pass_ext.decoding.stats import GenerationStats
@@ -108,6 +108,9 @@ class CustomGenerate:
         adapted = packed_model(model)  # an unsupported model raises before its cache does
         given = given_arguments()
         names = refuse_unread(generation_config, model_kwargs, given, inputs_of(unwrapped(model).config))
+        unnamed, embeds = 0, model_kwargs.get("inputs_embeds")  # columns that transformers has no ids for
+        if embeds is not None and not input_ids.shape[1]:
+            input_ids, unnamed = ids_of(embeds, adapted), embeds.shape[1]
         check_embeddings(input_ids, model_kwargs)
         streamer = given.get("streamer")
         mask = model_kwargs.get("attention_mask")
@@ -118,6 +121,7 @@ class CustomGenerate:
             names.append("position_ids")
         cache = given_cache(model_kwargs)
         max_length, end_tokens, criteria = _split_criteria(stopping_criteria, generation_config)
+        max_length += unnamed
         cache_format = _other_cache_format(model, has_padding=bool((mask == 0).any()))
         fills_cache = cache is not None and _must_be_filled(cache, max_length - 1, generation_config, not cache_format)
         copies, whole = generation_config.num_return_sequences or 1, None
@@ -131,6 +135,11 @@ class CustomGenerate:
             )
         grammars, others = grammars_of(logits_processor, len(input_ids))
         parameters, processors = sampling_parameters(others, sample=bool(generation_config.do_sample))
+        if unnamed and (criteria or processors):
+            raise ValueError(
+                f"custom_generate: {type([*criteria, *processors][0]).__name__} reads the ids of a prompt: give input_ids with "
+                "inputs_embeds, of as many rows"
+            )
         padding = _padding(input_ids, mask)
         pad = generation_config._pad_token_tensor
         session = Session(adapted, past=past)
@@ -164,8 +173,9 @@ class CustomGenerate:
         self.stats = result.stats
         if fills_cache:
             cache = _filled(cache, session, result, mask)
+        sequences = result.sequences[:, unnamed:]
         if not generation_config.return_dict_in_generate:
-            return result.sequences
+            return sequences
         from transformers.generation.utils import GenerateDecoderOnlyOutput
 
         warpers = list(logits_processor)[len(processors) :]
@@ -174,7 +184,7 @@ class CustomGenerate:
             "scores": None if scores is None else step_scores(scores.of(result), result, warpers),
             "logits": None if logits is None else tuple(logits.of(result)),
         }
-        return GenerateDecoderOnlyOutput(sequences=result.sequences, **outputs)  # type: ignore[arg-type]
+        return GenerateDecoderOnlyOutput(sequences=sequences, **outputs)  # type: ignore[arg-type]
 
 
 custom_generate = CustomGenerate

@@ -14,13 +14,14 @@ from transformers import AutoModelForImageTextToText, GenerationMixin  # noqa: E
 from transformers.modeling_outputs import BaseModelOutputWithPooling  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
 
-import benchmarks.architectures.models as tiny  # noqa: E402
+from benchmarks.architectures.pictures import tiny_model  # noqa: E402
 from pass_ext import NGram, custom_generate  # noqa: E402
+from pass_ext.decoding.models.whole_prompts import INPUTS as READ  # noqa: E402
 
 CLASSES = sorted(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 # Tables of words or of picture tokens that no size of a config makes small.
 _LARGE = ("aria", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "gemma4_unified", "janus", "kosmos-2")
-LARGE = (*_LARGE, "kosmos-2.5", "muse_glimmer", "qwen2_vl", "emu3")
+LARGE = (*_LARGE, "kosmos-2.5", "muse_glimmer", "qwen2_vl")
 IMAGE, SIDE, ROWS = 90, 32, 4
 PIXELS = torch.randn(1, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
 SIZE = {"image_sizes": torch.tensor([[SIDE, SIDE]])}
@@ -38,20 +39,11 @@ INPUTS = {
 SOUND = ("moss_transcribe_diarize", "voxtral", "qwen2_audio", "glmasr", "granite_speech", "qwen3_asr")
 
 
-@pytest.fixture(autouse=True)
-def small_pictures(monkeypatch):
-    sizes = dict(image_size=SIDE, patch_size=8, depth=2, out_hidden_size=64, projection_dim=64)
-    for name, size in sizes.items():
-        monkeypatch.setitem(tiny.SIZES, name, size)
-
-
 def model_of(name, auto=AutoModelForImageTextToText):
-    torch.manual_seed(0)
     try:
-        model = auto.from_config(tiny.tiny_config(name), attn_implementation="eager").float()
+        return tiny_model(name, auto)
     except Exception as error:
         pytest.skip(f"transformers does not build it from this config: {str(error)[:80]}")
-    return model.eval().requires_grad_(False)
 
 
 def own_or_refused(model, ids, inputs):
@@ -88,8 +80,6 @@ def test_encoded_pictures_are_in_the_text_or_refused(name):
     model = model_of(name)
     if model.config.is_encoder_decoder or getattr(type(model), "generate", None) is not GenerationMixin.generate:
         pytest.skip("it has an encoder, which is refused, or a generate of its own around that of a language model")
-    if name.endswith("_thinker"):  # its generate reads this of the whole model's
-        model.config.vision_start_token_id = 91
     if "mm_encoder_outputs" in inspect.signature(type(model).forward).parameters:
         rows = torch.randn(ROWS, model.config.get_text_config().hidden_size)
         inputs = {"mm_encoder_outputs": {"image": BaseModelOutputWithPooling(pooler_output=rows)}}
@@ -110,3 +100,20 @@ def test_sound_is_in_the_text_or_refused(name):
     if auto is None:
         pytest.skip("this transformers does not have the class")
     own_or_refused(model_of(name, auto), torch.tensor([[5, 6, 7, 8]]), {"input_features": torch.ones(1, 8, 12)})
+
+
+# Of the methods that encode: options of their outputs; and what goes on behind the prompt, where sound comes in step by step.
+OPTIONS = {"return_dict", "output_attentions", "output_hidden_states", "kwargs", "args", "self"}
+STEPWISE = {"cache", "use_cache", "padding_cache", "encoder_inputs_embeds"}
+
+
+def test_whatever_an_encoder_takes_is_read_with_the_prompt():
+    """A processor gives no input of these classes that is refused."""
+    others = getattr(modeling_auto, "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", {})
+    unread = {}
+    for kind in {*modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(), *others.values()}:
+        for modality in ("image", "video", "audio"):
+            encode = getattr(getattr(transformers, kind), f"get_{modality}_features", None)
+            taken = set(inspect.signature(encode).parameters) if encode is not None else set()
+            unread |= {f"{kind}: {name}": 0 for name in taken - OPTIONS - STEPWISE - READ}
+    assert set(unread) <= {"InstructBlipForConditionalGeneration: qformer_input_ids"}
