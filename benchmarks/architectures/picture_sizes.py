@@ -36,6 +36,7 @@ _GRANITE_SPEECH = dict(
     projector_config=dict(encoder_hidden_size=WIDTH),
     window_size=4,
     downsample_rate=2,
+    audio_token_index=92,
 )
 _WAVES = dict(num_filters=4, downsampling_ratios=[2, 2, 4], depths=[1, 1, 1, 1])
 _SAM = dict(global_attn_indexes=[1], window_size=2, output_channels=16, mlp_dim=96)
@@ -118,7 +119,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     ),
     **dict.fromkeys(("granite_speech", "granite_speech_plus"), _GRANITE_SPEECH),
     "glmasr": dict(audio_config=dict(intermediate_size=4 * WIDTH)),
-    "qwen3_asr": dict(audio_config=dict(n_window=8, n_window_infer=16, downsample_hidden_size=16)),
+    "qwen3_asr": dict(audio_config=dict(downsample_hidden_size=16)),
     "vibevoice_asr": dict(
         acoustic_tokenizer_encoder_config=dict(_WAVES, vae_std=0.0), semantic_tokenizer_encoder_config=_WAVES
     ),

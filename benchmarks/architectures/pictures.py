@@ -87,7 +87,7 @@ def sound_of(model: Any, seed: int = 0) -> tuple[Inputs, int]:
     """What a processor gives for one piece of sound beside the ids, and how many rows of the text it takes."""
     config, noise = model.config, torch.Generator().manual_seed(seed)
     name, audio = config.model_type, getattr(config, "audio_config", None) or getattr(config, "encoder_config", config)
-    length = 2 * getattr(audio, "max_source_positions", 16)
+    length = 200 if name == "qwen3_asr" else 2 * getattr(audio, "max_source_positions", 16)
     if name == "phi4_multimodal":
         features = torch.randn(1, length, audio.input_size, generator=noise)
         count = length // audio.time_reduction
@@ -111,9 +111,9 @@ def rows_of(model: Any, modality: str, inputs: Inputs) -> int:
     encode = getattr(model.base_model, f"get_{modality}_features", None) or getattr(model, f"get_{modality}_features")
     given = {"pixel_values" if name == "pixel_values_images" else name: value for name, value in inputs.items()}
     found = encode(**given)
-    by_layer = getattr(found, "deepstack_features", None)
-    whole = getattr(found, "pooler_output", None), getattr(found, "last_hidden_state", None)
-    found = next((each for each in whole if each is not None), by_layer[0][1] if by_layer else found)
+    made = [found.get(name) for name in ("pooler_output", "last_hidden_state")] if isinstance(found, dict) else [found]
+    made += [found["deepstack_features"][0][1]] if made == [None, None] else []  # rows for layers alone
+    found = next(each for each in made if each is not None)
     return sum(x.shape[:-1].numel() for x in (found if isinstance(found, (list, tuple)) else [found]))
 
 

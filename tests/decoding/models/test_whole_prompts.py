@@ -21,6 +21,7 @@ from benchmarks.architectures.pictures import (  # noqa: E402
     BY_GRID,
     PICTURED,
     SOUNDING,
+    audio_token,
     image_token,
     llava_of,
     prompts,
@@ -338,9 +339,9 @@ def test_texts_behind_sound_are_transformers_own(name):
         pytest.skip("this transformers does not have the class")
     model = model_of(name, auto)
     inputs, rows = sound_of(model)
-    ids = torch.tensor([[*BEFORE, *[model.config.audio_token_id] * rows, *BEHIND]])
+    ids = torch.tensor([[*BEFORE, *[audio_token(model.config)] * rows, *BEHIND]])
     inputs |= dict(input_ids=ids, attention_mask=torch.ones_like(ids))
-    changed = {**inputs, "input_features": 1 - 3 * inputs["input_features"]}
+    changed = {name: 1 - 3 * value if value.is_floating_point() else value for name, value in inputs.items()}
     assert not torch.equal(*map(partial(first_logits, model), (inputs, changed))), "the sound changes nothing"
     own = own_text(model, inputs)
     assert torch.equal(own, ours(model, inputs, NGram(shortest=1)))
