@@ -130,7 +130,7 @@ def test_rotary_embeddings_of_three_axes_alone(monkeypatch):
 
     monkeypatch.setattr(rotary, "forward", of_three)
     result = generate(model, inputs["input_ids"], prompt=inputs, max_new_tokens=12, eos_token_id=[96])
-    assert torch.equal(own, result.sequences) and result.stats.way == "fused forward" and set(axes) == {3}
+    assert torch.equal(own, result.sequences) and result.stats.backend == "fused" and set(axes) == {3}
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5"])
