@@ -8,6 +8,7 @@
 #include "cuda/attention_merge.cuh"
 #include "cuda/attention_plain.cuh"
 #include "cuda/attention_plan.cuh"
+#include "cuda/counters.h"
 #include "cuda/runtime.h"
 #include "host/attention.h"
 
@@ -71,14 +72,24 @@ void attention_on_cuda(const AttentionProblem& problem, CodeType codes, const Ke
   if (!is_plain || is_group) check_alignment(problem, codes);
   if (problem.rows == 0 || problem.heads == 0) return;
   const CudaScope scope(q);
+  // Memory of so many floats behind a spare counter slot, and the counter of tasks.
+  const auto with_workspace = [&](int64_t floats, const auto& run) {
+    constexpr int64_t kSlotFloats = kSlotBytes / sizeof(float);
+    const Tensor workspace = empty_of_shape("attention_tree", q, {kSlotFloats + floats}, ScalarType::Float);
+    float* const memory = output_of<float>(workspace);
+    run(memory + kSlotFloats,
+        CounterSlots::of_device(scope.device()).slot_for("attention_tree", scope.stream(), memory));
+  };
   if (is_group) {
     const gpu::GroupPlan plan = gpu::plan_group_attention(problem, lists, scope.multiprocessors());
-    const Tensor workspace = empty_of_shape("attention_tree", q, {plan.workspace}, ScalarType::Float);
-    gpu::launch_group_attention(problem, lists, plan, output_of<float>(workspace), scope.stream());
+    with_workspace(plan.workspace, [&](float* memory, int32_t* counter) {
+      gpu::launch_group_attention(problem, lists, plan, memory, counter, scope.stream());
+    });
   } else if (is_plain) {
     const gpu::PlainPlan plan = gpu::plan_plain_attention(problem, lists, scope.multiprocessors());
-    const Tensor workspace = empty_of_shape("attention_tree", q, {plan.workspace}, ScalarType::Float);
-    gpu::launch_plain_attention(problem, codes, lists, plan, output_of<float>(workspace), scope.stream());
+    with_workspace(plan.workspace, [&](float* memory, int32_t* counter) {
+      gpu::launch_plain_attention(problem, codes, lists, plan, memory, counter, scope.stream());
+    });
   } else {
     const int64_t resident = int64_t{scope.multiprocessors()} * resident_blocks(scope, problem, codes);
     const gpu::AttentionPlan plan =

@@ -253,26 +253,23 @@ PASS_EXT_DEVICE ShareWeights weights_of_share(const RowTotals& before, const Row
           weight};
 }
 
-// What a block computes: rows of the tile are heads of one row of q.
-struct GroupItem {
-  PlacedRow row;
-  int64_t index;  // of the first head, in [rows, heads]
-  int count;      // of heads
-
-  PASS_EXT_DEVICE bool sees_share(int32_t share) const {
-    return row.sees_any(first_place_of_group_share(share), first_place_of_group_share(share + 1));
-  }
-};
-
+// Writes what a block computes. All threads call it together.
 template <typename Shape>
-PASS_EXT_DEVICE GroupItem group_item(const GroupAttention& group, int64_t item) {
+PASS_EXT_DEVICE void set_item(const GroupAttention& group, const Task& task, GroupItem& item) {
   const AttentionProblem& problem = group.problem;
   const int32_t tiles_of_head = (problem.group + Shape::kRows - 1) / Shape::kRows;
-  const int64_t packed = item / (problem.kv_heads * tiles_of_head);
-  const int32_t tile = static_cast<int32_t>(item % (problem.kv_heads * tiles_of_head));
-  const int32_t head = tile / tiles_of_head, first = tile % tiles_of_head * Shape::kRows;
-  const int count = problem.group - first < Shape::kRows ? problem.group - first : Shape::kRows;
-  return {placed_row(problem, group.lists, packed, head), packed * problem.heads + head * problem.group + first, count};
+  const int32_t head = task.tile / tiles_of_head, first = task.tile % tiles_of_head * Shape::kRows;
+  const PlacedRow row = placed_row(problem, group.lists, task.owner, task.row, head);
+  if (thread_rank() == 0) {
+    item.row = row;
+    item.head = head * problem.group + first;
+    item.count = problem.group - first < Shape::kRows ? problem.group - first : Shape::kRows;
+  }
+  sync_block();  // the item is there
+}
+
+PASS_EXT_DEVICE bool sees_shares(const GroupAttention& group, const PlacedRow& row, int32_t first, int32_t last) {
+  return row.sees_any(first_place_of_share(group.tasks.grid, first), first_place_of_share(group.tasks.grid, last));
 }
 
 // Adds up one share. Totals are those of the thread's row.
@@ -286,7 +283,8 @@ PASS_EXT_DEVICE RowTotals add_share(const GroupAttention& group, const GroupItem
 #pragma unroll
       for (float& sum : block) sum = 0.0f;
   RowTotals totals;
-  const int64_t from = first_place_of_group_share(share), end = first_place_of_group_share(share + 1);
+  const int64_t from = first_place_of_share(group.tasks.grid, share);
+  const int64_t end = first_place_of_share(group.tasks.grid, share + 1);
   add_places<Shape>(group, item.row, queries, from > item.row.begin ? static_cast<int32_t>(from) : item.row.begin,
                     end < item.row.places ? static_cast<int32_t>(end) : item.row.places, sums, totals);
 #pragma unroll
@@ -319,12 +317,11 @@ PASS_EXT_DEVICE void for_rows(int count, const Use& use) {
     }
 }
 
-// Leaves a share to group_combine_kernel.
+// Leaves the sums of some shares, whose totals are in shared memory, to group_combine_kernel.
 template <typename Shape>
-PASS_EXT_DEVICE void store_part(const GroupAttention& group, const GroupItem& item, int32_t share,
-                                const GroupSums<Shape>& sums, const RowTotals& totals) {
-  float* const part =
-      group.workspace + (share * group.problem.rows * group.problem.heads + item.index) * int64_t{Shape::kPartStride};
+PASS_EXT_DEVICE void store_part(const GroupAttention& group, const GroupItem& item, int64_t index,
+                                const GroupSums<Shape>& sums) {
+  float* const part = group.parts + (index * group.problem.heads + item.head) * int64_t{Shape::kPartStride};
   for_rows<Shape>(item.count, [&](int row, int tile, int half) {
     float* const line = part + row * Shape::kPartStride + 2 * (lane_index() % 4);
 #pragma unroll
@@ -332,12 +329,13 @@ PASS_EXT_DEVICE void store_part(const GroupAttention& group, const GroupItem& it
       *reinterpret_cast<FloatPair*>(line + column_of_chunk<Shape>(chunk)) = {sums[tile][chunk][2 * half],
                                                                              sums[tile][chunk][2 * half + 1]};
   });
-  if (writes_totals<Shape>() && row_of_thread<Shape>() < item.count)
-    store_totals(part + row_of_thread<Shape>() * Shape::kPartStride, Shape::kValueDim, totals);
+  const int row = row_of_thread<Shape>();
+  if (writes_totals<Shape>() && row < item.count)
+    store_totals(part + row * Shape::kPartStride, Shape::kValueDim, group_scratch<Shape>().sums[row]);
 }
 
-// Adds a share to those before, whose totals are in shared memory and whose sums, because registers are full, in the
-// workspace. If more come, the sums go there.
+// Adds a share to those before, whose totals are in shared memory and whose sums, because registers are full, in
+// global memory. If more come, the sums go there.
 template <typename Shape>
 PASS_EXT_DEVICE void add_to_shares_before(const GroupAttention& group, GroupSums<Shape>& sums, const RowTotals& totals,
                                           bool has_before, bool has_next) {
@@ -351,7 +349,7 @@ PASS_EXT_DEVICE void add_to_shares_before(const GroupAttention& group, GroupSums
   }
   sync_block();  // the totals and the weights are there
   if (!has_before && !has_next) return;
-  float* own = group.workspace + int64_t{block_index().x} * (Shape::kRows * Shape::kValueDim) + 4 * thread_rank();
+  float* own = group.sums_before + int64_t{block_index().x} * (Shape::kRows * Shape::kValueDim) + 4 * thread_rank();
 #pragma unroll
   for (int tile = 0; tile < Shape::kRowTiles; ++tile) {
     const int row = 16 * tile + static_cast<int>(lane_index()) / 4;
@@ -372,22 +370,23 @@ PASS_EXT_DEVICE void add_to_shares_before(const GroupAttention& group, GroupSums
 
 PASS_EXT_DEVICE float inverse_of(float total) { return total == 0.0f ? 0.0f : 1.0f / total; }
 
-// Writes the results of an item, whose totals are in shared memory.
+// Writes the results of an item, whose totals are in shared memory. `index`: of its first head, in [rows, heads].
 template <typename Shape>
-PASS_EXT_DEVICE void write_item(const AttentionProblem& problem, const GroupItem& item, const GroupSums<Shape>& sums) {
+PASS_EXT_DEVICE void write_item(const AttentionProblem& problem, int64_t index, int count,
+                                const GroupSums<Shape>& sums) {
   using T = typename Shape::T;
   const typename Shape::Scratch& scratch = group_scratch<Shape>();
-  for_rows<Shape>(item.count, [&](int row, int tile, int half) {
+  for_rows<Shape>(count, [&](int row, int tile, int half) {
     const float inverse = inverse_of(scratch.sums[row].rounded);
-    T* const line = static_cast<T*>(problem.out) + (item.index + row) * Shape::kValueDim + 2 * (lane_index() % 4);
+    T* const line = static_cast<T*>(problem.out) + (index + row) * Shape::kValueDim + 2 * (lane_index() % 4);
 #pragma unroll
     for (int chunk = 0; chunk < Shape::kValueChunks; ++chunk)
       *reinterpret_cast<uint32_t*>(line + column_of_chunk<Shape>(chunk)) =
           pack2<T>(sums[tile][chunk][2 * half] * inverse, sums[tile][chunk][2 * half + 1] * inverse);
   });
-  if (writes_totals<Shape>() && row_of_thread<Shape>() < item.count) {
+  if (writes_totals<Shape>() && row_of_thread<Shape>() < count) {
     const RowTotals& totals = scratch.sums[row_of_thread<Shape>()];
-    problem.lse[item.index + row_of_thread<Shape>()] = log_of_total(totals.maximum, totals.exact);
+    problem.lse[index + row_of_thread<Shape>()] = log_of_total(totals.maximum, totals.exact);
   }
 }
 
@@ -396,57 +395,61 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kGroupThreads, Shape::kResidentBlocks)
     group_attention_kernel(PASS_EXT_PARAMETER GroupAttention group) {
   begin_kernel(group);
   const auto* const q = static_cast<const typename Shape::T*>(group.problem.q);
-  const int32_t first_share = group.is_parted ? static_cast<int32_t>(block_index().y) : 0;
-  const int32_t shares = group.is_parted ? first_share + 1 : group.shares;
-#pragma unroll 1
-  for (int64_t i = block_index().x; i < group.items; i += grid_size().x) {
-    const GroupItem item = group_item<Shape>(group, i);
-    if (group.is_parted && !item.sees_share(first_share)) return;  // group_combine_kernel does not ask for it
+  for_each_task(group.problem, group.lists, group.tasks, group_scratch<Shape>().tasks, [&](const Task& task) {
+    GroupItem& item = group_scratch<Shape>().item;
+    set_item<Shape>(group, task, item);
+    const bool is_seen = sees_shares(group, item.row, task.first, task.last);
+    if (task.part >= 0 && !is_seen) return;  // group_combine_kernel does not ask for it
+    const int64_t index = task.row * group.problem.heads + item.head;
     GroupQueries<Shape> queries;
-    load_queries<Shape>(queries, q + item.index * Shape::kKeyDim, item.count);
-    sync_block();  // the totals of the item before are read
+    load_queries<Shape>(queries, q + index * Shape::kKeyDim, item.count);
     if (writes_totals<Shape>()) group_scratch<Shape>().sums[row_of_thread<Shape>()] = {};
     GroupSums<Shape> sums = {};
     bool has_before = false;
 #pragma unroll 1
-    for (int32_t share = first_share; share < shares; ++share) {
-      if (!item.sees_share(share)) continue;
+    for (int32_t share = task.first; share < task.last; ++share) {
+      if (!sees_shares(group, item.row, share, share + 1)) continue;
       const RowTotals totals = add_share<Shape>(group, item, queries, share, sums);
-      if (group.is_parted) return store_part<Shape>(group, item, share, sums, totals);
       add_to_shares_before<Shape>(group, sums, totals, has_before,
-                                  first_place_of_group_share(share + 1) < item.row.places);
+                                  share + 1 < task.last && sees_shares(group, item.row, share + 1, share + 2));
       has_before = true;
     }
     if (!has_before) sync_block();  // the totals are there
-    write_item<Shape>(group.problem, item, sums);
-  }
+    if (task.part >= 0)
+      store_part<Shape>(group, item, task.part, sums);
+    else
+      write_item<Shape>(group.problem, index, item.count, sums);
+  });
 }
 
-// Adds the shares of a row and head. A thread has four columns.
+// Adds the parts of a row and head. A thread has four columns.
 template <typename T, int value_dim>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(value_dim / 4) group_combine_kernel(PASS_EXT_PARAMETER GroupAttention group) {
   begin_kernel(group);
-  constexpr int kAtOnce = 8;  // shares on their way
+  constexpr int kAtOnce = 8;  // parts on their way
   const AttentionProblem& problem = group.problem;
-  const int64_t index = block_index().x;
+  const int64_t index = block_index().x, owner = owner_of(problem, index / problem.heads);
   const int column = 4 * static_cast<int>(thread_rank());
-  const PlacedRow row = placed_row(problem, group.lists, index / problem.heads, 0);
+  const PlacedRow row = placed_row(problem, group.lists, owner, index / problem.heads, 0);
+  const RowParts parts = parts_of(problem, group.lists, group.tasks, owner, row);
+  if (parts.is_written) return;
   RowTotals totals;
   float sums[4] = {};
   bool has_before = false;
+  const RequestTasks& own = parts.own;
+  const int32_t has_first = own.has_first_part() ? 1 : 0, count = own.parts();
 #pragma unroll 1
-  for (int32_t first = 0; first < group.shares && first_place_of_group_share(first) < row.places; first += kAtOnce) {
+  for (int32_t first = 0; first < count; first += kAtOnce) {
     Bytes16 columns[kAtOnce], ends[kAtOnce];
     bool is_there[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int32_t share = first + i;
+      const int32_t share = own.cut + first + i - has_first;  // of the first part: the last before the cut
       columns[i] = ends[i] = {};
-      is_there[i] = share < group.shares &&
-                    row.sees_any(first_place_of_group_share(share), first_place_of_group_share(share + 1));
+      is_there[i] = first + i < count && sees_shares(group, row, share < own.cut ? own.first : share, share + 1);
       if (!is_there[i]) continue;
       const float* const part =
-          group.workspace + (share * problem.rows * problem.heads + index) * int64_t{value_dim + 4};
+          group.parts + ((parts.first + first + i) * problem.heads + index % problem.heads) * int64_t{value_dim + 4};
       columns[i] = load16(part + column);
       ends[i] = load16(part + value_dim);
     }

@@ -46,28 +46,19 @@ void with_group_shape(const AttentionProblem& problem, const Use& use) {
 }
 
 struct GroupPlan {
-  int64_t items, blocks;
-  int32_t shares;
-  bool is_parted;
-  int64_t workspace;  // floats
+  TaskGrid grid;
+  int64_t parts, workspace;  // floats; of the parts alone
 };
 
-// Shapes alone decide, so there are shares for all slots of the cache; blocks of those that a text has not end at once.
 inline GroupPlan plan_group_attention(const AttentionProblem& problem, const KeyLists& lists, int32_t multiprocessors) {
   GroupPlan plan{};
   with_group_shape(problem, [&](auto shape) {
     using Shape = decltype(shape);
-    const int64_t places = lists.keys ? lists.size : problem.slots + (problem.k_new.data ? problem.max_nodes : 0);
-    plan.shares = shares_of((places + 1) / 2);
-    plan.items = problem.rows * problem.kv_heads * ((problem.group + Shape::kRows - 1) / Shape::kRows);
-    const int64_t parts = plan.shares * problem.rows * problem.heads * Shape::kPartStride;
-    plan.is_parted = plan.shares > 1 && plan.items < multiprocessors && parts <= kMostParts;
-    plan.blocks =
-        plan.is_parted ? plan.items : between(plan.items, 1, int64_t{Shape::kResidentBlocks} * multiprocessors);
-    if (plan.is_parted)
-      plan.workspace = parts;
-    else if (plan.shares > 1)
-      plan.workspace = plan.blocks * Shape::kRows * Shape::kValueDim;
+    const int32_t tiles = problem.kv_heads * ((problem.group + Shape::kRows - 1) / Shape::kRows);
+    plan.grid = plan_tasks(problem, lists, tiles, kGroupUnit, int64_t{Shape::kResidentBlocks} * multiprocessors);
+    plan.parts = plan.grid.most_parts * problem.heads * Shape::kPartStride;
+    plan.workspace = plan.grid.header_floats(problem.requests) + plan.parts;
+    if (plan.grid.is_split) plan.workspace += plan.grid.blocks * Shape::kRows * Shape::kValueDim;
   });
   return plan;
 }
@@ -76,22 +67,22 @@ inline bool are_same_rows(const KeyRows& k, const KeyRows& v, int32_t heads) {
   return k.data == v.data && k.outer == v.outer && k.slot == v.slot && (k.head == v.head || heads == 1);
 }
 
+// `counter`: zero before and after.
 inline void launch_group_attention(const AttentionProblem& problem, const KeyLists& lists, const GroupPlan& plan,
-                                   float* workspace, Stream stream) {
+                                   float* workspace, int32_t* counter, Stream stream) {
+  float* const parts = workspace + plan.grid.header_floats(problem.requests);
   const GroupAttention group{problem,
                              lists,
                              are_same_rows(problem.k_cache, problem.v_cache, problem.kv_heads) &&
                                  are_same_rows(problem.k_new, problem.v_new, problem.kv_heads),
-                             plan.is_parted,
-                             plan.items,
-                             plan.shares,
-                             workspace};
+                             {plan.grid, reinterpret_cast<int64_t*>(workspace), counter},
+                             parts,
+                             parts + plan.parts};
   with_group_shape(problem, [&](auto shape) {
     using Shape = decltype(shape);
     launch("attention_tree", group_kernel_of<Shape>(),
-           LaunchShape{{plan.blocks, plan.is_parted ? plan.shares : 1}, {kGroupThreads}, Shape::kSharedBytes}, stream,
-           group);
-    if (plan.is_parted)
+           LaunchShape{{plan.grid.blocks}, {kGroupThreads}, Shape::kSharedBytes}, stream, group);
+    if (plan.grid.is_split)
       launch("attention_tree (combine)", group_combine_kernel_of<typename Shape::T, Shape::kValueDim>(),
              LaunchShape{{problem.rows * problem.heads}, {Shape::kValueDim / 4}}, stream, group);
   });

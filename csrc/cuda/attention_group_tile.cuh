@@ -8,6 +8,7 @@
 #include "core/attention_lists.h"
 #include "cuda/attention_parts.cuh"
 #include "cuda/attention_places.cuh"
+#include "cuda/attention_tasks.cuh"
 #include "cuda/primitives.cuh"
 
 namespace pass_ext::gpu {
@@ -16,8 +17,15 @@ constexpr int kGroupWarps = 4;
 constexpr int kGroupThreads = 32 * kGroupWarps;
 constexpr int kGroupKeys = 32;  // of a tile: a key to a lane
 
-// Shares of this kernel are twice those of attention_places.cuh: to add one up costs as much as to read 256 keys.
-PASS_EXT_HOST_DEVICE int64_t first_place_of_group_share(int32_t share) { return 2 * first_place_of_share(share); }
+constexpr int32_t kGroupUnit = 2;  // of shares: to add one up costs as much as to read 256 keys
+static_assert(kGroupThreads == kTaskThreads, "they plan the tasks");
+
+// What a block computes at a time: rows of its tile are heads of one row of q.
+struct GroupItem {
+  PlacedRow row;
+  int32_t head;  // the first
+  int count;     // of heads
+};
 
 // Widths, and the rows of a block, which are heads. A warp has a slice of every key and of every value: an equal part
 // of the numbers that both have, and of those that keys have besides.
@@ -42,6 +50,8 @@ struct GroupShape {
     float shrink[kRows];                                 // of the sums of a share, at a tile
     RowTotals sums[kRows];                               // of all shares
     float weight_before[kRows], weight_of_share[kRows];  // of their sums, and of those of one more
+    TaskScratch tasks;
+    GroupItem item;  // here, and not in registers, which sums and queries fill
   };
   static constexpr int kTilesBytes = kGroupWarps * 2 * kTile * static_cast<int>(sizeof(T));
   static constexpr int kSharedBytes = kTilesBytes + static_cast<int>(sizeof(Scratch));
@@ -53,11 +63,9 @@ struct GroupAttention {
   AttentionProblem problem;
   KeyLists lists;
   bool has_latents;  // values are the first numbers of the keys, in the same memory
-  bool is_parted;    // a block takes one share, and a second launch adds them up
-  int64_t items;     // rows of q times tiles of the heads of all key heads
-  int32_t shares;
-  // Parted: [shares, rows, heads, kPartStride]. Else each block's sums of the shares before, as its threads have them.
-  float* workspace;
+  AttentionTasks tasks;
+  float* parts;        // [most_parts, heads, kPartStride]
+  float* sums_before;  // [blocks, kRows * kValueDim]: each block's, of the shares before, as its threads have them
 };
 
 using GroupKernel = void(GroupAttention);

@@ -24,12 +24,16 @@ PASS_EXT_HOST_DEVICE int64_t first_place_of_share(int32_t share) {
   return (int64_t{4096} << doubling) + place * (int64_t{256} << doubling);
 }
 
-// The shares of so many places.
-PASS_EXT_HOST_DEVICE int32_t shares_of(int64_t places) {
-  int32_t shares = 0;
-  while (first_place_of_share(shares) < places) ++shares;
-  return shares;
+// The share of a place.
+PASS_EXT_HOST_DEVICE int32_t share_with(int64_t place) {
+  if (place < 4096) return static_cast<int32_t>(place / kPlacesOfStep);
+  int32_t doubling = 0;
+  while (place >> doubling >= 8192) ++doubling;
+  return 32 + 16 * doubling + static_cast<int32_t>((place - (int64_t{4096} << doubling)) / (int64_t{256} << doubling));
 }
+
+// The shares of so many places.
+PASS_EXT_HOST_DEVICE int32_t shares_of(int64_t places) { return places <= 0 ? 0 : share_with(places - 1) + 1; }
 
 PASS_EXT_HOST_DEVICE int32_t count_bits(uint64_t bits) {
   bits -= bits >> 1 & 0x5555555555555555u;  // of pairs, then of four, then of bytes, which the product adds up
@@ -67,23 +71,22 @@ PASS_EXT_HOST_DEVICE int32_t key_at(const AttentionProblem& problem, const Atten
   return is_in_reach(problem, request, node, key) ? key : -1;
 }
 
-// Floats of the parts of all shares: 128 MB, written and read once, 0.1 ms at an H100's 3 TB/s. Where there would be
-// more, blocks take all shares: the sums are the same, and the memory does not grow with the slots.
-constexpr int64_t kMostParts = int64_t{32} << 20;
+// The first place of a step that a row of the request may see.
+PASS_EXT_HOST_DEVICE int32_t first_place_in_reach(const AttentionRequest& request, const KeyLists& lists) {
+  return lists.keys ? 0 : request.begin / kPlacesOfStep * kPlacesOfStep;
+}
 
-// The request that owns a row of q, or -1. Every lane of the warp must call it.
+// The request that owns a row of q, or -1: the last that begins at or before it, if it reaches so far.
 PASS_EXT_DEVICE int64_t owner_of(const AttentionProblem& problem, int64_t row) {
-  for (int64_t first = 0; first < problem.requests; first += 32) {
-    const int64_t b = first + lane_index();
-    bool is_owner = false;
-    if (b < problem.requests) {
-      const AttentionRequest request = request_of<true>(problem, b);
-      is_owner = row >= request.first && row < int64_t{request.first} + request.nodes;
-    }
-    const unsigned owners = ballot(is_owner);
-    if (owners != 0) return first + first_set_bit(owners);
+  int64_t low = 0, high = problem.requests;
+  if (high == 0) return -1;
+#pragma unroll 1
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (problem.cu_nodes[middle] <= row ? low : high) = middle;
   }
-  return -1;
+  const AttentionRequest request = request_of<true>(problem, low);
+  return row >= request.first && row < int64_t{request.first} + request.nodes ? low : -1;
 }
 
 // A row of q, for one key head.
@@ -98,16 +101,15 @@ struct PlacedRow {
   }
 };
 
-// Every lane of the warp must call it. A row of no request has no places.
-PASS_EXT_DEVICE PlacedRow placed_row(const AttentionProblem& problem, const KeyLists& lists, int64_t row,
+// A row of no request, `owner` -1, has no places.
+PASS_EXT_DEVICE PlacedRow placed_row(const AttentionProblem& problem, const KeyLists& lists, int64_t owner, int64_t row,
                                      int32_t head) {
   PlacedRow found{};
-  const int64_t owner = owner_of(problem, row);
   if (owner < 0) return found;
   found.request = request_of<true>(problem, owner);
   found.node = static_cast<int32_t>(row - found.request.first);
   found.head = head;
-  found.begin = lists.keys ? 0 : found.request.begin / kPlacesOfStep * kPlacesOfStep;
+  found.begin = first_place_in_reach(found.request, lists);
   found.places = places_of(problem, found.request, lists, found.node);
   return found;
 }

@@ -14,6 +14,7 @@
 #include "core/attention_lists.h"
 #include "core/quantize.h"
 #include "cuda/attention_places.cuh"
+#include "cuda/attention_tasks.cuh"
 #include "cuda/attention_tile.cuh"
 #include "cuda/numbers.cuh"
 #include "cuda/primitives.cuh"
@@ -21,6 +22,7 @@
 namespace pass_ext::gpu {
 
 constexpr int kPlainThreads = kPlacesOfStep;
+static_assert(kPlainThreads == kTaskThreads, "they plan the tasks");
 constexpr int kPlainWarps = kPlainThreads / 32;
 constexpr int kWidthRead = 16;  // numbers of a key at a time
 static_assert(kWidthRead == kWidthStep, "every width is whole");
@@ -30,9 +32,8 @@ struct PlainAttention {
   CodeType codes;
   KeyLists lists;
   bool are_keys_wide;  // rows of keys start at multiples of 16 bytes
-  // [shares, rows, heads, value_dim + 2], sums, then the maximum and the total; null: a block adds up all shares
-  float* parts;
-  int32_t shares;
+  AttentionTasks tasks;
+  float* parts;  // [most_parts, heads, value_dim + 2]: sums, then the maximum and the total
 };
 
 // True if the problem has no kernel with matrix fragments.
@@ -119,9 +120,9 @@ struct PlainScratch {
   float highest[kPlainWarps][kHeads], totals[kPlainWarps][kHeads];
 };
 
-// True if a share has places that the row may see. Others change no sum.
-PASS_EXT_DEVICE bool sees_share(const PlacedRow& row, int32_t share) {
-  return row.sees_any(first_place_of_share(share), first_place_of_share(share + 1));
+// True if the row may see places of these shares. Others change no sum.
+PASS_EXT_DEVICE bool sees_shares(const PlacedRow& row, int32_t first, int32_t last) {
+  return row.sees_any(first_place_of_share(first), first_place_of_share(last));
 }
 
 // Adds the step of places from `first` on. T: of numbers, or uint8_t of codes. queries: [kHeads, head_dim], shared
@@ -225,79 +226,86 @@ PASS_EXT_DEVICE void add_step(const PlainAttention& plain, const PlacedRow& row,
   }
 }
 
+// Blocks that run at once on one multiprocessor, as registers allow.
+constexpr int resident_plain_blocks(int heads) { return heads > 4 ? 2 : heads > 1 ? 3 : 4; }
+
 // T: of queries and the result; Stored: of keys and values, uint8_t for codes. kHeads: the most heads of a block.
 template <typename T, typename Stored, int kHeads, int kColumns>
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads, kHeads > 4   ? 2
-                                                      : kHeads > 1 ? 3
-                                                                   : 4)
+PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads, resident_plain_blocks(kHeads))
     plain_attention_kernel(PASS_EXT_PARAMETER PlainAttention plain) {
   begin_kernel(plain);
   PASS_EXT_SHARED(PlainScratch<kHeads>, scratches, 1);
+  PASS_EXT_SHARED(TaskScratch, task_scratches, 1);
   const AttentionProblem& problem = plain.problem;
   float* const queries = dynamic_shared<float>();
   const int32_t thread = static_cast<int32_t>(thread_rank());
-  const int32_t tiles_of_head = (problem.group + kHeads - 1) / kHeads, tiles = problem.kv_heads * tiles_of_head;
-  const int32_t tile = static_cast<int32_t>(int64_t{block_index().x} % tiles);
-  const int32_t head = tile / tiles_of_head, first = tile % tiles_of_head * kHeads;  // first: of the key head's
-  const int32_t count = problem.group - first < kHeads ? problem.group - first : kHeads;
-  const PlacedRow row = placed_row(problem, plain.lists, int64_t{block_index().x} / tiles, head);
-  const bool is_part = plain.parts != nullptr;
-  const int32_t first_share = is_part ? static_cast<int32_t>(block_index().y) : 0;
-  if (is_part && !sees_share(row, first_share)) return;  // plain_combine_kernel does not ask for it
-  const int64_t index = int64_t{block_index().x} / tiles * problem.heads + head * problem.group + first;
-  const T* const q = static_cast<const T*>(problem.q) + index * problem.head_dim;
-  for (int32_t i = thread; i < kHeads * problem.head_dim; i += kPlainThreads)
-    queries[i] = i < count * problem.head_dim ? to_float(q[i]) : 0.0f;
-  sync_block();  // the queries are there
-  PlainSums<kHeads, kColumns> sums;
-  sums.clear();
+  const int32_t tiles_of_head = (problem.group + kHeads - 1) / kHeads;
+  for_each_task(problem, plain.lists, plain.tasks, task_scratches[0], [&](const Task& task) {
+    const int32_t head = task.tile / tiles_of_head, first = task.tile % tiles_of_head * kHeads;  // of the key head's
+    const int32_t count = problem.group - first < kHeads ? problem.group - first : kHeads;
+    const PlacedRow row = placed_row(problem, plain.lists, task.owner, task.row, head);
+    if (task.part >= 0 && !sees_shares(row, task.first, task.last)) return;  // plain_combine_kernel does not ask for it
+    const int32_t first_head = head * problem.group + first;
+    const int64_t index = task.row * problem.heads + first_head;
+    const T* const q = static_cast<const T*>(problem.q) + index * problem.head_dim;
+    for (int32_t i = thread; i < kHeads * problem.head_dim; i += kPlainThreads)
+      queries[i] = i < count * problem.head_dim ? to_float(q[i]) : 0.0f;
+    sync_block();  // the queries are there
+    PlainSums<kHeads, kColumns> sums;
+    sums.clear();
 #pragma unroll 1
-  for (int32_t share = first_share; share < (is_part ? first_share + 1 : plain.shares); ++share) {
-    if (!sees_share(row, share)) continue;
-    const int64_t from = first_place_of_share(share), to = first_place_of_share(share + 1);
-    const int32_t end = to < row.places ? static_cast<int32_t>(to) : row.places;
-    PlainSums<kHeads, kColumns> part;
-    part.clear();
+    for (int32_t share = task.first; share < task.last; ++share) {
+      if (!sees_shares(row, share, share + 1)) continue;
+      const int64_t from = first_place_of_share(share), to = first_place_of_share(share + 1);
+      const int32_t end = to < row.places ? static_cast<int32_t>(to) : row.places;
+      PlainSums<kHeads, kColumns> part;
+      part.clear();
 #pragma unroll 1
-    for (int32_t step = from > row.begin ? static_cast<int32_t>(from) : row.begin; step < end; step += kPlacesOfStep)
-      add_step<Stored>(plain, row, queries, scratches[0], step, part);
+      for (int32_t step = from > row.begin ? static_cast<int32_t>(from) : row.begin; step < end; step += kPlacesOfStep)
+        add_step<Stored>(plain, row, queries, scratches[0], step, part);
 #pragma unroll
-    for (int r = 0; r < kHeads; ++r)
-      sums.add(r, part.highest[r], part.total[r], [&](int c) { return part.sums[r][c]; });
-  }
-#pragma unroll
-  for (int r = 0; r < kHeads; ++r) {
-    if (r >= count) continue;
-    if (!is_part) {
-      sums.template write<T>(problem, index + r, r);
-      continue;
+      for (int r = 0; r < kHeads; ++r)
+        sums.add(r, part.highest[r], part.total[r], [&](int c) { return part.sums[r][c]; });
     }
-    float* const part =
-        plain.parts + (first_share * problem.rows * problem.heads + index + r) * (problem.value_dim + int64_t{2});
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c)
-      if (thread + kPlainThreads * c < problem.value_dim) part[thread + kPlainThreads * c] = sums.sums[r][c];
-    if (thread == 0) {
-      part[problem.value_dim] = sums.highest[r];
-      part[problem.value_dim + 1] = sums.total[r];
+    for (int r = 0; r < kHeads; ++r) {
+      if (r >= count) continue;
+      if (task.part < 0) {
+        sums.template write<T>(problem, index + r, r);
+        continue;
+      }
+      float* const part = plain.parts + (task.part * problem.heads + first_head + r) * (problem.value_dim + int64_t{2});
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c)
+        if (thread + kPlainThreads * c < problem.value_dim) part[thread + kPlainThreads * c] = sums.sums[r][c];
+      if (thread == 0) {
+        part[problem.value_dim] = sums.highest[r];
+        part[problem.value_dim + 1] = sums.total[r];
+      }
     }
-  }
+  });
 }
 
-// Adds the shares of a row and head.
+// Adds the parts of a row and head.
 template <typename T>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads) plain_combine_kernel(PASS_EXT_PARAMETER PlainAttention plain) {
   begin_kernel(plain);
   const AttentionProblem& problem = plain.problem;
   constexpr int kColumns = kMostValueDim / kPlainThreads;
   const int64_t index = block_index().x, stride = problem.value_dim + int64_t{2};
-  const PlacedRow row = placed_row(problem, plain.lists, index / problem.heads, 0);
+  const int64_t owner = owner_of(problem, index / problem.heads);
+  const PlacedRow row = placed_row(problem, plain.lists, owner, index / problem.heads, 0);
+  const RowParts parts = parts_of(problem, plain.lists, plain.tasks, owner, row);
+  if (parts.is_written) return;
+  const RequestTasks& own = parts.own;
+  const int32_t has_first = own.has_first_part() ? 1 : 0, count = own.parts();
   PlainSums<1, kColumns> sums;
   sums.clear();
 #pragma unroll 4
-  for (int32_t share = 0; share < plain.shares; ++share) {
-    if (!sees_share(row, share)) continue;
-    const float* const part = plain.parts + (share * problem.rows * problem.heads + index) * stride;
+  for (int32_t i = 0; i < count; ++i) {
+    const int32_t share = own.cut + i - has_first;  // of the first part: the last before the cut
+    if (!sees_shares(row, share < own.cut ? own.first : share, share + 1)) continue;
+    const float* const part = plain.parts + ((parts.first + i) * problem.heads + index % problem.heads) * stride;
     sums.add(0, part[problem.value_dim], part[problem.value_dim + 1], [&](int c) {
       const int32_t column = static_cast<int32_t>(thread_rank()) + kPlainThreads * c;
       return column < problem.value_dim ? part[column] : 0.0f;
@@ -306,14 +314,6 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads) plain_combine_kernel(PASS_
   sums.template write<T>(problem, index, 0);
 }
 
-// The host's plan: how many blocks, whether they take a share each, and the floats of their parts. Shapes alone decide,
-// so there are shares for all slots of the cache; blocks of those that a text has not end at once.
-struct PlainPlan {
-  int64_t blocks;
-  int32_t shares;
-  int64_t workspace;  // 0: a block adds up all shares
-};
-
 // The heads of a block: the more, the fewer times a key is read, as far as registers hold the sums of their columns.
 constexpr int kPlainHeads = 4, kPlainWideHeads = 8;
 inline int32_t plain_heads_of(const AttentionProblem& problem) {
@@ -321,29 +321,33 @@ inline int32_t plain_heads_of(const AttentionProblem& problem) {
   return problem.group == 1 && problem.value_dim <= kPlainThreads ? 1 : kPlainHeads;
 }
 
+struct PlainPlan {
+  TaskGrid grid;
+  int64_t workspace;  // floats
+};
+
 inline PlainPlan plan_plain_attention(const AttentionProblem& problem, const KeyLists& lists, int32_t multiprocessors) {
-  constexpr int64_t kEnoughBlocks = 2;  // of a multiprocessor
-  const int64_t heads = plain_heads_of(problem);
+  const int32_t heads = plain_heads_of(problem);
   PlainPlan plan{};
-  plan.blocks = problem.rows * problem.kv_heads * ((problem.group + heads - 1) / heads);
-  plan.shares = shares_of(lists.keys ? lists.size : problem.slots + (problem.k_new.data ? problem.max_nodes : 0));
-  const int64_t parts = plan.shares * problem.rows * problem.heads * (problem.value_dim + int64_t{2});
-  if (plan.shares > 1 && plan.blocks < kEnoughBlocks * multiprocessors && parts <= kMostParts) plan.workspace = parts;
+  plan.grid = plan_tasks(problem, lists, problem.kv_heads * ((problem.group + heads - 1) / heads), 1,
+                         int64_t{resident_plain_blocks(heads)} * multiprocessors);
+  plan.workspace = plan.grid.header_floats(problem.requests) +
+                   plan.grid.most_parts * problem.heads * (problem.value_dim + int64_t{2});
   return plan;
 }
 
 template <typename T, typename Stored>
 void launch_plain_attention_of(const PlainAttention& plain, const PlainPlan& plan, Stream stream) {
   const AttentionProblem& problem = plain.problem;
-  const int64_t heads = plain_heads_of(problem), shares = plan.workspace > 0 ? plan.shares : 1;
-  LaunchShape shape{{plan.blocks, shares}, {kPlainThreads}};
+  const int64_t heads = plain_heads_of(problem);
+  LaunchShape shape{{plan.grid.blocks}, {kPlainThreads}};
   shape.dynamic_shared_bytes = heads * problem.head_dim * sizeof(float);
   auto* const kernel = heads == kPlainWideHeads            ? plain_attention_kernel<T, Stored, kPlainWideHeads, 4>
                        : problem.value_dim > kPlainThreads ? plain_attention_kernel<T, Stored, kPlainHeads, 2>
                        : heads == 1                        ? plain_attention_kernel<T, Stored, 1, 1>
                                                            : plain_attention_kernel<T, Stored, kPlainHeads, 1>;
   launch("attention_tree", kernel, shape, stream, plain);
-  if (plan.workspace > 0)
+  if (plan.grid.is_split)
     launch("attention_tree (combine)", plain_combine_kernel<T>,
            LaunchShape{{problem.rows * problem.heads}, {kPlainThreads}}, stream, plain);
 }
@@ -353,15 +357,16 @@ inline bool are_rows_wide(const KeyRows& rows, int64_t bytes) {
          rows.head * bytes % 16 == 0;
 }
 
+// `counter`: zero before and after.
 inline void launch_plain_attention(const AttentionProblem& problem, CodeType codes, const KeyLists& lists,
-                                   const PlainPlan& plan, float* workspace, Stream stream) {
+                                   const PlainPlan& plan, float* workspace, int32_t* counter, Stream stream) {
   const int64_t bytes = codes != CodeType::none ? 1 : problem.type == FloatType::float32 ? 4 : 2;
   const PlainAttention plain{problem,
                              codes,
                              lists,
                              are_rows_wide(problem.k_cache, bytes) && are_rows_wide(problem.k_new, bytes),
-                             plan.workspace > 0 ? workspace : nullptr,
-                             plan.shares};
+                             {plan.grid, reinterpret_cast<int64_t*>(workspace), counter},
+                             workspace + plan.grid.header_floats(problem.requests)};
   const auto run = [&](auto number) {
     using T = decltype(number);
     codes == CodeType::none ? launch_plain_attention_of<T, T>(plain, plan, stream)

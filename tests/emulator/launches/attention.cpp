@@ -92,15 +92,52 @@ void attention_tree(const Arguments& given) {
   if (problem.rows == 0 || problem.heads == 0) return;
   const auto codes = static_cast<pass_ext::CodeType>(given("codes"));
   float* const workspace = given.at<float>("workspace");
+  int32_t* const counter = given.at<int32_t>("counters");
   if (is_group(given, problem))
-    pass_ext::gpu::launch_group_attention(problem, key_lists(given), group_plan(given, problem), workspace, {});
+    pass_ext::gpu::launch_group_attention(problem, key_lists(given), group_plan(given, problem), workspace, counter,
+                                          {});
   else if (is_plain(given, problem))
-    pass_ext::gpu::launch_plain_attention(problem, codes, key_lists(given), plain_plan(given, problem), workspace, {});
+    pass_ext::gpu::launch_plain_attention(problem, codes, key_lists(given), plain_plan(given, problem), workspace,
+                                          counter, {});
   else if (codes != pass_ext::CodeType::none)
     pass_ext::gpu::launch_codes_attention(problem, codes, attention_plan(given, problem), workspace, {});
   else
     pass_ext::gpu::launch_attention(problem, attention_plan(given, problem), workspace, {});
   pass_ext::gpu::launch_sinks(problem, {});
+}
+
+using pass_ext::gpu::AttentionTasks;
+using pass_ext::gpu::Task;
+using pass_ext::gpu::TaskScratch;
+
+// The tasks of a problem in their order, listed: [row, first tile's head, its first place, behind its last, part or
+// -1].
+PASS_EXT_KERNEL list_tasks_kernel(pass_ext::AttentionProblem problem, pass_ext::KeyLists lists, AttentionTasks tasks,
+                                  int64_t* listed) {
+  PASS_EXT_SHARED(TaskScratch, scratches, 1);
+  for_each_task(problem, lists, tasks, scratches[0], [&](const Task& task) {
+    if (pass_ext::gpu::thread_rank() != 0) return;
+    int64_t* const line = listed + 5 * pass_ext::gpu::atomic_add(tasks.counter + 1, 1);
+    line[0] = task.row;
+    line[1] = task.tile;
+    line[2] = first_place_of_share(tasks.grid, task.first);
+    line[3] = first_place_of_share(tasks.grid, task.last);
+    line[4] = task.part;
+  });
+}
+
+// Lists them on one block; `grid`: receives the blocks of the problem's own grid, those that run at once, and
+// most_parts.
+void attention_tasks(const Arguments& given) {
+  const pass_ext::AttentionProblem problem = attention_problem(given);
+  AttentionTasks tasks{is_group(given, problem) ? group_plan(given, problem).grid : plain_plan(given, problem).grid,
+                       given.at<int64_t>("header"), given.at<int32_t>("counters")};
+  int64_t* const grid = given.at<int64_t>("grid");
+  grid[0] = tasks.grid.blocks;
+  grid[1] = tasks.grid.resident;
+  grid[2] = tasks.grid.most_parts;
+  pass_ext::gpu::launch("attention_tasks", list_tasks_kernel, {{1}, {pass_ext::gpu::kTaskThreads}}, {}, problem,
+                        key_lists(given), tasks, given.at<int64_t>("listed"));
 }
 
 void attention_merge(const Arguments& given) {
@@ -113,6 +150,7 @@ void attention_merge(const Arguments& given) {
 
 const Registration kLaunches[] = {{"attention_workspace", attention_workspace},
                                   {"attention_tree", attention_tree},
+                                  {"attention_tasks", attention_tasks},
                                   {"attention_merge", attention_merge}};
 
 }  // namespace

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from emulator import session
-from emulator.ops.launching import given, seeds
+from emulator.ops.launching import COUNTERS, given, seeds
 from pass_ext.ops.quantize import CODE_HEADER, MOST_OF_CODES
 
 FLOAT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -60,15 +60,18 @@ def attention_tree(
     )  # fmt: skip
     with session({}) as machine:
         workspace = torch.empty(machine.attention_workspace(numbers), dtype=torch.float32)
-    numbers["workspace"] = workspace.data_ptr()
+    counters = torch.zeros(COUNTERS, dtype=torch.int32)
+    numbers |= {"workspace": workspace.data_ptr(), "counters": counters.data_ptr()}
     buffers = {name: (tensor, "in") for name, tensor in inputs.items()}
     buffers |= {"out": (out, "out"), "lse": (lse, "out"), "workspace": (workspace, "out")}
+    buffers["counters"] = (counters, "inout")
     with session(buffers, seed=next(seeds) if seed is None else seed) as machine:
         if record is not None:
             machine.record_copies()
         machine.attention_tree(numbers)
         if record is not None:
             record |= {"copies": machine.taken_copies(), "accesses": machine.count_accesses()}
+    assert not counters.any(), "the counters are not zero again"
     return out, lse
 
 
