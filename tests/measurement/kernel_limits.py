@@ -74,8 +74,8 @@ LIMITS = (
     Limit("attention_codes_kernel*256, 4>> >", "sm_90", "stack", 8, "one spilled register beside 128 sums of a thread"),
     Limit("attention_codes_kernel*256, 4>> >", "sm_100", "stack", 16, "three of them"),
     Limit("group_attention_kernel*192, 128, 2>*", "sm_80", "stack", 8, "two spilled registers: so three blocks fit"),
-    Limit("group_attention_kernel*512, 512, 2>*", ALL, "stack", 16, "three spilled registers beside 128 sums of a thread"),
-    Limit("group_attention_kernel*576, 512, 2>*", ALL, "stack", 32, "the same, and a slice of 32 queries"),
+    Limit("group_attention_kernel*512, 512, 2>*", ALL, "stack", 32, "a task, and eight registers, beside 128 sums of a thread"),
+    Limit("group_attention_kernel*576, 512, 2>*", ALL, "stack", 48, "the same, and a slice of 32 queries"),
     Limit("*", ALL, "stack", 0, "local memory is device memory: one access costs as much as a miss"),
 
     # Registers: 65,536 of a multiprocessor over the threads that should be resident at once.

@@ -230,6 +230,7 @@ _PYTHON: dict[str, list[str]] = {
             for name in ("fused_forward", "latents", "compressed", "indexed", "row_attention")
         ),
     ],
+    "models/product_times": ["tests/ops/test_linear.py", "-k", "measure or faster or light"],
     "models/module_ops": [
         "tests/decoding/models/test_known_parts.py",
         "tests/ops/test_linear.py",

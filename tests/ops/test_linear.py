@@ -3,6 +3,7 @@ memory that must not be read. Also `computes_by_ops`, which gives linear_rows to
 """
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional
 
 import pass_ext
 from pass_ext import _library, reference
-from pass_ext.decoding.models import module_ops
+from pass_ext.decoding.models import module_ops, product_times
 from pass_ext.decoding.models.module_ops import are_few, computes_by_ops, most_few_rows
 from pass_ext.testing import assert_error_within, assert_same_bits, cpu_backends
 
@@ -380,8 +381,8 @@ class Twice(nn.Linear):
         return super().forward(input) * 2
 
 
-def takes(rows, most, *, is_heavy):
-    return not is_heavy and are_few(rows, most)
+def takes(rows, most, *, is_torchs):
+    return not is_torchs and are_few(rows, most)
 
 
 def make_model():
@@ -479,22 +480,77 @@ def test_layers_that_are_not_plain_are_left_alone():
     assert has_fused_forward(model) == []
 
 
-def test_a_layer_with_one_heavy_product_keeps_all_of_them(monkeypatch):
+def test_all_products_of_a_layer_are_of_the_library_that_is_faster_for_them(monkeypatch):
     """As k and v of an 8B model beside its q on a GPU."""
-    monkeypatch.setattr(module_ops, "is_heavy", lambda weight: weight.numel() > 512)
+    is_large = lambda weights: sum(weight.numel() for weight in weights) > 1000  # noqa: E731
+    monkeypatch.setattr(module_ops, "torch_is_faster", is_large)
 
     def layer(outputs):
         return nn.ModuleDict({"q": nn.Linear(16, outputs), "k": nn.Linear(16, 8), "norm": nn.LayerNorm(16)})
 
     model = nn.ModuleDict({"layers": nn.ModuleList([layer(32), layer(64)]), "head": nn.Linear(16, 20)})
     asked = []
-    computes_by_ops(model, lambda *_, is_heavy: asked.append(is_heavy))
+    computes_by_ops(model, lambda *_, is_torchs: asked.append(is_torchs))
     with torch.no_grad():
         for part in (*(layer[name] for layer in model["layers"] for name in "qk"), model["head"]):
             part(torch.ones(1, 16))
     assert asked == [False, False, True, True, False]
-    monkeypatch.undo()
-    assert not module_ops.is_heavy(torch.empty(1 << 25)), "the limit is one of GPUs"
+
+
+class OfGpu:
+    """What is asked of a weight on a GPU."""
+
+    is_cuda, device = True, "cuda"
+
+    def __init__(self, *shape, dtype=torch.bfloat16):
+        self.shape, self.nbytes, self.dtype = shape, 2 * shape[0] * shape[1], dtype
+
+    def dim(self):
+        return 2
+
+
+@pytest.fixture
+def timed(monkeypatch, tmp_path):
+    """The products that were timed: a GPU's times stand in, `timed.torch` those of PyTorch in units of ours."""
+    found = SimpleNamespace(torch=1.0, asked=[])
+
+    def time_product(product, weight, rows):
+        found.asked.append((tuple(weight.shape), rows))
+        return weight.nbytes * rows * (found.torch if product is functional.linear else 1.0)
+
+    monkeypatch.setattr(product_times, "time_product", time_product)
+    monkeypatch.setattr(product_times, "_measured", {})
+    monkeypatch.setattr(product_times, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(product_times, "kernels_hash", lambda device: "kernels")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    return found
+
+
+@pytest.mark.parametrize("torchs, is_faster", [(0.9, True), (1.0, False), (1.1, False)])
+def test_a_measurement_chooses_the_products_of_heavy_weights(timed, torchs, is_faster):
+    timed.torch = torchs
+    assert product_times.torch_is_faster([OfGpu(14336, 4096), OfGpu(1024, 1024)]) == is_faster
+    assert timed.asked == [((14336, 4096), rows) for rows in (1, 16, 1, 16)]
+
+
+def test_products_are_measured_once_for_a_shape_also_by_another_process(timed, monkeypatch):
+    timed.torch = 0.5
+    for _ in range(3):
+        assert product_times.torch_is_faster([OfGpu(4096, 4096), OfGpu(4096, 4096)])
+    assert len(timed.asked) == 4
+    monkeypatch.setattr(product_times, "_measured", {})
+    timed.torch = 2.0
+    assert product_times.torch_is_faster([OfGpu(4096, 4096)]), "the times on disk"
+    assert len(timed.asked) == 4
+    (product_times.cache_folder() / "products.json").write_text("[")
+    monkeypatch.setattr(product_times, "_measured", {})
+    assert not product_times.torch_is_faster([OfGpu(4096, 4096)]), "a damaged file is measured again"
+
+
+def test_weights_on_the_cpu_and_light_ones_are_ours_without_a_measurement(timed):
+    weights = [torch.empty(1 << 13, 1 << 12), OfGpu(2048, 2048), OfGpu(1 << 13, 1 << 12, dtype=torch.float64)]
+    assert not product_times.torch_is_faster(weights)
+    assert timed.asked == []
 
 
 class Own(torch.Tensor):

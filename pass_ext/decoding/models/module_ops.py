@@ -1,8 +1,8 @@
 """``computes_by_ops``: gives linear layers, norms, gated MLPs and attention of a model's shadow forwards that use our ops.
 
 A linear layer is recognised by its class. PyTorch's matrix product is slow for few rows on the CPU; without instructions for
-bf16 or fp16 for any number of them. On a GPU it is not, but small weights are read in less time than a launch takes, and the
-layer ops, which need fewer launches, have the bits of ``linear_rows``.
+bf16 or fp16 for any number of them. On a GPU a measurement decides (``product_times.py``); light weights are read in less time
+than a launch takes, and the layer ops, which need fewer launches, have the bits of ``linear_rows``.
 A norm or gated MLP is recognised by what it computes: its class's code runs on random numbers, with a stand-in in place of the
 module, and must give the op's numbers. Whatever is not recognised stays as it is.
 Attention whose code calls ``apply_rotary_pos_emb`` calls the op there, if the function has the op's bits: for the many rows of
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pass_ext.decoding.models.product_times import FLOATS, torch_is_faster
 from pass_ext.decoding.models.rebound import globals_of, rebound
 from pass_ext.ops import linear  # noqa: F401, which registers the op
 from pass_ext.ops.step import ACTIVATIONS, NORM_FORMS
@@ -32,31 +33,26 @@ _norm = torch.ops.pass_ext.step_rms_norm.default
 _gate = torch.ops.pass_ext.step_gate.default
 _rotary = torch.ops.pass_ext.step_rotary.default
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _EPS = ("variance_epsilon", "eps")
 _SEPARATE = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _JOINED = {"gate_up_proj", "chunk", "down_proj", "activation_fn"}
 _ROTARY = "apply_rotary_pos_emb"
 
-MOST_BYTES_ON_CUDA = 8 << 20
-"""A heavier weight keeps PyTorch's product on a GPU: it is read for longer than a launch takes, and no GPU has compared the
-two."""
-
 
 def computes_by_ops(module: nn.Module, takes: Callable[..., bool]) -> None:
     """Gives every recognised part of a model's shadow a forward that computes by its op.
 
-    Linear layers take rows if ``takes(rows, most_few_rows(...), is_heavy=...)``. Calls that are compiled, that record gradients
+    Linear layers take rows if ``takes(rows, most_few_rows(...), is_torchs=...)``. Calls that are compiled, that record gradients
     or that have tensors of another dtype compute as before, and so does a part whose weight was replaced. Modules whose
     ``forward`` somebody replaced stay as they are; hooks of norms and MLPs run as before. Under autocast nothing changes.
     """
     if is_autocast_enabled():
         return
-    heavy = _heavy_products(module)
+    torchs = _products_of_torch(module)
     for part in module.modules():
         if "forward" not in vars(part) and type(type(part).forward) is FunctionType:
             forward: Any = (
-                _linear_forward(part, partial(takes, is_heavy=part in heavy))
+                _linear_forward(part, partial(takes, is_torchs=part in torchs))
                 or _norm_forward(part)
                 or _gate_forward(part)
                 or _attention_forward(part)
@@ -133,25 +129,18 @@ def are_few(rows: int, most: int, text_rows: int = sys.maxsize) -> bool:
     return min(rows, text_rows) <= most
 
 
-def is_heavy(weight: Tensor) -> bool:
-    """True for a weight on a GPU whose product PyTorch computes."""
-    return weight.is_cuda and weight.nbytes > MOST_BYTES_ON_CUDA
-
-
 def _linear_layers(module: nn.Module) -> list[nn.Linear]:
     return [part for part in module.modules() if type(part) is nn.Linear and "weight" in part._parameters]
 
 
-def _heavy_products(module: nn.Module) -> set[nn.Module]:
-    """The heavy linear layers, and those beside one in an element of a ``ModuleList``: all products of a decoder layer by one
-    library. Else keys and values of a large model would be ours and its queries not: k and v are its smallest weights."""
-    found: set[nn.Module] = {part for part in _linear_layers(module) if is_heavy(part.weight)}
-    for layers in module.modules():
-        for layer in layers if isinstance(layers, nn.ModuleList) else ():
-            linears = _linear_layers(layer)
-            if not found.isdisjoint(linears):
-                found.update(linears)
-    return found
+def _products_of_torch(module: nn.Module) -> set[nn.Module]:
+    """The linear layers that PyTorch computes faster. Those in an element of a ``ModuleList`` are measured together: all
+    products of a decoder layer by one library. Else keys and values of a large model could be ours and its queries not."""
+    layers = [layer for part in module.modules() if isinstance(part, nn.ModuleList) for layer in part]
+    groups = [_linear_layers(layer) for layer in layers]
+    in_layers = {part for group in groups for part in group}
+    groups += [[part] for part in _linear_layers(module) if part not in in_layers]
+    return {part for group in groups if torch_is_faster([part.weight for part in group]) for part in group}
 
 
 def is_plain_linear(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
@@ -171,9 +160,9 @@ def is_plain_linear(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
     )
 
 
-def is_light_linear(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """``is_plain_linear`` of a layer that ``linear_rows`` computes quickly."""
-    return is_plain_linear(layer) and not is_heavy(layer.weight)
+def are_of_torch(part: nn.Module) -> bool:
+    """True if PyTorch computes the linear layers in a part faster, all together."""
+    return torch_is_faster([layer.weight for layer in _linear_layers(part)])
 
 
 def _linear_forward(layer: nn.Module, takes: Callable[..., bool]) -> Callable[[Tensor], Tensor] | None:

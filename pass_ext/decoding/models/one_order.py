@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
-from pass_ext.decoding.models.module_ops import FLOATS
+from pass_ext.decoding.models.product_times import FLOATS
 from pass_ext.ops import linear  # noqa: F401, which registers the op
 from pass_ext.weights.layers import Packed
 

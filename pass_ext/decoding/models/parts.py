@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.module_ops import Norm, gate_of, is_light_linear, is_untouched, norm_of
+from pass_ext.decoding.models.module_ops import Norm, are_of_torch, gate_of, is_plain_linear, is_untouched, norm_of
 from pass_ext.ops.linear import shape_of
 from pass_ext.weights.layers import PackedLinear, is_whole
 
@@ -123,7 +123,7 @@ class LayerParts(NamedTuple):
 
 
 def parts_of(layer: nn.Module, number: int) -> LayerParts | None:
-    """The layer, taken apart by the names of its parts; None if it has others."""
+    """The layer, taken apart by the names of its parts; None if it has others, or if its products are PyTorch's."""
     attention, mlp = layer._modules.get("self_attn"), layer._modules.get("mlp")
     if attention is None or mlp is None or "forward" in vars(layer):
         return None
@@ -153,7 +153,7 @@ def parts_of(layer: nn.Module, number: int) -> LayerParts | None:
     scale = float(vars(layer).get("residual_multiplier", 1.0))
     if scale != 1.0 and (attention_norm is not None or output_norm is not None):
         return None
-    if len({tensor.device for tensor in layer.parameters()}) != 1:
+    if len({tensor.device for tensor in layer.parameters()}) != 1 or are_of_torch(layer):
         return None
     before = input_norm, *q, *k, *v, weight_at.get("q_norm"), weight_at.get("k_norm")
     after = *o, attention_norm, mlp_norm, *gate, *up, *down, output_norm
@@ -174,7 +174,7 @@ def weights_of(part: nn.Module | None) -> Linear | None:
     """Weight and bias of a linear layer that the layer ops compute; None: they do not."""
     if isinstance(part, PackedLinear):
         return (part.weight, part.bias) if is_untouched(part) and is_whole(part) else None
-    return (part.weight, part.bias) if is_light_linear(part) else None
+    return (part.weight, part.bias) if is_plain_linear(part) else None
 
 
 def _attention_products(attention: nn.Module) -> tuple[Any, ...]:
@@ -300,7 +300,9 @@ def _ends(norm: nn.Module, head: Any, stack: StackArguments | None) -> tuple[Ten
     if stack is None or known is None or known[1:] != stack.numbers[1:3]:
         return None, None
     product = weights_of(head)
-    return (None, None) if product is None or product[1] is not None else (known.weight, product[0])
+    if product is None or product[1] is not None or are_of_torch(head):
+        return None, None
+    return known.weight, product[0]
 
 
 def _stack_of(layers: Sequence[LayerParts], attention: Sequence[dict[str, Any]]) -> StackArguments | None:

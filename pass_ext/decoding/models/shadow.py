@@ -69,10 +69,10 @@ def our_call(call: OurCall) -> Iterator[None]:
         current_call.reset(token)
 
 
-def takes_rows_of_our_call(rows: int, most: int, *, is_heavy: bool = False) -> bool:
-    """Inside ``our_call``, True for few rows of a product that is not heavy."""
+def takes_rows_of_our_call(rows: int, most: int, *, is_torchs: bool = False) -> bool:
+    """Inside ``our_call``, True for few rows of a product that PyTorch does not compute faster."""
     call = current_call.get()
-    return call is not None and not is_heavy and are_few(rows, most, call.text_rows)
+    return call is not None and not is_torchs and are_few(rows, most, call.text_rows)
 
 
 def add_adapters(shadow: Any, places: Iterable[str]) -> None:

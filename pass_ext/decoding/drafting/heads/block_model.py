@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pass_ext.decoding.drafting.heads.local_convolution import LocalConvolution
-from pass_ext.decoding.models.module_ops import are_few, is_light_linear, most_few_rows
+from pass_ext.decoding.models.module_ops import are_few, are_of_torch, is_plain_linear, most_few_rows
 from pass_ext.decoding.models.packed import Adapted, StepAttend
 from pass_ext.decoding.models.parts import unwrapped
 from pass_ext.decoding.models.slots import CallSlots
@@ -211,7 +211,9 @@ def _output_of(target: Adapted) -> Callable[[Tensor], Tensor]:
             "DFlash: the head has no output layer of its own, and "
             f"{type(target.model).__name__} no get_output_embeddings() that gives the model's"
         )
-    return partial(linear_rows, weight=head.weight.detach(), bias=head.bias) if is_light_linear(head) else head
+    if not is_plain_linear(head) or are_of_torch(head):
+        return head
+    return partial(linear_rows, weight=head.weight.detach(), bias=head.bias)
 
 
 def _with_joined_keys(layers: Sequence[BlockLayer]) -> tuple[Tensor, Tensor | None, list[BlockLayer]]:
