@@ -29,8 +29,8 @@ FAMILIES = tuple(
     sorted(path.stem for path in (ROOT / "csrc" / "cuda").glob("*.cu") if path.with_suffix(".cuh").exists())
 )
 """Op families with CUDA kernels. Tests of no family are "others"."""
-FIRST = ("attention", "accept", "draft", "tree")
-"""The families whose times are most worth knowing, in this order."""
+FIRST = ("accept", "draft", "attention", "tree")
+"""The families that come first in every stage, in this order: a step needs them, and their times are most worth knowing."""
 _TIMED = [family for family in FAMILIES if (ROOT / "benchmarks" / "ops" / f"{family}.py").exists()]
 BENCHES = (*FIRST, *(family for family in _TIMED if family not in FIRST))
 """Families with a benchmark of their own: recurrent's times convolutions and commits too."""
@@ -39,16 +39,18 @@ ALWAYS = ("accept",)
 WITH_MODELS = "tests/decoding/test_batch_invariant.py"
 """Whole models by the new kernels: among the first tests."""
 PROFILED = (
+    "accept-coupled-b1",
+    "draft-1-row",
     "attention-latents-q4",
     "attention-codes-q16",
     "attention-lists-q4",
     "attention-plain-q4",
     "attention-192-128-q8",
 )
-"""The cases of profiled.py that ncu looks at first: the kernels that it has never seen."""
+"""The cases of profiled.py that ncu looks at first: the kernels that it has never seen as they are now."""
 PROFILED_LATER = (
-    "accept-coupled-b1", "accept-rejection-b1", "accept-filters-b1", "draft-1-row", "accept-rejection-b64-flat",
-    "draft-256-rows-flat", "layer-after-8-rows", "attention-b1-256-q1", "attention-b1-1k-q4", "attention-b1-32k-q16",
+    "accept-rejection-b1", "accept-filters-b1", "accept-rejection-b64-flat", "draft-256-rows-flat", "layer-after-8-rows",
+    "attention-b1-256-q1", "attention-b1-1k-q4", "attention-b1-32k-q16",
     "attention-b64-8k-q4",
 )  # fmt: skip
 _FINE = (0, 5)  # of pytest; 5: nothing was left to run
@@ -98,7 +100,7 @@ def unverified(architecture: str, root: Path = ROOT) -> tuple[str, ...]:
         if not claims(name, kernel["hash"], records, same)
         for user in kernel["families"]
     }
-    return tuple(family for family in FAMILIES if family in found)
+    return tuple(family for family in (*FIRST, *(other for other in FAMILIES if other not in FIRST)) if family in found)
 
 
 def _tests(name: str, files: Sequence[str], seconds: float, *others: str) -> Stage:
@@ -201,7 +203,7 @@ def all_stages(architecture: str, families: Sequence[str] = ()) -> list[Stage]:
         _bench("attention", seconds=70),
         Stage("large_model", {"large": large}, 80),
         Stage("trained", {"slots": [*_PYTHON, "benchmarks.gpu.trained"]}, 70, impossible=no_model),
-        _ncu("ncu", PROFILED, 60),
+        _ncu("ncu", PROFILED, 80),
         _tests(f"tests{REST}", of_rest, 180, *(file for file in others if file != WITH_MODELS)),
         _sanitizer(f"memcheck{REST}", of_rest, 120),
         _sanitizer(f"racecheck{REST}", of_rest, 280),
