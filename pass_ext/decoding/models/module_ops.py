@@ -42,9 +42,9 @@ _ROTARY = "apply_rotary_pos_emb"
 def computes_by_ops(module: nn.Module, takes: Callable[..., bool]) -> None:
     """Gives every recognised part of a model's shadow a forward that computes by its op.
 
-    Linear layers take rows if ``takes(rows, most_few_rows(...), is_torchs=...)``. Calls that are compiled, that record gradients
-    or that have tensors of another dtype compute as before, and so does a part whose weight was replaced. Modules whose
-    ``forward`` somebody replaced stay as they are; hooks of norms and MLPs run as before. Under autocast nothing changes.
+    Linear layers take rows if ``takes(rows, most_few_rows(...), is_torchs=...)``. Calls that are compiled, that record
+    gradients or that have tensors of another dtype compute as before, and so does a part whose weight was replaced. Modules
+    whose ``forward`` somebody replaced stay as they are; hooks of norms and MLPs run as before. Under autocast nothing changes.
     """
     if is_autocast_enabled():
         return
