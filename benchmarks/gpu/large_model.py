@@ -30,7 +30,7 @@ from benchmarks.harness import evidence, gpu_timing, machine
 from benchmarks.harness.cases import settings_for
 from benchmarks.harness.command import provenance
 from pass_ext import LookaheadEmbedding, PaSS, Plain, Tree
-from pass_ext.decoding.models import module_ops, way
+from pass_ext.decoding.models import backend, module_ops
 
 FILES = {False: "large-model.json", True: "small-model.json"}
 SMALL = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
@@ -72,14 +72,14 @@ def contenders(model: Any, ids: torch.Tensor) -> dict[str, tuple[int, int, Calla
         def run(count: int) -> Any:
             if is_other:
                 module_ops.torch_is_faster = lambda weights: not usual(weights)
-                way._kept.clear()  # what was chosen before
+                backend._kept.clear()  # what was chosen before
             try:
                 session = pass_ext.Session(model, **options)
                 return pass_ext.generate(model, ids, method, max_new_tokens=count, session=session)
             finally:
                 module_ops.torch_is_faster = usual
                 if is_other:
-                    way._kept.clear()
+                    backend._kept.clear()
 
         return run
 
