@@ -62,7 +62,7 @@ def main() -> None:
     assert torch.equal(result.sequences, plain) and torch.equal(same, plain), "the texts differ"
     if decode is not None:
         print(decode(result.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)[0])
-    print(f"behind a picture: {result.stats.mean_acceptance_length:.2f} tokens per call that judged drafts")
+    print(f"after a picture: {result.stats.mean_acceptance_length:.2f} tokens per call that judged drafts")
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ def llama():
 
 
 @pytest.fixture(scope="module")
-def foreseen(llama):
+def predicted(llama):
     """PaSS whose candidates come true often, once a Prophet knows the future."""
     from support.generation import BUSHY, slots_for
 

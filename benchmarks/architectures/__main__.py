@@ -126,7 +126,7 @@ class Texts:
 
     @torch.no_grad()
     def logits(self, row: int) -> Tensor:
-        """transformers' logits ``[tokens, V]`` behind every token of a row's text, in one call; where layers keep a state, of
+        """transformers' logits ``[tokens, V]`` after every token of a row's text, in one call; where layers keep a state, of
         new tokens step by step, because steps may leave limits out that whole texts have."""
         text = self.text(row)[None]
         options = {"attention_mask": torch.ones_like(text), "use_cache": False}
@@ -148,7 +148,7 @@ class Texts:
 
 
 class Logits:
-    """A logits processor that compares its logits with transformers' behind the same text."""
+    """A logits processor that compares its logits with transformers' after the same text."""
 
     def __init__(self, texts: Texts) -> None:
         self._known = {}

@@ -1,10 +1,10 @@
-"""What a prompt with a picture costs: reading it, beside transformers' own call on it; and each token behind it, beside one
-behind a text of as many tokens.
+"""What a prompt with a picture costs: reading it, beside transformers' own call on it; and each token after it, beside one
+after a text of as many tokens.
 
     reading   seconds of custom_generate / seconds of transformers' generate, for one new token
-    token     seconds a token behind the picture / behind the text, by Plain: those of NEW more tokens than one
+    token     seconds a token after the picture / after the text, by Plain: those of NEW more tokens than one
 
-SmolLM2's text model in float32 behind a tiny vision tower with random weights, whose picture takes 400 rows. Medians over
+SmolLM2's text model in float32 after a tiny vision tower with random weights, whose picture takes 400 rows. Medians over
 rounds, in which all calls take turns.
 
     python -m benchmarks.architectures.picture_times
@@ -45,8 +45,8 @@ def measured() -> dict[str, float]:
     token = tokenizer.convert_tokens_to_ids(PLACEHOLDER)
     model = llava_of(text.config, token, SIDE)
     model.model.language_model, model.lm_head = text.model, text.lm_head
-    before, behind = [tokenizer(said)["input_ids"] for said in ("User: ", " What do you see? Answer: ")]
-    ids = torch.tensor([[*before, *[token] * ROWS, *behind]])
+    before, after = [tokenizer(said)["input_ids"] for said in ("User: ", " What do you see? Answer: ")]
+    ids = torch.tensor([[*before, *[token] * ROWS, *after]])
     words = torch.randint(100, 40000, (1, ids.shape[1]), generator=torch.Generator().manual_seed(0))
     pixels = torch.randn(1, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
     both = dict(attention_mask=torch.ones_like(ids), do_sample=False, eos_token_id=None, pad_token_id=0)

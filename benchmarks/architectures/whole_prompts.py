@@ -1,4 +1,4 @@
-"""The classes of transformers that read pictures or sound, and which of them pass_ext decodes behind such prompts.
+"""The classes of transformers that read pictures or sound, and which of them pass_ext decodes after such prompts.
 
     text       a prompt of text alone, by `model.generate(custom_generate=…)`
     pictures   a prompt with a random picture or sound, by Plain, NGram, PaSS and Speculative
@@ -43,7 +43,7 @@ from pass_ext import LookaheadEmbedding, NGram, PaSS, Plain, Speculative, Tree
 RESULT = Path("benchmarks/results/architectures/whole_prompts.json")
 PAGE = RESULT.with_suffix(".md")
 SAME, NEW, IMAGE, SOUND, ROWS = "same", 8, 90, 92, 4
-BEFORE, BEHIND = [5, 6], [7, 8, 5, 6]
+BEFORE, AFTER = [5, 6], [7, 8, 5, 6]
 OPTIONS: dict[str, Any] = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
 
 
@@ -62,7 +62,7 @@ def inputs_of(name: str, model: Any) -> tuple[str, dict[str, Any]]:
     """What is given, and the prompt."""
     if name in (*PICTURED, *OF_PIXELS) or is_by_grid(model.config):
         try:
-            return "pixels", prompts(model, [*BEFORE, (4, 8), *BEHIND])
+            return "pixels", prompts(model, [*BEFORE, (4, 8), *AFTER])
         except Exception:  # its shapes are others
             if name in PICTURED:
                 raise
@@ -81,7 +81,7 @@ def inputs_of(name: str, model: Any) -> tuple[str, dict[str, Any]]:
         token, given = getattr(model.config, "image_token_id", IMAGE) or IMAGE, "rows"
     elif "pixel_values" in parameters:  # beside the text, which has no placeholders
         rows, count, given = {"pixel_values": torch.randn(1, 3, SIDE, SIDE)}, 0, "pixels"
-    ids = torch.tensor([[*BEFORE, *[token] * count, *BEHIND]])
+    ids = torch.tensor([[*BEFORE, *[token] * count, *AFTER]])
     return given, dict(input_ids=ids, attention_mask=torch.ones_like(ids), **rows)
 
 
@@ -118,7 +118,7 @@ def judge(name: str) -> dict[str, Any]:
     else:
         return line
     line.pop("not tried", None)
-    ids = torch.tensor([[*BEFORE, *BEHIND]])
+    ids = torch.tensor([[*BEFORE, *AFTER]])
     line["text"] = _outcome(model, dict(input_ids=ids, attention_mask=torch.ones_like(ids)))
     try:
         line["given"], inputs = inputs_of(name, model)
@@ -169,7 +169,7 @@ transformers {transformers}, torch {torch}, {date}: every class of `AutoModelFor
 `AutoModelForMultimodalLM`, tiny and random, in float32, greedy, {new} new tokens by Plain, NGram, PaSS and Speculative through
 `model.generate(custom_generate=…)`.
 
-*text*: a prompt of text alone. *pictures*: behind a random picture or sound. *given*: `pixels` or `sound` are the tensors of
+*text*: a prompt of text alone. *pictures*: after a random picture or sound. *given*: `pixels` or `sound` are the tensors of
 its processor, which its own encoder reads; `rows` are random ones in place of what its encoder makes.
 **yes**: the text is transformers' own, by all four methods. **no**: refused with the reason.
 
@@ -184,7 +184,7 @@ def render(result: dict[str, Any]) -> str:
     others = [line for line in lines if line not in right and line not in untried]
     text = HEADER.format(**result["versions"], date=result["date"][:10], new=NEW)
     text += (
-        f"## Decoded behind pictures or sound: {len(right)}\n\n| architecture | given | text |\n| --- | --- | --- |\n"
+        f"## Decoded after pictures or sound: {len(right)}\n\n| architecture | given | text |\n| --- | --- | --- |\n"
     )
     for line in right:
         text += f"| {line['architecture']} | {line['given']} | {_cell(line['text'])} |\n"

@@ -78,7 +78,7 @@ def _spent(stat: str, cores: frozenset[int]) -> float | None:
     busy = {}
     for name, *columns in map(str.split, stat.splitlines()):
         if name.startswith("cpu") and name[3:].isdecimal() and int(name[3:]) in cores:
-            # user nice system idle iowait irq softirq steal; the guests behind them are part of user and nice
+            # user nice system idle iowait irq softirq steal; the guests after them are part of user and nice
             ticks = [int(column) for column in columns[:8]]
             busy[name] = sum(ticks) - sum(ticks[3:5])
     if len(busy) < len(cores) or not any(busy.values()):

@@ -86,7 +86,7 @@ def _parts_section(result: dict[str, Any], measured: Sequence[dict[str, Any]]) -
     limits = result["parts"]["limits"]
     words = (
         "\n## A step against the machine\n\n"
-        "Milliseconds per call of the model, behind the call on the prompt; in brackets the share of the machine's limit. "
+        "Milliseconds per call of the model, after the call on the prompt; in brackets the share of the machine's limit. "
         "Layers and head: products and attention, and all that is in one op with them, against "
         "max(bytes of weights, keys and values ÷ read bandwidth, flops ÷ peak). "
         f"A large read: {limits['read_gb_per_s']:.1f} GB/s; a large product: {limits['gflop_per_s']:.0f} GFLOP/s, both in this "

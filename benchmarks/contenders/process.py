@@ -88,7 +88,7 @@ class Worker:
         self._process.wait()
 
     def _settle(self) -> None:
-        """Some OpenMP libraries spin for a while behind their work, on the next contender's time."""
+        """Some OpenMP libraries spin for a while after their work, on the next contender's time."""
         deadline = time.monotonic() + LONGEST_WAIT
         while time.monotonic() < deadline:
             before = self.cpu_seconds()

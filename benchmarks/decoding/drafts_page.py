@@ -72,7 +72,7 @@ def _words(greedy: bool) -> str:
         f"goes on to the next level only while the draft's best token has a probability above {confident.threshold}. "
         f"*{MODEL}*: a trained model decides instead. *{TARGET}*, as published, rule {LONGEST_BRANCH}: the same tree, but "
         "its first level is drawn from the model's own distribution and always counts as accepted; the longest branch is "
-        "kept, and the model adds no token behind it. That is approximate: it changes the texts. The exact rules cannot add "
+        "kept, and the model adds no token after it. That is approximate: it changes the texts. The exact rules cannot add "
         "this step: their trees hang below a token that the model has already drawn."
     )
 

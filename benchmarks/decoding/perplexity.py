@@ -2,7 +2,7 @@
 
     perplexity = exp of the mean of  -log p(token | the tokens before it),  over pieces of 512 tokens
     from dense = perplexity / dense - 1,  ± the standard error of the mean of the differences, token by token
-    divergence = the mean of  KL(dense || form)  behind each token: of two forms with the same, neither is the worse
+    divergence = the mean of  KL(dense || form)  after each token: of two forms with the same, neither is the worse
 
 The text is the prompts of benchmarks, prose and held-out code (`prompts.py`). "dense" is transformers' model
 in float32, "packed" the stored weights with float32 around them; both again in bfloat16, as `load_checkpoint` gives them; and
@@ -36,7 +36,7 @@ PIECE = 512  # tokens
 
 
 def pieces_of(tokenizer: Any) -> list[list[int]]:
-    """The texts one behind the other, in pieces, each with the token that begins a text, if the model has one."""
+    """The texts one after the other, in pieces, each with the token that begins a text, if the model has one."""
     prompts = [*read_prompts("prose", tokenizer, 64), *read_prompts("code", tokenizer, 10)]
     ids = [token for prompt in prompts for token in prompt.ids]
     return [opening_ids(tokenizer) + ids[first : first + PIECE] for first in range(0, len(ids), PIECE)]
@@ -46,7 +46,7 @@ Logits = Callable[[list[int]], Tensor]  # of a piece: [N, V]
 
 
 def beside(dense: Logits, other: Logits, pieces: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
-    """-log p of each token by both, and KL(dense || other) behind each."""
+    """-log p of each token by both, and KL(dense || other) after each."""
     found = []
     for ids in pieces:
         of_dense, of_other = (logits(ids)[:-1].log_softmax(-1) for logits in (dense, other))

@@ -1,6 +1,6 @@
 """Prompts held out from training, in three domains: the beginning of a text, never its continuation.
 
-    code    held-out files of the running Python's standard library: about a hundred tokens from the first definition behind
+    code    held-out files of the running Python's standard library: about a hundred tokens from the first definition after
             a third of the file, cut at the end of a line
     prose   prompts_prose.jsonl: openings of two to four sentences, written for this benchmark
     chat    prompts_chat.jsonl: instructions, written for this benchmark, in the model's chat template
@@ -73,7 +73,7 @@ def code_prompts(tokenizer: Any, library: Path | None = None) -> Iterator[Prompt
 
 
 def cut(text: str, tokenizer: Any) -> tuple[int, ...] | None:
-    """As many whole lines as MOST tokens hold, from the first top-level definition behind a third of the file.
+    """As many whole lines as MOST tokens hold, from the first top-level definition after a third of the file.
 
     None for fewer than FEWEST tokens. The end of the last line is cut off, so that the model chooses the indent.
     """

@@ -5,7 +5,7 @@ transformers' generate.
 
 so the prompt and the first steps, which load kernels and record graphs, cancel. The model has the shape of Llama 3 8B, or of
 SmolLM2-135M, and random weights in bfloat16: the time of a step does not depend on them. One request, a prompt of 200 tokens,
-greedy. Slots of a random model foresee nothing, so PaSS gains no token here: its lines are the price of steps with 8 and with
+greedy. Slots of a random model predict nothing, so PaSS gains no token here: its lines are the price of steps with 8 and with
 16 rows. The contenders run in turn; the result is the median of the rounds that the time allowed (`rounds`). The limit is the
 time in which the weights that a step reads are read once, at the speed of a large read in this run. "other products": a layer's
 products by the way that `generate` does not choose for this model, `linear_rows` inside the layer ops or PyTorch's. "int8":

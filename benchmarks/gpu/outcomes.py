@@ -3,7 +3,7 @@
 Tests with a known outcome are left out: those that ended in this run, and those that passed or were skipped in an earlier run
 of the same commit. So a process that died can be started again. A test that takes longer than PASS_EXT_TEST_SECONDS ends its
 process, even if it hangs in a kernel, and stays "begun". A test that leaves the GPU unusable ends the process too: every test
-behind it would fail. A test of the CUDA kernels that passes without a tensor on the GPU shows nothing of them: its outcome is
+after it would fail. A test of the CUDA kernels that passes without a tensor on the GPU shows nothing of them: its outcome is
 "nothing".
 """
 

@@ -129,7 +129,7 @@ class Runner:
             if cut_off or status in stage.ended or until - time.monotonic() < _LEAST:
                 return
             if attempt < stage.restarts:
-                self.say(f"{stage.name} {name}: {results[name]}; it starts again behind that test")
+                self.say(f"{stage.name} {name}: {results[name]}; it starts again after that test")
 
     def _process(self, stage: Stage, name: str, command: list[str], until: float) -> tuple[int, bool]:
         """Runs a command; its exit status, and True if its time was up."""

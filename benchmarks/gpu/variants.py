@@ -58,7 +58,7 @@ def link_package(package: Path, root: Path) -> None:
 
 
 def check_imported() -> None:
-    """SystemExit unless pass_ext came from the working folder. Behind a broken link Python would find the ordinary one, whose
+    """SystemExit unless pass_ext came from the working folder. After a broken link Python would find the ordinary one, whose
     times would then be the variant's."""
     import pass_ext
 

@@ -153,10 +153,10 @@ class ControlFlow:
             powers = sum(i.opcode.startswith("MUFU.EX2") for i in content)
             onward = [best[b] for b in self.successors[block] if (block, b) not in back and b in best]
             ways = best[block] = {}
-            for behind, (score, path) in [end for ends in onward for end in ends.items()] or [(0, ((0, 0), []))]:
+            for after, (score, path) in [end for ends in onward for end in ends.items()] or [(0, ((0, 0), []))]:
                 way = (score[0] + powers, score[1] - len(content)), [block, *path]
-                if behind + loads <= count and way > ways.get(behind + loads, ((-1, 0), [])):
-                    ways[behind + loads] = way
+                if after + loads <= count and way > ways.get(after + loads, ((-1, 0), [])):
+                    ways[after + loads] = way
         return self.instructions(best[order[0]].get(count, ((0, 0), []))[1])
 
     def loads_in_flight(self, *, called: bool = True, wide: bool = True) -> tuple[int, int]:

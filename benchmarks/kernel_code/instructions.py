@@ -70,7 +70,7 @@ class Instruction:
 
     @property
     def modifiers(self) -> frozenset[str]:
-        """The opcode's parts behind its first dot."""
+        """The opcode's parts after its first dot."""
         return frozenset(self.opcode.split(".")[1:])
 
     @property

@@ -22,7 +22,7 @@ TERMS = """## Terms
 
 - **registers**: registers of a thread. A multiprocessor has 65,536: a block of 512 threads fits once at 128 registers, twice
   at 64.
-- **stack**: bytes of local memory that each thread addresses. Local memory is device memory behind the caches. It holds arrays
+- **stack**: bytes of local memory that each thread addresses. Local memory is device memory after the caches. It holds arrays
   that are indexed at run time, and registers that did not fit (*spills*). A fast kernel has 0.
 - **local loads, stores** (LDL, STL): instructions that access local memory. The library does not mark the spills among them.
 - **shared**: bytes of static shared memory of a block. From sm_90 on, the system takes 1,024 of them. A launch may add more.

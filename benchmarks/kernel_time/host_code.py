@@ -15,7 +15,7 @@ _NOTHING = ("nop", "push", "pop", "ret", "endbr", "cs", "data16", "leave")
 
 
 def weights_of(library: Path) -> dict[int, int]:
-    """Address behind the call at a block's head -> number of instructions of the block."""
+    """Address after the call at a block's head -> number of instructions of the block."""
     listing = subprocess.run(
         ["objdump", "-d", "--no-show-raw-insn", str(library)], capture_output=True, text=True, check=True
     ).stdout

@@ -137,13 +137,13 @@ def _tree_call(rule: str, target: Tensor, tree: pass_ext.Tree) -> Call:
 
 
 def attention_calls(key_heads: int = KEY_HEADS) -> Iterator[Call]:
-    """attention_tree of a chain of rows behind a prefix."""
+    """attention_tree of a chain of rows after a prefix."""
     for name, (keys, rows, window) in ATTENTION.items():
         yield attention_call(name, keys, rows, window, key_heads)
 
 
 def attention_call(name: str, keys: int, rows: int, window: int, key_heads: int) -> Call:
-    """attention_tree of a chain of `rows` rows behind `keys` keys."""
+    """attention_tree of a chain of `rows` rows after `keys` keys."""
     random = torch.Generator().manual_seed(SEED)
     q = torch.randn(rows, GROUP * key_heads, HEAD_DIM, generator=random).bfloat16()
     caches = [torch.randn(1, keys + rows, key_heads, HEAD_DIM, generator=random).bfloat16() for _ in range(2)]
@@ -173,7 +173,7 @@ def attend_to_latents(latents: Tensor, **arguments: Any) -> Any:
 def latent_call(
     requests: int, rows: int, heads: int = LATENT_HEADS, keys: int = 8_192, slots: int | None = None
 ) -> Call:
-    """A chain of `rows` rows in each request, behind `keys` latents that all heads share, in a cache of no more than these or
+    """A chain of `rows` rows in each request, after `keys` latents that all heads share, in a cache of no more than these or
     of `slots` slots."""
     random = torch.Generator().manual_seed(SEED)
     bounds = torch.arange(requests + 1, dtype=torch.int32) * rows

@@ -1,6 +1,6 @@
 """Times the steps of inputs.py on a GPU, for the fit: `python -m benchmarks.kernel_time.on_gpu`.
 
-    warm   64 calls of one step in a CUDA graph, one behind the other, inputs in L2
+    warm   64 calls of one step in a CUDA graph, one after the other, inputs in L2
     cold   calls in a graph, each with a copy of the inputs of its own, after a sweep of the L2
     alone  one call in a graph, warm, code and launch not prepared by an equal call just before it
 
@@ -133,7 +133,7 @@ def recorded() -> Iterator[Callable[[], Call]]:
 
 
 def long_texts() -> Iterator[Callable[[], Call]]:
-    """Latents in a large cache, and codes, lists and one order behind a long text."""
+    """Latents in a large cache, and codes, lists and one order after a long text."""
     for keys in TEXTS:
         for rows in ROWS:
             yield functools.partial(latent_call, 1, rows, keys=keys, slots=SLOTS)

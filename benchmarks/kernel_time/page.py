@@ -111,7 +111,7 @@ def _measured(result: dict[str, Any], measured: dict[str, Any], paths: dict[tupl
     return [
         f"{machine['gpu']['name']}, driver {machine['gpu']['driver']}, torch {versions['torch']}, {measured['date'][:10]}, "
         f"commit {measured['commit']}: `python -m benchmarks.kernel_time.on_gpu`. Medians of 25 replays of a CUDA graph. "
-        "*Warm*: 64 calls one behind the other, inputs in L2. *Cold*: each call has inputs of its own, which come from memory. "
+        "*Warm*: 64 calls one after the other, inputs in L2. *Cold*: each call has inputs of its own, which come from memory. "
         f"*Alone*: a graph of one call. An empty kernel takes {known['launch_us']:.2f} µs, a copy moves "
         f"{known['copy_gb_per_s']:,.0f} GB/s, a read {known['read_gb_per_s']:,.0f} GB/s.\n",
         "The fit: least squares of relative errors over the steps of draft and accept, with the paths of the kernels that the "

@@ -294,7 +294,7 @@ def check(case: Case) -> None:
 
 
 def require_possible(name: str, step: Step, emitted: Tensor, counts: Tensor) -> None:
-    """Raises unless each row holds accepted drafts, one token of the vocabulary, and -1 behind it."""
+    """Raises unless each row holds accepted drafts, one token of the vocabulary, and -1 after it."""
     place = torch.arange(emitted.shape[1], device=emitted.device)
     inside = place <= counts[:, None]
     good = torch.where(inside, (emitted >= 0) & (emitted < step.spec.vocabulary), emitted == -1)

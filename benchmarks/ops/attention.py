@@ -2,7 +2,7 @@
 FlexAttention, PyTorch's flash kernel merged with a small attention over the nodes, and, on a GPU where they are installed,
 FlashInfer, vLLM and SGLang. `python -m benchmarks.ops.attention --help`.
 
-The job is one layer of one step: B requests, each with a prefix in the cache and a random tree of nodes behind it. All requests
+The job is one layer of one step: B requests, each with a prefix in the cache and a random tree of nodes after it. All requests
 have the same lengths, which SDPA needs and ours does not. The cache is [B, Hkv, slots, D]. What all layers of a step share is
 made untimed: the `visible` words of ours; for SDPA a dense mask [B, 1, nodes, keys] in the type of the queries, more than a
 decoder would give it; for FlexAttention its block mask and compiled kernel; for FlashInfer its plan; a copy in pages for the
@@ -12,7 +12,7 @@ libraries that need pages. The contenders (contenders/attention.py, contenders/a
   kernel needs to know of groups. "repeated": every key head copied for each of its query heads. On a GPU each with every
   kernel that may take a mask.
 * FlexAttention: compiled as it is, and "tuned" with max-autotune-no-cudagraphs. COMPILE_SECONDS limits the time to compile;
-  lines behind that have no number for it.
+  lines after that have no number for it.
 * torch flash + merge: the prefix by PyTorch's flash kernel, which returns the lse, the nodes by `attention_tree`, then
   `attention_merge`: the best without a kernel for both.
 

@@ -2,7 +2,7 @@
 prefix and the accepted rows into new caches by `index_select`, or move the accepted rows layer by layer.
 `python -m benchmarks.ops.cache --help`.
 
-Caches are [B, Hkv, S, D], as in transformers. A step has twelve nodes behind the prefix; the root is in its place, five
+Caches are [B, Hkv, S, D], as in transformers. A step has twelve nodes after the prefix; the root is in its place, five
 accepted rows move. Sets of inputs share the caches and differ in the prefix, by 16 slots. All requests accept the same nodes,
 which helps the plain ways: they need one list of slots.
 """
@@ -114,7 +114,7 @@ def make_cases(options: argparse.Namespace, shapes: list[tuple[int, ...]]) -> It
 def make_case(
     layers: int, heads: int, dim: int, context: int, batch: int, dtype: torch.dtype, device: torch.device
 ) -> Case:
-    """A case. Fewest bytes: the accepted rows behind the root, read once and written once."""
+    """A case. Fewest bytes: the accepted rows after the root, read once and written once."""
     generator = torch.Generator(device).manual_seed(0)
     shape = (batch, heads, context, dim)
     caches = [torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator) for _ in range(2 * layers)]

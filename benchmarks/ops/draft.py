@@ -184,7 +184,7 @@ def check_distribution(mode: str, count: int, logits: str, filters: str, device:
     expected, _ = ours(draft)
     for contender in contenders_of(spec):
         tokens, logprobs = contender(draft)
-        tokens = tokens.where(logprobs > -torch.inf, VOCABULARY_CHECKED)  # behind the last token of the support
+        tokens = tokens.where(logprobs > -torch.inf, VOCABULARY_CHECKED)  # after the last token of the support
         require_drawn_from(f"{contender.name}, {mode}, {filters}", tokens[:, 0], probs)
         for place in range(1, count):
             pair = (tokens[:, place], expected[:, place].where(expected[:, place] >= 0, VOCABULARY_CHECKED))

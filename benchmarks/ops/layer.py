@@ -133,7 +133,7 @@ def plain_stack(x: Tensor, cos: Tensor, sin: Tensor, caches: Tensor, *weights: T
 
 @cache
 def step_of(rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Lengths, bounds and visible rows of one text and a chain of rows behind it."""
+    """Lengths, bounds and visible rows of one text and a chain of rows after it."""
     trees = pass_ext.tree.pack_trees([pass_ext.Tree.chain(rows - 1)], torch.device("cpu"))
     return torch.tensor([KEYS], dtype=torch.int32), trees.cu_nodes, trees.visible
 

@@ -40,7 +40,7 @@ COLD_TABLE_BYTES = 256 * 2**20  # a narrow table comes in several copies, which 
 CAT = "cat, gather"
 
 
-# ---- the contenders; `extended`: the table with the slots of all sets behind it, `base`: the row where this set's begin ----
+# ---- the contenders; `extended`: the table with the slots of all sets after it, `base`: the row where this set's begin ----
 
 
 def fused(ids: Tensor, table: Tensor, lookahead: Tensor, *rest: Any) -> Tensor:
@@ -49,7 +49,7 @@ def fused(ids: Tensor, table: Tensor, lookahead: Tensor, *rest: Any) -> Tensor:
 
 
 def cat_gather(ids: Tensor, table: Tensor, lookahead: Tensor, *rest: Any) -> Tensor:
-    """The usual way: embeds all rows, puts the slots behind them, picks rows by position."""
+    """The usual way: embeds all rows, puts the slots after them, picks rows by position."""
     count = ids.numel()
     rows = torch.cat([F.embedding(ids.clamp(min=0), table), lookahead])
     return rows[torch.where(ids >= 0, torch.arange(count, device=ids.device), count - 1 - ids)]
@@ -70,7 +70,7 @@ def overwrite(ids: Tensor, table: Tensor, lookahead: Tensor, *rest: Any) -> Tens
 
 
 def extended_table(ids: Tensor, table: Tensor, lookahead: Tensor, extended: Tensor, base: int, *rest: Any) -> Tensor:
-    """One lookup in a copy of the table with the slots behind it: a second table, all of which training would write."""
+    """One lookup in a copy of the table with the slots after it: a second table, all of which training would write."""
     return F.embedding(torch.where(ids >= 0, ids, base - 1 - ids), extended)
 
 

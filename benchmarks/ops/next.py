@@ -158,7 +158,7 @@ def make_case(name_of_tree: str, batch: int, device: torch.device) -> Case:
 
 
 def make_chosen_case(name_of_tree: str, batch: int, device: torch.device) -> Case:
-    """A case: the slots behind the root offer the next candidates, as surely as trained ones do."""
+    """A case: the slots after the root offer the next candidates, as surely as trained ones do."""
     case = make_case("tree of 10", batch, device)
     step: Step = of_the_op(case.inputs[0][0])
     nodes, rows = FIXED_TREE.num_nodes, len(FIXED_TREE)

@@ -1,8 +1,8 @@
 """What texts recall, `pass_ext.drafting.recall_scores`, against the same in PyTorch without a host read: all places of a text
-compared at once with the last tokens of each path, and all tokens behind them with all candidates.
+compared at once with the last tokens of each path, and all tokens after them with all candidates.
 `python -m benchmarks.ops.recall --help`.
 
-64 candidates behind each path, texts of tokens that come as often as words do (Zipf's law). *nothing recalled*: the same op
+64 candidates after each path, texts of tokens that come as often as words do (Zipf's law). *nothing recalled*: the same op
 with paths that have no tokens: what a call costs beside the search, also where PyTorch's ops have just swept the caches.
 """
 
@@ -31,7 +31,7 @@ def plain(tokens: Tensor, contexts: Tensor, requests: Tensor, text: Tensor, leng
     """PyTorch ops on the device."""
     rows, long = text[requests.long()], lengths[requests.long()]  # [N, T]
     places = torch.arange(rows.shape[1], device=rows.device)
-    behind = rows[:, 1:, None] == tokens[:, None]  # [N, T - 1, K]
+    after = rows[:, 1:, None] == tokens[:, None]  # [N, T - 1, K]
     is_inside = (places[:-1] + 1 < long[:, None]) & (places[:-1] >= long[:, None] - WINDOW)
     scores = torch.zeros(tokens.shape, device=tokens.device)
     shares = []
@@ -42,7 +42,7 @@ def plain(tokens: Tensor, contexts: Tensor, requests: Tensor, text: Tensor, leng
         inside = (places[:-1] - n >= long[:, None] - WINDOW) & (places[:-1] >= n)
         matches = matches & (before == last) & (last >= 0) & inside
         found = matches.sum(1, keepdim=True)
-        followed = (matches[:, :, None] & behind).sum(1)
+        followed = (matches[:, :, None] & after).sum(1)
         shares.append(followed / found.clamp(min=1))
     for share in reversed(shares):
         scores = scores + share

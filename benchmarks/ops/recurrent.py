@@ -64,15 +64,15 @@ def plain_tree(form: str, inputs: Inputs, step: tuple[Tensor, ...], parents: lis
     q, k, v, log_decay, beta, states = inputs[:6]
     group, scale = v.shape[1] // k.shape[1], scale_of(form, q.shape[-1])
     queries, keys = (x.to(states.dtype).repeat_interleave(group, 1) for x in (q * scale, k))
-    behind: list[Tensor] = []
+    after: list[Tensor] = []
     outs = []
     for node, parent in enumerate(parents):
-        state = (states[0] if parent < 0 else behind[parent]) * decay_of(log_decay[node])
+        state = (states[0] if parent < 0 else after[parent]) * decay_of(log_decay[node])
         value = v[node].to(states.dtype)
         if form != "additive":
             value = value - (state * keys[node, :, :, None]).sum(-2)
-        behind.append(state + keys[node, :, :, None] * (value * beta[node][:, None])[:, None])
-        outs.append((behind[-1] * queries[node, :, :, None]).sum(-2))
+        after.append(state + keys[node, :, :, None] * (value * beta[node][:, None])[:, None])
+        outs.append((after[-1] * queries[node, :, :, None]).sum(-2))
     return torch.stack(outs).to(v.dtype)
 
 
@@ -89,23 +89,23 @@ def token_by_token(form: str, inputs: Inputs, step: tuple[Tensor, ...], parents:
 
     delta_rule = torch_recurrent_gated_delta_rule if form == "delta" else recurrent_kimi_delta_attention
     q, k, v, log_decay, beta, states = inputs[:6]
-    behind: list[Tensor] = []
+    after: list[Tensor] = []
     outs = []
     for node, parent in enumerate(parents):
         row = slice(node, node + 1)
         if form != "additive":
-            state = states if parent < 0 else behind[parent]
+            state = states if parent < 0 else after[parent]
             out, state = delta_rule(
                 q[None, row], k[None, row], v[None, row], log_decay[None, row], beta[None, row], state, True
             )
         else:  # its states are [dv, dk], and it overwrites them
-            state = states.mT.contiguous() if parent < 0 else behind[parent].clone()
+            state = states.mT.contiguous() if parent < 0 else after[parent].clone()
             heads, dv, dk = state.shape[1:]
             out = mamba2_selective_state_update(
                 state, v[row], beta[row, :, None].expand(1, heads, dv), inputs[6][:, None, None].expand(heads, dv, dk),
                 k[row], q[row].to(state.dtype),
             )[None]  # fmt: skip
-        behind.append(state)
+        after.append(state)
         outs.append(out[0, 0])
     return torch.stack(outs).to(v.dtype)
 

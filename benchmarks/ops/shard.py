@@ -2,7 +2,7 @@
 part of an accept step by rejection, on its columns of the logits. `python -m benchmarks.ops.shard --help`.
 
 A round is a line. "peaks", "masses" and "races" are `shard_local`'s sweeps over the columns; "combine" is `shard_combine`
-behind "masses", for 8 ranks; "best" drafts 4 tokens of each row with `shard_best`. What ranks exchange, and when gathering is
+after "masses", for 8 ranks; "best" drafts 4 tokens of each row with `shard_best`. What ranks exchange, and when gathering is
 faster: `python -m benchmarks.pages.shards`.
 
 * torch: peaks: `max` of both rows, the drafted tokens' logits gathered. masses: `exp(z - max)` in float32, summed over slices
@@ -38,7 +38,7 @@ NODES, RANKS, DRAFTS = 4, 8, 4
 
 @dataclass
 class Step:
-    """A step on one rank, and its state behind each round."""
+    """A step on one rank, and its state after each round."""
 
     tree: dict[str, Any]
     local: dict[str, Any]

@@ -35,7 +35,7 @@ def norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def plain_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """As LlamaRMSNorm behind an addition."""
+    """As LlamaRMSNorm after an addition."""
     s = residual + x
     wide = s.to(torch.float32)
     variance = wide.pow(2).mean(-1, keepdim=True)

@@ -7,7 +7,7 @@ node, as docs/ops/accept.md asks for; drafts of mode "coupled" get the target's 
 on the seed alone: near ties aside, every machine gets the same.
 
 The error of an approximate rule is exact: for one draft x ~ q, with a(x) its probability of acceptance and r the distribution
-of the target's token behind a refusal,
+of the target's token after a refusal,
 
     law = q a + (1 - sum q a) r,   error = TV(law, p) = 1/2 sum |law - p|
 """
@@ -71,7 +71,7 @@ def draft(mode: str, logits: Tensor, tree: Tree, seeds: Tensor, positions: Tenso
 
 def law_of_one_draft(rule: str, p: Tensor, q: Tensor) -> Tensor:
     """The distribution ``[..., V]`` of the first token that an approximate rule emits, from one draft drawn from q."""
-    bounds, behind = ACCEPT_RULES[rule], p
+    bounds, after = ACCEPT_RULES[rule], p
     if rule == "typical":
         entropy = -torch.special.xlogy(p, p).sum(-1, keepdim=True)
         accepted = (
@@ -82,10 +82,10 @@ def law_of_one_draft(rule: str, p: Tensor, q: Tensor) -> Tensor:
     else:
         ratio = p / q
         accepted = (ratio + bounds.alpha * (1.0 - p.max(-1, keepdim=True).values) * (p > 0.0)).clamp(max=1.0)
-        behind = (p - q).clamp(min=0.0)
-        behind = behind / behind.sum(-1, keepdim=True)
+        after = (p - q).clamp(min=0.0)
+        after = after / after.sum(-1, keepdim=True)
     taken = q * accepted.where(q > 0.0, 0.0)
-    return taken + (1.0 - taken.sum(-1, keepdim=True)) * behind
+    return taken + (1.0 - taken.sum(-1, keepdim=True)) * after
 
 
 def errors(requests: int) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Batches: PaSS with rows by measured times, and with fixed numbers of rows, against plain decoding, as the batch grows.
 
-    speed = the median over rounds of  seconds of Plain / seconds of PaSS,  for the same prompts, one behind the other;
+    speed = the median over rounds of  seconds of Plain / seconds of PaSS,  for the same prompts, one after the other;
             which of them is first changes from round to round
 
 Each round has other held-out prompts, chat, code and prose in turn; rows by measured times should be as fast as the best fixed

@@ -16,7 +16,7 @@ Written by `python -m benchmarks.serving` from `serving.json` beside this page; 
 held-out prompts (chat, code and prose by turns), greedy; all servers run side by side and take turns.
 
 *tokens/s*: of all requests together, the median of the rounds; in brackets the lowest and highest. *ms per token*: of one
-request, behind its first token. *against plain*: tokens/s over those of plain serving in the same round, the median; in
+request, after its first token. *against plain*: tokens/s over those of plain serving in the same round, the median; in
 brackets the lowest and highest. *accepted*: guesses accepted per draft, by vLLM's counters.
 """
 FOOTER = """

@@ -85,7 +85,7 @@ REASONS = {
     "next.h: if (next.id < 0) break;": "for sums that rounding leaves short of top-p",
     "next_tree.h: judged.parents[row + length] == row + length - 1)": "rows that next_tree_ wrote have their slots in a chain",
     "next_tree.h: judged.slots[row] = id < 0": "no row that next_tree_ wrote has a slot above the most that it takes",
-    "next_tree.h: while (behind < on_chain": "the best chain begins with the first candidate, where the search ends",
+    "next_tree.h: while (after < on_chain": "the best chain begins with the first candidate, where the search ends",
     "next_tree.h: return reach_a > reach_b": "the CPU looks at earlier parents first; a GPU does not",
     "recurrent.h: return slot >= 0 && slot < slots": _REFUSED,
     "state.h: if (accepted.first < 0 || last <= accepted.first": _REFUSED,

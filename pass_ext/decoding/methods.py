@@ -296,7 +296,7 @@ class Assistant:
 
 
 class Mtp(HeadMethod):
-    """Multi-token prediction: the head is the layer behind the model's own in its checkpoint, which drafts every token of the
+    """Multi-token prediction: the head is the layer after the model's own in its checkpoint, which drafts every token of the
     chain. See ``HeadMethod`` for the settings."""
 
 

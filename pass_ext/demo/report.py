@@ -41,21 +41,21 @@ class Agreement(NamedTuple):
 
 
 def agreement(
-    text: Sequence[int], other: Sequence[int], who: str, logits_behind: Callable[[Sequence[int]], Tensor]
+    text: Sequence[int], other: Sequence[int], who: str, logits_after: Callable[[Sequence[int]], Tensor]
 ) -> Agreement:
     """The agreement of two texts; raises AssertionError if they differ without a tie.
 
     Args:
         text, other: new tokens, without the prompt.
         who: the method that wrote ``other``, for the message.
-        logits_behind: gives the fp32 logits ``[V]`` of the token that follows some new tokens.
+        logits_after: gives the fp32 logits ``[V]`` of the token that follows some new tokens.
     """
     same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
     if same == len(text) == len(other):
         return Agreement(same, None)
     if same in (len(text), len(other)):
         raise AssertionError(f"{who} made {len(other)} tokens and Plain {len(text)}, the first {same} of them the same")
-    logits = logits_behind(text[:same])
+    logits = logits_after(text[:same])
     first, second = (logits[tokens[same]].item() for tokens in (text, other))
     gap, limit = abs(first - second), TIE * bf16_step(logits.abs().max().item())
     if not gap <= limit:

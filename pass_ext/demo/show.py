@@ -171,12 +171,12 @@ def _agreements(exact: Any, texts: Sequence[Prompt], name: str, runs: dict[str, 
     agreements = []
     for index, text in enumerate(texts):
 
-        def logits_behind(tokens: Sequence[int], ids: Tensor = text.ids) -> Tensor:
+        def logits_after(tokens: Sequence[int], ids: Tensor = text.ids) -> Tensor:
             with torch.no_grad():
                 return exact(torch.cat([ids, torch.tensor([tokens], dtype=ids.dtype)], dim=1)).logits[0, -1]
 
         plain, other = runs[PLAIN][index].tokens, runs[name][index].tokens
-        agreements.append(agreement(plain, other, f"{text.name}: {name}", logits_behind))
+        agreements.append(agreement(plain, other, f"{text.name}: {name}", logits_after))
     return agreements
 
 

@@ -196,7 +196,7 @@ class LookaheadEmbedding(nn.Module):
             seed: of the random tokens.
 
         UNO's rows are noise: tokens drawn uniformly from the vocabulary, anew for each call, and read with its adapter; the row
-        in front of them is a token, read without. Slot i stands where its noise row i stands and foresees the same token. Here
+        in front of them is a token, read without. Slot i stands where its noise row i stands and predicts the same token. Here
         the noise is drawn once. Hit rates are unknown: ``calibrate`` measures them.
         """
         _check_table(table)

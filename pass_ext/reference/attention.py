@@ -124,7 +124,7 @@ def quantized(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _numbers(rows: Tensor, precision: torch.dtype) -> Tensor:
-    """The numbers of rows, which may be codes behind a header of 16 bytes that begins with their scale."""
+    """The numbers of rows, which may be codes after a header of 16 bytes that begins with their scale."""
     if rows.dtype in _FLOATS:
         return rows.to(precision)
     scale = rows[..., :4].contiguous().view(torch.float32)

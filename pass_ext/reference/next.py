@@ -57,7 +57,7 @@ def next_tree_(
             lengths[b] += accepted + 1
             _write(text, b, int(lengths[b]), emitted[b, : accepted + 1])
         place, levels = int(lengths[b]) - 1, limit - int(lengths[b]) - 1
-        slots = _slots_behind(ids[b].tolist(), parents[b].tolist(), last, None if rates is None else len(rates))
+        slots = _slots_after(ids[b].tolist(), parents[b].tolist(), last, None if rates is None else len(rates))
         offering = [row - first for row in slots]
         if offered is None or (offering and offering[0] < 0):
             offering = []
@@ -130,7 +130,7 @@ def _laid(nodes: Sequence[_Node], shape: _Shape, most: int) -> list[_Row]:
     laid = [
         _Row(nodes[i].token, nodes[i].token, order.index(nodes[i].parent) if i else -1, nodes[i].depth) for i in order
     ]
-    for above, depth, count in ((0, 0, shape.behind_root), (shape.depth, shape.depth, shape.behind)):
+    for above, depth, count in ((0, 0, shape.after_root), (shape.depth, shape.depth, shape.after)):
         for slot in range(count):
             laid.append(_Row(-1 - slot, -1, above if slot == 0 else len(laid) - 1, depth + 1 + slot))
     return laid + [_Row(0, -1, 0, 1)] * (most - len(laid))
@@ -145,18 +145,18 @@ class _Node(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    behind_root: int
-    behind: int
+    after_root: int
+    after: int
     depth: int
     candidates: int
 
     @property
     def rows(self) -> int:
-        return 1 + self.behind_root + self.behind + self.candidates
+        return 1 + self.after_root + self.after + self.candidates
 
 
-def _slots_behind(ids: list[int], parents: list[int], node: int, most: int | None) -> list[int]:
-    """The rows of the slots that foresee what follows a node. most: None: the node's own alone."""
+def _slots_after(ids: list[int], parents: list[int], node: int, most: int | None) -> list[int]:
+    """The rows of the slots that predict what follows a node. most: None: the node's own alone."""
     passed = 0
     while 0 <= node < len(ids):  # a path may lead anywhere
         starts = [row for row in range(node + 1, len(ids)) if ids[row] == -1 and parents[row] == node]
@@ -246,7 +246,7 @@ def _best_shape(
                 value = (_units(1) + _worth(rates, 0, g)) << 20
                 for k, node in enumerate(nodes[: max(0, most - g - h)]):
                     if k:
-                        gain = _behind(nodes, chain, rates, k, g, h, d) - _behind(
+                        gain = _after(nodes, chain, rates, k, g, h, d) - _after(
                             nodes, chain, rates, node.parent, g, h, d
                         )
                         value += _units(node.reach) * (_units(1) + gain)
@@ -257,10 +257,10 @@ def _best_shape(
     return max(found)[-1]
 
 
-def _behind(
+def _after(
     nodes: Sequence[_Node], chain: Sequence[int], rates: list[float], number: int, g: int, h: int, d: int
 ) -> int:
-    """W of the slots that foresee what follows a node."""
+    """W of the slots that predict what follows a node."""
     depth, at = nodes[number].depth, number
     while at > 0:
         if h and at == chain[d]:

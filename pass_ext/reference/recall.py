@@ -25,7 +25,7 @@ def recall(text: Sequence[int], path: Sequence[int], tokens: Sequence[int]) -> T
         last = list(path[-n:])
         if len(last) < n or min(last) < 0:
             continue
-        behind = [known[i + n] for i in range(len(known) - n) if known[i : i + n] == last]
-        if behind:
-            shares += torch.tensor([behind.count(token) for token in tokens]) / torch.tensor(float(len(behind)))
+        after = [known[i + n] for i in range(len(known) - n) if known[i : i + n] == last]
+        if after:
+            shares += torch.tensor([after.count(token) for token in tokens]) / torch.tensor(float(len(after)))
     return _WEIGHT * shares

@@ -28,17 +28,17 @@ def recurrent_tree(
     decay = _log_decays(log_decay.to(exact), decay_rates).exp()
     out, u = torch.zeros_like(v), torch.zeros_like(v, dtype=exact)
     for request, (first, last) in enumerate(pairwise(cu_nodes.tolist())):
-        behind: list[Tensor] = []
+        after: list[Tensor] = []
         for node, parent in enumerate(parents[first:last].tolist()):
             row = first + node
             begin = states[request if state_index is None else int(state_index[request])]
-            state = decay[row] * (behind[parent] if 0 <= parent < node else begin)
+            state = decay[row] * (after[parent] if 0 <= parent < node else begin)
             value = v[row].to(exact)
             if form == "delta":
                 value = value - torch.einsum("hcd,hc->hd", state, keys[row])
             u[row] = value if beta is None else beta[row, :, None].to(exact) * value
-            behind.append(state + keys[row, :, :, None] * u[row, :, None])
-            out[row] = torch.einsum("hcd,hc->hd", behind[-1], queries[row] * scale).to(v.dtype)
+            after.append(state + keys[row, :, :, None] * u[row, :, None])
+            out[row] = torch.einsum("hcd,hc->hd", after[-1], queries[row] * scale).to(v.dtype)
     return out, u
 
 

@@ -76,7 +76,7 @@ def pack_weight(codes: Tensor, scale: Tensor, offset: Tensor, *, bits: int, tabl
         table: ``[16]`` uint8, what each code of 4 bits stands for; with scales of 32 inputs.
 
     Returns:
-        ``[out / 16, in / 32, bytes]`` uint8, out rounded up; outputs behind the last are zeros.
+        ``[out / 16, in / 32, bytes]`` uint8, out rounded up; outputs after the last are zeros.
 
     Example:
 

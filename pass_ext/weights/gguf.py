@@ -142,7 +142,7 @@ class _String(bytes):
 
 
 def _strings(stored: memoryview, begin: int, count: int) -> tuple[list[Any], int]:
-    """So many strings, each behind its length in eight bytes, and the place behind them."""
+    """So many strings, each after its length in eight bytes, and the place after them."""
     strings: list[Any] = []
     for _ in range(count):
         (length,) = struct.unpack_from("<Q", stored, begin)

@@ -81,7 +81,7 @@ def _with_zeros(codes: Tensor, scale: Tensor, zero: Tensor | int, bits: int, ord
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """The integers of ``bits`` bits, one behind the other, that words ``[..., W]`` int32 have: ``[..., 32 W / bits]`` uint8."""
+    """The integers of ``bits`` bits, one after the other, that words ``[..., W]`` int32 have: ``[..., 32 W / bits]`` uint8."""
     each = words.contiguous().view(torch.uint8)
     if 8 % bits == 0:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)

@@ -50,7 +50,7 @@ def of_transformers(model, ids, mask):
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_greedy_is_that_of_transformers(llama, foreseen, asking, name, monkeypatch):
+def test_greedy_is_that_of_transformers(llama, predicted, asking, name, monkeypatch):
     """A ragged batch: transformers' processors read its padding too."""
     ids, mask = ragged_prompts(5, longest=COLUMNS, seed=3)
     asking(**{key: value for key, value in ASKED[name].items() if key == "eos_token_id"})
@@ -62,7 +62,7 @@ def test_greedy_is_that_of_transformers(llama, foreseen, asking, name, monkeypat
     for method in (Plain(), NGram(longest=2, shortest=1, branches=2)):
         assert torch.equal(generate(llama, ids, method, **options).sequences, want)
     Prophet(monkeypatch, unpadded(want, mask))
-    got = generate(llama, ids, foreseen, **options)
+    got = generate(llama, ids, predicted, **options)
     assert torch.equal(got.sequences, want) and got.stats.mean_acceptance_length > 1.4
 
 
@@ -99,7 +99,7 @@ def test_padding_on_the_right_counts_as_on_the_left(llama, asking):
     assert torch.equal(got.sequences[:, COLUMNS:], want[:, COLUMNS:])
 
 
-def test_the_callers_processors_come_behind_those_of_the_config(llama, asking):
+def test_the_callers_processors_come_after_those_of_the_config(llama, asking):
     asking(suppress_tokens=list(range(7, 50)))
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     seen = []
@@ -140,7 +140,7 @@ def test_sampling_belongs_to_the_arguments(llama, asking):
     assert torch.equal(generate(llama, ids, max_new_tokens=NEW, attention_mask=mask).sequences, want)
 
 
-def test_a_seed_gives_one_text_for_each_method(llama, foreseen, asking, monkeypatch):
+def test_a_seed_gives_one_text_for_each_method(llama, predicted, asking, monkeypatch):
     """Penalties act before sampling, whatever drafts."""
     asking(repetition_penalty=1.7, suppress_tokens=list(range(7, 30)))
     ids, mask = ragged_prompts(4, longest=COLUMNS)
@@ -150,7 +150,7 @@ def test_a_seed_gives_one_text_for_each_method(llama, foreseen, asking, monkeypa
     for method in (NGram(shortest=1), Speculative(draft, 3), MultiCandidate(draft, (2, 2))):
         assert torch.equal(generate(llama, ids, method, **options).sequences, want)
     Prophet(monkeypatch, unpadded(want, mask))
-    assert torch.equal(generate(llama, ids, foreseen, **options).sequences, want)
+    assert torch.equal(generate(llama, ids, predicted, **options).sequences, want)
     unasked = generate(llama, ids, generation_config=GenerationConfig(**ENDS), **options).sequences
     assert not torch.equal(unasked, want)
     again = llama.generate(

@@ -89,7 +89,7 @@ def test_no_pad_id_is_no_padding(llama):
 
 
 @pytest.mark.parametrize(("new", "warns"), [(4, 0), (5, 0), (6, 1), (9, 1)])
-def test_a_text_behind_the_models_positions_is_warned_of_once_like_in_transformers(new, warns, monkeypatch):
+def test_a_text_after_the_models_positions_is_warned_of_once_like_in_transformers(new, warns, monkeypatch):
     """At 12 positions and a prompt of 8 tokens; the model never reads the last new one."""
     ids = torch.randint(3, VOCABULARY, (1, 8))
 

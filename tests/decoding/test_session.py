@@ -1,4 +1,4 @@
-"""Sessions between generations: the caches that a generation leaves behind, and those that one may start from."""
+"""Sessions between generations: the caches that a generation leaves after, and those that one may start from."""
 
 import pytest
 import torch

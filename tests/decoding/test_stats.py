@@ -41,7 +41,7 @@ def test_counts_as_a_loop_does(seed):
     assert stats.acceptance_rate_per_position == tuple(count / sum(histogram) for count in per_position)
 
 
-def test_more_accepted_than_foreseen_is_the_most():
+def test_more_accepted_than_predicted_is_the_most():
     counts = AcceptanceCounts(2)
     counts.add(99, 4)
     assert counts.snapshot() == AcceptanceStats((0, 0, 1), 4)
@@ -69,7 +69,7 @@ def plain_decoder():
     ],
     ids=["limit", "end", "stop"],
 )
-def test_tokens_behind_the_end_of_a_text_are_not_counted(end, counts):
+def test_tokens_after_the_end_of_a_text_are_not_counted(end, counts):
     """The first call adds a token of the target's own; the next accepts at most as many drafts as the text has room for."""
     options = {"max_new_tokens": 5, "eos_token_id": [], **end}
     stats = generate(plain_decoder(), torch.tensor([[3, 0, 0, 0, 0, 0, 0, 0]]), NGram(tokens=8), **options).stats
@@ -78,7 +78,7 @@ def test_tokens_behind_the_end_of_a_text_are_not_counted(end, counts):
 
 class Machine:
     """A model that writes 0, 1, 2 again and again, on a made-up clock that its calls alone move: several rows are dear.
-    Its slots foresee nothing that is right. It keeps the number of candidates in each call after the prompt's."""
+    Its slots predict nothing that is right. It keeps the number of candidates in each call after the prompt's."""
 
     embedding = torch.eye(8, 16)
 

@@ -62,7 +62,7 @@ def test_the_kernel_without_the_fault_passes(name):
     results = []
     for seed in SEEDS:
         results.append(run(name, False, seed)[1])
-    if not name.startswith("device_"):  # there, which block comes last decides what the others leave behind
+    if not name.startswith("device_"):  # there, which block comes last decides what the others leave after
         assert all(torch.equal(result, results[0]) for result in results)
 
 

@@ -45,7 +45,7 @@ def test_repeated_words_alone_are_no_loop():
         assert not loops(text), text
 
 
-def test_repeated_share_counts_tokens_behind_a_gram_seen_before():
+def test_repeated_share_counts_tokens_after_a_gram_seen_before():
     from benchmarks.decoding.texts import period_share, repeated_share
 
     part = noise(20)

@@ -303,7 +303,7 @@ def event(name, start, length, parent=None):
     return SimpleNamespace(name=name, time_range=span, cpu_parent=parent)
 
 
-def test_ops_count_once_and_only_inside_calls_behind_the_prompts():
+def test_ops_count_once_and_only_inside_calls_after_the_prompts():
     prompt, call = event("pass_ext::verify", 0, 10), event("pass_ext::verify", 20, 30)
     outer = event("aten::linear", 22, 6, call)
     attention = event("pass_ext::attention_tree", 30, 5, call)

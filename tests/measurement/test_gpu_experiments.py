@@ -297,7 +297,7 @@ def test_the_profiled_cases_exist():
 
 
 def test_trained_slots_are_raced_on_the_prompts(monkeypatch, tmp_path):
-    """On a tiny model whose slots are its own table's: the same texts by every contender, rows behind each prompt."""
+    """On a tiny model whose slots are its own table's: the same texts by every contender, rows after each prompt."""
     pytest.importorskip("transformers")
     from support.small_models import small_model
 

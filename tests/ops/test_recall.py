@@ -58,7 +58,7 @@ def test_shares_by_hand(backend):
     torch.testing.assert_close(scores[0], torch.tensor(wanted))
 
 
-def test_the_last_place_has_nothing_behind_it_and_columns_behind_the_length_are_not_read(backend):
+def test_the_last_place_has_nothing_after_it_and_columns_after_the_length_are_not_read(backend):
     for length, wanted in ((2, 0.0), (3, 0.0), (4, 2.0)):
         arguments = dict(
             tokens=torch.tensor([[7]]), contexts=torch.tensor([[-1, -1, 5]]), requests=torch.zeros(1, dtype=torch.int32),
@@ -69,8 +69,8 @@ def test_the_last_place_has_nothing_behind_it_and_columns_behind_the_length_are_
 
 def test_the_window_ends(backend):
     """Places before the last 4,096 tokens are not found, nor are tokens compared that lie before them."""
-    for behind, wanted in ((WINDOW - 3, 6.0), (WINDOW - 2, 4.0), (WINDOW - 1, 2.0), (WINDOW, 0.0)):
-        text = [9, 1, 2, 3, 8] + [0] * (behind - 1)  # so many tokens from 8 on
+    for after, wanted in ((WINDOW - 3, 6.0), (WINDOW - 2, 4.0), (WINDOW - 1, 2.0), (WINDOW, 0.0)):
+        text = [9, 1, 2, 3, 8] + [0] * (after - 1)  # so many tokens from 8 on
         arguments = dict(
             tokens=torch.tensor([[8]]), contexts=torch.tensor([[1, 2, 3]]), requests=torch.zeros(1, dtype=torch.int32),
             text=torch.tensor([text]), lengths=torch.tensor([len(text)]),

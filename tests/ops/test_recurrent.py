@@ -94,14 +94,14 @@ def test_gradients_of_the_algebra(backend):
                 leaf.requires_grad_()
             q, k, v, g, beta, states = leaves
             rates, grad = layer.decay_rates, torch.randn(7, 2, 3, dtype=torch.float64)
-            behind, outs = [], []
+            after, outs = [], []
             for i, parent in enumerate(parents):
                 log = g[i][:, None] * rates if rates is not None else g[i].reshape(2, -1, 1)
-                state = log.exp() * (behind[parent] if parent >= 0 else states[0])
+                state = log.exp() * (after[parent] if parent >= 0 else states[0])
                 recalled = torch.einsum("hcd,c->hd", state, k[i, 0]) if form == "delta" else 0
                 u = beta[i][:, None] * (v[i] - recalled)
-                behind.append(state + k[i, 0][None, :, None] * u[:, None])
-                outs.append(torch.einsum("hcd,c->hd", behind[-1], q[i, 0] * layer.scale))
+                after.append(state + k[i, 0][None, :, None] * u[:, None])
+                outs.append(torch.einsum("hcd,c->hd", after[-1], q[i, 0] * layer.scale))
             expected = torch.autograd.grad((torch.stack(outs) * grad).sum(), leaves)
             out, _ = layer.run(int32(parents), bounds_of([7]), function=reference.recurrent_tree_algebra)
             for ours, theirs in zip(torch.autograd.grad((out * grad).sum(), leaves), expected, strict=True):

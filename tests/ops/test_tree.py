@@ -49,9 +49,9 @@ SHAPES = {
 }
 
 
-def pack(trees, device="cpu", rows_behind=0, behind=-7):
+def pack(trees, device="cpu", rows_after=0, after=-7):
     """parents and cu_nodes of a batch, with rows after the last bound that must not be read."""
-    parents = [parent for tree in trees for parent in tree] + [behind] * rows_behind
+    parents = [parent for tree in trees for parent in tree] + [after] * rows_after
     bounds = torch.tensor([0, *map(len, trees)]).cumsum(0)
     return torch.tensor(parents, dtype=torch.int32, device=device), bounds.int().to(device)
 
@@ -96,7 +96,7 @@ def test_large_trees(backend, shape, nodes):
 
 
 def test_a_tree_by_hand(backend):
-    parents, cu_nodes = pack([[-1, 0, 0, 2, -1, 4], [-1, 0]], backend.device, rows_behind=1)
+    parents, cu_nodes = pack([[-1, 0, 0, 2, -1, 4], [-1, 0]], backend.device, rows_after=1)
     visible, depths = pass_ext.tree_prepare(parents, cu_nodes, 6)
     assert visible.flatten().tolist() == [0b1, 0b11, 0b101, 0b1101, 0b10000, 0b110000, 0b1, 0b11, 0]
     assert depths.tolist() == [0, 1, 1, 2, 0, 1, 0, 1, 0]
@@ -108,11 +108,11 @@ def test_ragged_and_padded_batches(backend, max_nodes):
     random = torch.Generator().manual_seed(max_nodes)
     trees = [random_tree(n, random) if n else [] for n in (0, 5, 70, 0, 0, 64, 1, 26, 0)]
     assert_prepares(*pack(trees, backend.device), max_nodes)
-    assert_prepares(*pack(trees, backend.device, rows_behind=77), max_nodes)
+    assert_prepares(*pack(trees, backend.device, rows_after=77), max_nodes)
 
 
 def test_rows_before_the_first_request_belong_to_no_request_too(backend):
-    parents, cu_nodes = pack([[9, 9, 9], [-1, 0], [-1]], backend.device, rows_behind=2)
+    parents, cu_nodes = pack([[9, 9, 9], [-1, 0], [-1]], backend.device, rows_after=2)
     visible, depths = pass_ext.tree_prepare(parents, cu_nodes[1:], 2)
     assert visible.flatten().tolist() == [0, 0, 0, 1, 3, 1, 0, 0] and depths.tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
 
@@ -128,12 +128,12 @@ def test_many_requests(backend):
     random = torch.Generator().manual_seed(1)
     count, most = 60 if backend.name == "emulated" else 700, 90
     trees = [random_tree(1 + int(torch.randint(0, most, (), generator=random)), random) for _ in range(count)]
-    assert_prepares(*pack(trees, backend.device, rows_behind=500), most)
+    assert_prepares(*pack(trees, backend.device, rows_after=500), most)
 
 
-def test_rows_behind_the_last_bound_are_cleared_however_many(backend):
-    behind = 20_000  # a block that clears takes several rows per thread
-    parents, cu_nodes = pack([[-1, 0]], backend.device, rows_behind=behind)
+def test_rows_after_the_last_bound_are_cleared_however_many(backend):
+    after = 20_000  # a block that clears takes several rows per thread
+    parents, cu_nodes = pack([[-1, 0]], backend.device, rows_after=after)
     visible, depths = pass_ext.tree_prepare(parents, cu_nodes, 2)
     assert visible[:2].flatten().tolist() == [1, 3] and depths[:2].tolist() == [0, 1]
     assert not visible[2:].any() and not depths[2:].any()
@@ -143,13 +143,13 @@ def test_rows_behind_the_last_bound_are_cleared_however_many(backend):
 @given(
     sizes=st.lists(st.integers(0, 70), max_size=5),
     seed=st.integers(0, 2**31),
-    behind=st.integers(0, 3),
+    after=st.integers(0, 3),
     spare=st.integers(0, 80),
 )
-def test_any_batch(backend, sizes, seed, behind, spare):
+def test_any_batch(backend, sizes, seed, after, spare):
     random = torch.Generator().manual_seed(seed)
     trees = [forest(n, random) if n else [] for n in sizes]
-    assert_prepares(*pack(trees, backend.device, rows_behind=behind), max([1, *sizes]) + spare)
+    assert_prepares(*pack(trees, backend.device, rows_after=after), max([1, *sizes]) + spare)
 
 
 # ---- malformed input of tree_prepare ----
@@ -430,7 +430,7 @@ def test_tensors_on_two_devices_are_refused(cuda):
 
 def test_replays_in_a_cuda_graph(cuda):
     random = torch.Generator().manual_seed(0)
-    parents, cu_nodes = pack([random_tree(64, random)] * 3, cuda.device, rows_behind=10)
+    parents, cu_nodes = pack([random_tree(64, random)] * 3, cuda.device, rows_after=10)
     prefixes = torch.full((3,), 100, dtype=torch.int32, device=cuda.device)
 
     def step():

@@ -40,7 +40,7 @@ def test_the_version_is_one_line(capsys):
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("train")])
-def test_an_error_of_training_is_not_behind_a_page_of_options(command, capsys):
+def test_an_error_of_training_is_not_after_a_page_of_options(command, capsys):
     text = said(capsys, command)
     assert len(text.splitlines()) <= 3
     assert ": error: the following arguments are required: --model, --out" in text.splitlines()[-1]

@@ -148,21 +148,21 @@ def test_a_text_that_is_another_raises(folder, tmp_path, monkeypatch):
 def test_agreement():
     logits = torch.tensor([15.0, 15.0 - TIE * bf16_step(15.0), 1.0])
 
-    def behind(tokens):
+    def after(tokens):
         assert tokens == [7, 8]
         return logits
 
-    assert agreement([7, 8], [7, 8], "x", behind).gap is None
-    tied = agreement([7, 8, 0, 5], [7, 8, 1, 6], "x", behind)
+    assert agreement([7, 8], [7, 8], "x", after).gap is None
+    tied = agreement([7, 8, 0, 5], [7, 8, 1, 6], "x", after)
     assert (tied.same, tied.gap) == (2, 0.5) and str(tied) == "tie at token 2 (0.50)"
     logits[1] -= 0.01
     with pytest.raises(AssertionError, match="x differs from Plain at token 2: 1 instead of 0"):
-        agreement([7, 8, 0], [7, 8, 1], "x", behind)
+        agreement([7, 8, 0], [7, 8, 1], "x", after)
     logits[1] = float("nan")
     with pytest.raises(AssertionError, match="no tie"):
-        agreement([7, 8, 0], [7, 8, 1], "x", behind)
+        agreement([7, 8, 0], [7, 8, 1], "x", after)
     with pytest.raises(AssertionError, match="made 2 tokens and Plain 3"):
-        agreement([7, 8, 0], [7, 8], "x", behind)
+        agreement([7, 8, 0], [7, 8], "x", after)
 
 
 def test_steps_of_bf16():

@@ -110,7 +110,7 @@ def test_draft_models_give_the_texts_of_plain_decoding(name, is_script, run):
 
 
 @needs_examples
-def test_a_text_behind_a_picture_is_the_models_own(run):
+def test_a_text_after_a_picture_is_the_models_own(run):
     pytest.importorskip("transformers")
     (tokens,) = run("pictures")
     assert tokens > 1

@@ -108,7 +108,7 @@ def _convolved(x, base, deltas):
 
 
 def block_rows(found, kind, states, root, table, *, block=BLOCK, first=1, causal=(False, True), window=9, mask=MASK):
-    """The block's rows behind the final norm that draft ``[drafts, d]``. states: ``[n, taps * d]`` of the text but its last
+    """The block's rows after the final norm that draft ``[drafts, d]``. states: ``[n, taps * d]`` of the text but its last
     token ``root``."""
     features, at = _norm(states @ found["fc.weight"].T, found["hidden_norm.weight"]), len(states)
     x = torch.stack([table[root], *[table[mask]] * (block - 1)])

@@ -70,19 +70,19 @@ class Prophet:
                 [prophet.tokens(self.tree, b, at) for b, at in zip(requests, positions, strict=True)], None, None
             )
 
-        def offered(self, batch, active, foreseeing):
-            return prophet.offered(self.prompt_slots, [batch.texts[b] for b in active], active, foreseeing)
+        def offered(self, batch, active, predicting):
+            return prophet.offered(self.prompt_slots, [batch.texts[b] for b in active], active, predicting)
 
         monkeypatch.setattr(TreeFiller, "fill", fill)
         monkeypatch.setattr(LookaheadDrafter, "_offered", offered)
         monkeypatch.setattr(generation, "_device_rows", lambda *_: None)
 
-    def offered(self, slots, texts, requests, foreseeing):
+    def offered(self, slots, texts, requests, predicting):
         """Three tokens for each slot, of which one comes true, four times in five."""
-        if not any(foreseeing):
+        if not any(predicting):
             return {}
         tokens = torch.full((len(texts), slots, 3), -1)
-        for i, (text, request, rows) in enumerate(zip(texts, requests, foreseeing, strict=True)):
+        for i, (text, request, rows) in enumerate(zip(texts, requests, predicting, strict=True)):
             for slot in range(len(rows)):
                 found, place = self.random.sample(range(VOCABULARY), 3), len(text) + slot
                 future = self.futures[request]

@@ -52,16 +52,16 @@ class Automaton(Grammar):
 
     # ---- for the tests themselves ----
 
-    def state_behind(self, tokens):
+    def state_after(self, tokens):
         """The state after tokens; None if they are forbidden."""
         state = self.states[-1]
         for token in tokens:
             state = None if state is None else self.table[state].get(token)
         return state
 
-    def allowed_behind(self, tokens, ends=()):
+    def allowed_after(self, tokens, ends=()):
         """The tokens that may follow, end tokens included."""
-        state = self.state_behind(tokens)
+        state = self.state_after(tokens)
         return (
             set()
             if state is None
@@ -90,7 +90,7 @@ def plain_text(model, prompt, grammar, new_tokens, *, ends=(), position=None, **
     """New tokens of one text, token by token: the whole text is read anew, and the mask is applied to its logits."""
     text = []
     while len(text) < new_tokens:
-        allowed = grammar.allowed_behind(text, ends)
+        allowed = grammar.allowed_after(text, ends)
         if not allowed:
             break
         logits = model(torch.tensor([[*prompt, *text]])).logits[0, -1:].float()
@@ -110,7 +110,7 @@ def distribution_of_texts(model, prompt, vocabulary, new_tokens, temperature, gr
     logits = model(whole[:, :-1]).logits[:, len(prompt) - 1 :].double() / temperature
     for row, text in zip(logits, texts.tolist(), strict=True):
         for place in range(new_tokens):
-            allowed = grammar.allowed_behind(text[:place])
+            allowed = grammar.allowed_after(text[:place])
             row[place, [token for token in range(vocabulary) if token not in allowed]] = -math.inf
     chances = logits.softmax(-1).nan_to_num(0.0)
     return chances.gather(2, texts[:, :, None])[:, :, 0].prod(1)

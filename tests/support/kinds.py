@@ -170,7 +170,7 @@ _TABLE = (
     ),
     Kind("diffllama", exits=False, exchange="the values of a layer once for both attentions of its heads"),
     Kind("hrm_text", exits=False, is_deep=False),
-    Kind("dory", exits=False, exchange="keys and values of further loops behind those of all layers"),
+    Kind("dory", exits=False, exchange="keys and values of further loops after those of all layers"),
     Kind("qwen3_next", keeps_states=True, exits=False),
     Kind(
         "minimax",

@@ -12,7 +12,7 @@ _NAMES = {
     "streams": dict(e_proj="e_proj", h_proj="h_proj", embedding="enorm", state="hnorm", norm="norm"),
 }
 _OF_STREAMS = dict(layer_types="sliding_attention", mlp_layer_types="moe")
-"""The kinds of the layer behind DeepSeek-V4's."""
+"""The kinds of the layer after DeepSeek-V4's."""
 
 
 def model_with_mtp(folder, family, seed=0, texts=None, **changes):
@@ -117,7 +117,7 @@ class PlainMtp(_Trained):
 
 
 class PlainStreamsMtp(_Trained):
-    """The head behind a model with streams, from the formulas."""
+    """The head after a model with streams, from the formulas."""
 
     def __init__(self, target, longer, generator):
         self.target, decoder = target, longer.model
@@ -130,7 +130,7 @@ class PlainStreamsMtp(_Trained):
         self.embedding, self.state, self.norm = (_norm_like(decoder.norm, generator) for _ in range(3))
 
     def hidden(self, text):
-        """The streams behind the target's last layer, of all tokens but the last."""
+        """The streams after the target's last layer, of all tokens but the last."""
         found = []
         handle = self.target.model.layers[-1].register_forward_hook(lambda layer, given, out: found.append(out[0]))
         self.target.model(torch.tensor([text[:-1]]))

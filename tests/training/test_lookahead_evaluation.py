@@ -34,7 +34,7 @@ def test_ranks_are_those_of_a_sort_and_overlaps_those_of_the_laws():
         assert torch.equal(hits_of(model, embedding, text, many).ranks, torch.cat(apart))
 
 
-def test_places_behind_a_sliding_window(monkeypatch):
+def test_places_after_a_sliding_window(monkeypatch):
     """The slots' keys push text out of the cache: each group of anchors begins with the text's own."""
     from transformers import MistralConfig, MistralForCausalLM
 
@@ -98,8 +98,8 @@ def test_recall_knows_the_text_up_to_a_place_and_not_the_token_that_is_sought():
         for i in range(3):
             known = text[: anchor + 2 + i].tolist()
             for ranks, more in ((wanted, 0), (leaking, 1)):
-                behind = recall(text[: len(known) + more].tolist(), known, range(100))
-                ranks[row, i] = rates.ranks_among((logits[i] + behind)[None], text[len(known)][None])
+                after = recall(text[: len(known) + more].tolist(), known, range(100))
+                ranks[row, i] = rates.ranks_among((logits[i] + after)[None], text[len(known)][None])
     assert torch.equal(found, wanted) and not torch.equal(found, leaking)
 
 

@@ -68,7 +68,7 @@ def test_rows_are_means_over_the_places_of_what_was_written(llama, file):
     assert abs(mean - whole["overlap"][0]) < 2e-4
 
 
-def test_texts_are_counted_behind_their_prompts(llama, file):
+def test_texts_are_counted_after_their_prompts(llama, file):
     rows = list(slot_texts.measure(llama, [file], {"chat": [[5, 6, 7], [8, 9]]}, 9))
     assert len(rows) == (4 + 1) + (3 + 1) + (2 + 1)
     for row in rows:

@@ -4,7 +4,7 @@
                  max(bytes of weights, keys and values / read bandwidth, flops / peak)
     small        everything else in the model's call
     loop         draft, accept, commit, and the loop itself: (o(n) - o(n / 4)) / (c(n) - c(n / 4)),
-                 o(n) the time outside the model's calls in a text of n tokens, c(n) its calls behind the one on the prompt
+                 o(n) the time outside the model's calls in a text of n tokens, c(n) its calls after the one on the prompt
     once         o(n) - loop c(n): what a text costs whatever its length, the model's calls left out
 
 Layers are a sum of ops under torch's profiler; the calls and what is outside are timed without it.
@@ -41,7 +41,7 @@ def machine_limits() -> dict[str, float]:
 
 
 def step_parts(model: Any, contender: Contender, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
-    """Milliseconds of each part per call of the model, behind the call on the prompt, with the bytes and flops of its limit.
+    """Milliseconds of each part per call of the model, after the call on the prompt, with the bytes and flops of its limit.
 
     Each is the median of `TURNS` texts; texts with and without the profiler take turns, and short ones between them.
     """

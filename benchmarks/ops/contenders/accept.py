@@ -31,7 +31,7 @@ BRANCHING = {
 }  # drafts -> children of every node, level by level
 NEEDS_DRAFT = tuple(name for name, rule in ACCEPT_RULES.items() if rule.needs_draft_logits)
 
-Accepted = tuple[Tensor, Tensor]  # emitted [B, depth + 1], -1 behind the end; accepted drafts [B]
+Accepted = tuple[Tensor, Tensor]  # emitted [B, depth + 1], -1 after the end; accepted drafts [B]
 
 
 # ---- the input ----
@@ -71,7 +71,7 @@ class Topology:
         self.first_path = list(tree.path(tree.leaves[0]))
 
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The children of each node, -1 behind the last; each node's row of draft logits, 0 for a leaf."""
+        """The children of each node, -1 after the last; each node's row of draft logits, 0 for a leaf."""
         width = max(self.branching)
         children = [[*below, *[-1] * (width - len(below))] for below in self.children]
         rows = [self.inner.index(node) if node in self.inner else 0 for node in range(self.nodes)]
@@ -139,7 +139,7 @@ def ours(step: Step, logprobs: int | None = None) -> pass_ext.AcceptResult:
 
 
 def emit(step: Step, accepted: Tensor, last: Tensor) -> Accepted:
-    """A chain's accepted drafts, the token behind them, then -1."""
+    """A chain's accepted drafts, the token after them, then -1."""
     drafts = step.chain
     place = torch.arange(drafts.shape[1] + 1, device=drafts.device)
     padded = torch.cat([drafts, drafts[:, :1]], dim=1)
@@ -373,7 +373,7 @@ def prepare_transformers(step: Step) -> tuple[Any, ...]:
 
 
 def with_transformers(step: Step) -> Any:
-    """transformers: the steps of `_assisted_decoding` behind the call of the target."""
+    """transformers: the steps of `_assisted_decoding` after the call of the target."""
     verify, processors, scores = step.transformers
     logits = step.target.to(torch.float32, copy=True)
     for i in range(logits.shape[1]):

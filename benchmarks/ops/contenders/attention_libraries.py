@@ -155,7 +155,7 @@ def prepare_vllm(steps: Sequence[Step]) -> None:
 
 
 def with_vllm(step: Step) -> Tensor:
-    """vLLM's Triton kernel. Causal, as trees are whose nodes stand behind their parents."""
+    """vLLM's Triton kernel. Causal, as trees are whose nodes stand after their parents."""
     attend, table, lengths, bias = step.trees.prepared[VLLM]
     assert step.pages is not None
     k, v = step.pages

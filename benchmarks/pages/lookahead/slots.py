@@ -72,10 +72,10 @@ def judged(model: Any, file: str, texts: list[Text]) -> list[dict[str, Any]]:
             continue
         found: dict[tuple[str, str], list[Any]] = {}
         for text in texts:
-            behind = range(text.prompt - 2, len(text.ids) - 1 - embedding.num_lookahead)
-            if not behind:  # shorter than this file's slots
+            after = range(text.prompt - 2, len(text.ids) - 1 - embedding.num_lookahead)
+            if not after:  # shorter than this file's slots
                 continue
-            places = torch.tensor(behind)
+            places = torch.tensor(after)
             hits = hits_of(model, embedding, torch.tensor(text.ids), places, recalls=scores == RECALL)
             for domain in (text.domain, "all"):
                 found.setdefault((text.kind, domain), []).append(hits)

@@ -4,7 +4,7 @@
 
 and, with a corpus, those that followed them in other texts (requests/corpus.py).
 
-Of a prompt that is more than text, it is the text behind all pictures and sound. Everything runs on the host. Nothing is drawn,
+Of a prompt that is more than text, it is the text after all pictures and sound. Everything runs on the host. Nothing is drawn,
 so any rule may judge the proposals.
 """
 

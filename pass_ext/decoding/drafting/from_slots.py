@@ -119,11 +119,11 @@ class LookaheadDrafter(Drafter):
         if not active:
             return chosen
         count, most, device = len(active), choice.rows, self._context.device
-        foreseeing = [_slots_after(batch.steps[b], batch.last_nodes[b]) for b in active]
-        # For the op the step before was each root with the slots that foresee what follows it.
+        predicting = [_slots_after(batch.steps[b], batch.last_nodes[b]) for b in active]
+        # For the op the step before was each root with the slots that predict what follows it.
         ids = [
             [batch.texts[b][-1], *(-1 - slot for slot in range(len(rows)))]
-            for b, rows in zip(active, foreseeing, strict=True)
+            for b, rows in zip(active, predicting, strict=True)
         ]
         step = torch.zeros(3, count, most, dtype=torch.int64, device=device)
         step[0, :, : max(map(len, ids))] = torch.tensor(filled(ids, 0), device=device)
@@ -146,7 +146,7 @@ class LookaheadDrafter(Drafter):
             rates=self._rates,
             price=self._price,
             text=None if self._texts is None else self._texts.of(batch.texts, active),
-            **self._offered(batch, active, foreseeing),
+            **self._offered(batch, active, predicting),
             **self._context.sampling.of_requests(torch.tensor(active, device=device)).keywords(),
         )
         ids, tokens = step[:2].tolist()
@@ -154,22 +154,22 @@ class LookaheadDrafter(Drafter):
             chosen[b] = _candidates(*rows, used=shape[3], nodes=shape[4])
         return chosen
 
-    def _offered(self, batch: Batch, active: Sequence[int], foreseeing: Sequence[Sequence[int]]) -> dict[str, Any]:
+    def _offered(self, batch: Batch, active: Sequence[int], predicting: Sequence[Sequence[int]]) -> dict[str, Any]:
         """The tokens that these rows of each request's step offer, as arguments of ``next_tree_``; under a grammar none that it
         forbids after the root. Deeper candidates that it forbids are left out where the candidates of all drafters meet."""
-        if not any(foreseeing):
+        if not any(predicting):
             return {}
         device, first_rows, guides = batch.logits.device, batch.first_rows, self._context.guides
         first = [first_rows[b] for b in active]
         allowed = None
         if guides is not None:
-            there = [i for i, rows in enumerate(foreseeing) if rows]
+            there = [i for i, rows in enumerate(predicting) if rows]
             roots = [[batch.texts[active[i]][-1]] for i in there]
             masks = guides.below(_ROOT, [active[i] for i in there], roots, [0])
             allowed = masks.new_full((len(batch.logits), masks.shape[1]), -1)
-            allowed[torch.tensor([first[i] + foreseeing[i][0] for i in there], device=device)] = masks
+            allowed[torch.tensor([first[i] + predicting[i][0] for i in there], device=device)] = masks
         offered = self._offers.top_of_rows(batch.logits, 1, allowed)
-        picked = [[at + row for row in rows] for at, rows in zip(first, foreseeing, strict=True)]
+        picked = [[at + row for row in rows] for at, rows in zip(first, predicting, strict=True)]
         index = torch.tensor(filled(picked, 0), device=device)
         return offered | {name: offered[name][0, index] for name in ("offered", "scores")} | {"first": 1}
 
@@ -185,7 +185,7 @@ def groups_after(batch: Batch) -> tuple[list[int], list[list[int]]]:
 
 
 def _slots_after(step: StepRows | None, node: int) -> Sequence[int]:
-    """The rows of the look-ahead slots that foresee what follows a node: its own, or those of the nearest node above it that
+    """The rows of the look-ahead slots that predict what follows a node: its own, or those of the nearest node above it that
     has some, without the ones already passed."""
     passed = 0
     while step is not None and node >= 0:

@@ -172,7 +172,7 @@ class TreeFiller:
             masks = self._guides.below(Tree.chain(0), requests, [[root] for root in roots], [0])
             allowed = masks.new_full((len(logits), masks.shape[1]), -1)
             allowed[::depth] = masks
-        # For the op the step before was the tree, with the slots that foresee it after its root.
+        # For the op the step before was the tree, with the slots that predict it after its root.
         rows = torch.stack([self._ids] * 3)[:, None].repeat(1, count, 1)
         zeros = places.new_zeros(count, dtype=torch.int32)
         next_tree_(

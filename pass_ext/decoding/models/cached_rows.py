@@ -1,5 +1,5 @@
 """Rows of keys and values as caches have them: padded, with values that are the first numbers of keys, and with what a feature
-of a model keeps behind the keys."""
+of a model keeps after the keys."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def is_front(values: Tensor, keys: Tensor) -> bool:
     )
 
 
-def with_behind(rows: Tensor, behind: Tensor) -> Tensor:
-    """Rows of keys ``[..., D]``, padded to a multiple of 16 numbers, or of their codes; and behind them what else a layer
+def with_after(rows: Tensor, after: Tensor) -> Tensor:
+    """Rows of keys ``[..., D]``, padded to a multiple of 16 numbers, or of their codes; and after them what else a layer
     keeps, ``[..., d]``, as it is, whatever the dtype of the rows: rounded numbers would choose other tokens."""
-    rows, front = functional.pad(rows, (0, _padding(rows.shape[-1]))), _padding(behind.shape[-1])
-    parts = rows, functional.pad(behind, (front, 0))
+    rows, front = functional.pad(rows, (0, _padding(rows.shape[-1]))), _padding(after.shape[-1])
+    parts = rows, functional.pad(after, (front, 0))
     return torch.cat([x.view(torch.uint8) for x in parts], -1).view(rows.dtype)
 
 
-def split_behind(rows: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What ``with_behind`` has joined, as views: the rows without the numbers behind, and these, ``[..., count]``."""
+def split_after(rows: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What ``with_after`` has joined, as views: the rows without the numbers after, and these, ``[..., count]``."""
     numbers, size = rows.view(torch.uint8), dtype.itemsize
     front = numbers[..., : -(count + _padding(count)) * size]
     return front.view(rows.dtype), numbers[..., -count * size :].view(dtype)

@@ -188,7 +188,7 @@ class FusedForward:
         return rows
 
     def _keep(self, attend: StepAttend, place: int, rows: Tensor) -> None:
-        """Gives the rows in front of a layer to whoever wants hidden states; those after the last one also behind the norm."""
+        """Gives the rows in front of a layer to whoever wants hidden states; those after the last one also after the norm."""
         if attend.taps is not None:
             attend.taps.keep(place, rows)
             if place == len(self.plan.layers) and "last" in attend.taps.places:
@@ -217,7 +217,7 @@ class FusedForward:
         """``[1, N, D']`` for the layers of a kind."""
         try:
             return self._rotary(rows, positions[None], *kind)
-        except IndexError:  # transformers 4's M-RoPE takes and gives three axes, which are equal behind a prompt
+        except IndexError:  # transformers 4's M-RoPE takes and gives three axes, which are equal after a prompt
             cos, sin = self._rotary(rows, positions.expand(3, 1, -1), *kind)
             return cos.flatten(0, -3)[:1], sin.flatten(0, -3)[:1]
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.models.cached_rows import is_front, padded, split_behind, with_behind
+from pass_ext.decoding.models.cached_rows import is_front, padded, split_after, with_after
 from pass_ext.ops.attention import attention_tree, padded_widths
 from pass_ext.ops.quantize import CODE_HEADER, dequantize_rows, quantize_rows
 from pass_ext.tree import PackedTrees
@@ -71,7 +71,7 @@ class LayerAttention:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's, of what lies behind keys."""
+        """The model's, of what lies after keys."""
         dtype: torch.dtype = self.session.model.table.dtype
         return dtype
 
@@ -97,21 +97,21 @@ class LayerAttention:
     # ---- the cache ----
 
     def held(self) -> Tensor | None:
-        """What lies behind the keys in the layer's cache, ``[B, S, KV heads, d]``; None: there is nothing yet."""
+        """What lies after the keys in the layer's cache, ``[B, S, KV heads, d]``; None: there is nothing yet."""
         if self._step.is_first:
             return None
         self._step.check_is_cached()
-        return self._behind(self.session.caches[self._number][0])
+        return self._after(self.session.caches[self._number][0])
 
-    def cached_behind(self) -> Tensor:
+    def cached_after(self) -> Tensor:
         """As ``held``, in the cache that is there once the layer has kept its rows."""
-        return self._behind(self.session.caches[self._number][0])
+        return self._after(self.session.caches[self._number][0])
 
-    def _behind(self, keys: Tensor) -> Tensor:
-        return split_behind(keys, self.session.model.widths_behind[self._number], self.dtype)[1]
+    def _after(self, keys: Tensor) -> Tensor:
+        return split_after(keys, self.session.model.widths_after[self._number], self.dtype)[1]
 
-    def keep(self, behind: Tensor | None = None, *, k: Tensor | None = None, v: Tensor | None = None) -> None:
-        """Keeps keys and values of the rows, by default the layer's own, and behind the keys ``[N, d]`` of all their heads; an
+    def keep(self, after: Tensor | None = None, *, k: Tensor | None = None, v: Tensor | None = None) -> None:
+        """Keeps keys and values of the rows, by default the layer's own, and after the keys ``[N, d]`` of all their heads; an
         earlier layer's are kept."""
         if self._k is None:
             return
@@ -121,10 +121,10 @@ class LayerAttention:
         k = padded(k, widths[0])
         v = k[..., : widths[1]] if is_shared else padded(v, widths[1])
         k, v = self._coded(k, v, is_shared=is_shared)
-        if behind is not None:
-            behind = behind.unflatten(1, (k.shape[1], -1))
-            assert behind.shape[-1] == self.session.model.widths_behind.get(self._number), "another layer's"
-            k = with_behind(k, behind)
+        if after is not None:
+            after = after.unflatten(1, (k.shape[1], -1))
+            assert after.shape[-1] == self.session.model.widths_after.get(self._number), "another layer's"
+            k = with_after(k, after)
         if is_shared:
             v = k[..., : self._header + widths[1]]
         self._step.keep(self._number, k, v, dims, self.options, is_shared=is_shared)

@@ -2,7 +2,7 @@
 
     products     ``linear_rows``, whose sums have one order: of linear layers, of routers, of each expert
     sums         ``linear_rows`` with a weight of ones, in float32: so means and softmax too; sums in float64 are refused
-    functions    of single numbers, complex ones too: on the CPU by whole vectors, because PyTorch rounds the numbers behind
+    functions    of single numbers, complex ones too: on the CPU by whole vectors, because PyTorch rounds the numbers after
                  these otherwise
     other work   copies, and results without floats: nothing is rounded
 

@@ -199,9 +199,9 @@ class Adapted:
     """A layer has attended several times in a call, and has caches that transformers' cache does not have in this order."""
     numbers: Mapping[int, int] | None = None
     """The number of each layer that attends among those that do; None: all layers attend."""
-    widths_behind: Mapping[int, int] = MappingProxyType({})
+    widths_after: Mapping[int, int] = MappingProxyType({})
     """The layers that keep more of a text than keys and values, by their number among those that attend -> how many numbers
-    they keep behind the keys of each KV head."""
+    they keep after the keys of each KV head."""
     keeps_states: bool = False
     """Some layers keep a state."""
     most_positions: int = sys.maxsize

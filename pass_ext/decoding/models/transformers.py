@@ -24,7 +24,7 @@ from pass_ext.decoding.models.features.table import (
     attending_layers,
     computed_by,
     serve_features,
-    widths_behind,
+    widths_after,
 )
 from pass_ext.decoding.models.fused_forward import FusedForward, is_hooked
 from pass_ext.decoding.models.layer_kinds import STATES, keeps_states, kinds_of
@@ -76,8 +76,8 @@ class TransformersModel(Adapted):
         self.numbers = attending_layers(text)
         self._layers = getattr(text, "num_hidden_layers", None) if self.numbers is None else len(self.numbers)
         self.caches = None if self._layers is None else self._layers - layers_with_keys_of_others(unwrapped(model))
-        widths = widths_behind(unwrapped(model))
-        self.widths_behind = {(self.numbers or {}).get(layer, layer): width for layer, width in widths.items()}
+        widths = widths_after(unwrapped(model))
+        self.widths_after = {(self.numbers or {}).get(layer, layer): width for layer, width in widths.items()}
         self.keeps_states = keeps_states(text)
         self._takes_positions = limits.position_taker(model) is unwrapped(model)
         named = (getattr(text, name, None) for name in ("max_position_embeddings", "max_target_positions"))
@@ -332,7 +332,7 @@ class TransformersModel(Adapted):
         return normed
 
     def output(self, rows: Tensor) -> Tensor:
-        """The output layer on rows ``[R, d]`` behind the final norm: logits ``[R, V]``."""
+        """The output layer on rows ``[R, d]`` after the final norm: logits ``[R, V]``."""
         return self._head(rows[None], batch_invariant=False)[0]
 
     def _head(self, normed: Tensor, batch_invariant: bool) -> Tensor:

@@ -1,9 +1,9 @@
 """``WholePrompts``: prompts that are more than text (pictures, sound, embeddings), read by the model's own forward.
 
     keys, values, states   of all tokens but each prompt's last one, which decoding reads as that of any text
-    offset                 of each text: position of a row - its index in the text, behind the prompt. M-RoPE gives the rows of
+    offset                 of each text: position of a row - its index in the text, after the prompt. M-RoPE gives the rows of
                            a picture fewer positions than there are
-    begin                  of each text: the first token behind all rows that are no token's own, where drafters begin to read
+    begin                  of each text: the first token after all rows that are no token's own, where drafters begin to read
 
 Layers that attend read whole prompts, for in some models each row sees all of them; the last row is dropped then. A state
 cannot go back: a model that keeps some reads all but the last column.
@@ -72,12 +72,12 @@ INPUTS = frozenset(
         *("use_audio_in_video", "video_second_per_grid", "interpolate_pos_encoding"),
     }
 )
-"""What a model takes of a prompt alone. Rows behind it depend on its keys, values, states and positions only."""
+"""What a model takes of a prompt alone. Rows after it depend on its keys, values, states and positions only."""
 
 
 def inputs_of(config: Any) -> frozenset[str]:
     """Those of ``INPUTS`` that a model of this config takes of a prompt alone. One of text alone adds ``token_type_ids`` to
-    rows behind the prompt too."""
+    rows after the prompt too."""
     return INPUTS if config.sub_configs else frozenset({"inputs_embeds"})
 
 
@@ -262,7 +262,7 @@ class WholePrompts:
         layers = texts_in_cache(cache, attending, starts, max(held), inner)
         states = read_states(cache, places_of(inner)) if model.keeps_states else []
         own = self._own_rows(model, notes, columns, cut)
-        begins = [_behind(own[b, start:].tolist()) for b, start in enumerate(starts.tolist())]
+        begins = [_after(own[b, start:].tolist()) for b, start in enumerate(starts.tolist())]
         if max(begin - length for begin, length in zip(begins, held, strict=True)) > 0:
             raise ValueError(
                 f"{name}: prompts must end with a token, whose row is its own in the table of embeddings, got one that ends in "
@@ -298,7 +298,7 @@ class WholePrompts:
         return columns
 
     def _own_rows(self, model: Adapted, notes: _Notes, columns: int, cut: int) -> Tensor:
-        """``[B, T]``, True where a row was its token's own in the table, as the rows behind the prompt are. Of columns that
+        """``[B, T]``, True where a row was its token's own in the table, as the rows after the prompt are. Of columns that
         were in the cache it is not known."""
         config = unwrapped(model.model).config
         rows = notes.ids if notes.rows is None else notes.rows
@@ -320,7 +320,7 @@ class WholePrompts:
         return own
 
     def _offsets(self, model: Adapted, notes: _Notes, cut: int) -> list[int]:
-        """Each text's position of rows behind the prompt less their index."""
+        """Each text's position of rows after the prompt less their index."""
         total, lengths = self._mask.shape[1], self._mask.sum(1).tolist()
         if notes.positions is None:  # the decoder counts columns
             return [total - length for length in lengths]
@@ -338,9 +338,9 @@ class WholePrompts:
         reason = first(lambda feature: feature.unplaced(unwrapped(model.model)))
         if reason is not None and bool(((axes != index) & is_text).any()):
             raise ValueError(
-                f"{model.name}: {reason}, which is no position behind {', '.join(self._names)}: prompts must be text alone"
+                f"{model.name}: {reason}, which is no position after {', '.join(self._names)}: prompts must be text alone"
             )
-        # Behind a prompt a model counts on from the largest position, which is the last token's.
+        # After a prompt a model counts on from the largest position, which is the last token's.
         largest = axes.where(is_text, -1).amax((0, 2))
         if end == total and bool((axes[:, :, -1] != largest).any()):
             raise ValueError(
@@ -407,7 +407,7 @@ def _noted(forward: Any, notes: _Notes, *inputs: Any, **named: Any) -> Any:
     return forward(*inputs, **named)
 
 
-def _behind(own: Sequence[bool]) -> int:
+def _after(own: Sequence[bool]) -> int:
     """The number of tokens up to the last row that is no token's own."""
     return len(own) - next((back for back, is_own in enumerate(reversed(own)) if not is_own), len(own))
 

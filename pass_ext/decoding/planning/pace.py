@@ -1,7 +1,7 @@
 """``Pace``: whether the next step of a batch drafts, and the price of its rows.
 
     lost    seconds of a drafted step / those of a plain one - its tokens / those of a plain one; gains only make good losses
-    pause   once 3 plain steps or more are lost: 32 plain steps for each. Each trial behind a pause ends once 1.5 are lost, in a
+    pause   once 3 plain steps or more are lost: 32 plain steps for each. Each trial after a pause ends once 1.5 are lost, in a
             pause as for 6, for 12, then always for 18, if no more were lost
     price   of n rows of each request: their seconds, in tokens at the speed of the last steps
 

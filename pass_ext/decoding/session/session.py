@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pass_ext.decoding.arguments import instance, type_of, whole_number
 from pass_ext.decoding.models.any_model import packed_model
-from pass_ext.decoding.models.cached_rows import is_front, padded, split_behind, with_behind
+from pass_ext.decoding.models.cached_rows import is_front, padded, split_after, with_after
 from pass_ext.decoding.models.one_order import check_seen
 from pass_ext.decoding.models.packed import Adapted, NewRows
 from pass_ext.decoding.models.slots import PlacedSlots
@@ -37,7 +37,7 @@ from pass_ext.tree import PackedTrees, Tree, pack_trees
 Layers = Sequence[tuple[Tensor, Tensor]]
 Past = Sequence[Any]
 """Keys and values of each layer that attends; their number of tokens, of all texts or of each; and, where there are some, the
-states after these, and the offsets of the texts' positions behind pictures."""
+states after these, and the offsets of the texts' positions after pictures."""
 
 _MOST = 1 << 30  # positions are int32
 _MOST_PACKED = 256
@@ -125,7 +125,7 @@ class Session:
         self.offsets: Tensor | None = None
         """``[B]``, each text's position of a row less its index in the text; None: they are the same."""
         self.begins: list[int]
-        """The first token of each text behind all rows that are no token's own."""
+        """The first token of each text after all rows that are no token's own."""
         self._has_called = self._is_in_use = False
         self.text_states: TextStates | None = None
         """The hidden states of the texts, from ``tap`` on."""
@@ -448,17 +448,17 @@ class Session:
                         f"{list(x.shape)}"
                     )
             header = CODE_HEADER if pair[0].dtype in MOST_OF_CODES else 0
-            behind, count = None, self.model.widths_behind.get(layer, 0)
+            after, count = None, self.model.widths_after.get(layer, 0)
             if count:
                 dtype = self.model.table.dtype if header else pair[0].dtype
-                pair[0], behind = split_behind(pair[0], count, dtype)
+                pair[0], after = split_after(pair[0], count, dtype)
             dims = pair[0].shape[-1] - header, pair[1].shape[-1] - header
             widths = padded_widths(*dims, self.device, in_codes=bool(header) or self.cache_dtype is not None)
             rows = [padded(x[:, :length], header + width) for x, width in zip(pair, widths, strict=True)]
             if self.cache_dtype is not None and not header:
                 rows = [quantize_rows(x, self.cache_dtype) for x in rows]
-            if behind is not None:
-                rows[0] = with_behind(rows[0], behind[:, :length].to(self.model.table.dtype))
+            if after is not None:
+                rows[0] = with_after(rows[0], after[:, :length].to(self.model.table.dtype))
             if first:
                 self.add_layer(rows[0][0], None if is_shared else rows[1][0], dims)
             self.check_rows(layer, *(x[0] for x in rows))

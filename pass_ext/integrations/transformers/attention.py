@@ -127,7 +127,7 @@ def _refuse(
         )
     reason = unsupported(module, floats[0].shape[2], dropout, options)
     if module._modules.get("compressor") is not None:
-        reason = f"{type(module).__name__} has compressed entries behind its keys, which no mask of pass_ext's is of"
+        reason = f"{type(module).__name__} has compressed entries after its keys, which no mask of pass_ext's is of"
     if reason is not None:
         raise ValueError(
             f"pass_ext attention: {reason}; transformers' attn_implementation 'eager' or 'sdpa' may support it"

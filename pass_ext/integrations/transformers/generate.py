@@ -369,5 +369,5 @@ def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> A
     for layer, (keys, values) in pairs.items():
         write_cache(cache, layer, keys, values)
     for feature in FEATURES:
-        feature.write_behind(inner, cache, stored, rows)
+        feature.write_after(inner, cache, stored, rows)
     return cache

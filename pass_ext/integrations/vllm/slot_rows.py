@@ -46,8 +46,8 @@ class SlotRows:
             lookahead.check_fits(self.table)
             self._vocabulary, self._has_slots = vocabulary, True
             self._slots = torch.zeros(most_rows, dtype=torch.int32, device=like.device)
-            self._rows = _behind_zeros(lookahead.weight, self.table)
-            self._deep = None if lookahead.deep is None else _behind_zeros(lookahead.deep, self.table)
+            self._rows = _after_zeros(lookahead.weight, self.table)
+            self._deep = None if lookahead.deep is None else _after_zeros(lookahead.deep, self.table)
         if lookahead.deep is not None:
             for index, layer in enumerate(layer_list(language, layers)):
                 layer.register_forward_pre_hook(self._shifted(index), with_kwargs=True)
@@ -87,7 +87,7 @@ class SlotRows:
         return hook
 
 
-def _behind_zeros(vectors: Tensor, table: Tensor) -> Tensor:
+def _after_zeros(vectors: Tensor, table: Tensor) -> Tensor:
     """``[..., L + 1, d]``: a row of zeros, for tokens, and then the slots' vectors."""
     known = vectors.detach().to(table.device, table.dtype)
     return torch.cat([torch.zeros_like(known[..., :1, :]), known], dim=-2)

@@ -142,9 +142,9 @@ def _chain_texts(options: argparse.Namespace, texts: Iterable[tuple[torch.Tensor
     chain_texts = []
     for ids, prompt_tokens, kind in texts:
         ids = ids[: MAX_TREE_NODES - options.levels * options.evaluation_places]
-        first, behind = max(prompt_tokens - 1, 0), len(ids) - 1
-        if first < behind:
-            places = torch.arange(first, behind)
+        first, after = max(prompt_tokens - 1, 0), len(ids) - 1
+        if first < after:
+            places = torch.arange(first, after)
             chain_texts.append(Text(ids, even_places(places, options.evaluation_places), kind))
     return chain_texts
 

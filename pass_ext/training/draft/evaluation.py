@@ -23,8 +23,8 @@ CHAIN = 4
 _ROWS = 256
 
 
-def ranks_of_tokens(model: Any, adapter: ExitAdapter, behind: Tensor, following: Tensor) -> Tensor:
-    """``[N]``: rank of ``following`` [N] among the draft's logits of the rows ``behind`` [N, d]; V for tokens that the
+def ranks_of_tokens(model: Any, adapter: ExitAdapter, after: Tensor, following: Tensor) -> Tensor:
+    """``[N]``: rank of ``following`` [N] among the draft's logits of the rows ``after`` [N, d]; V for tokens that the
     draft's head lacks. Equal logits stand in the order of their ids."""
     parts = exit_parts(model)
     weight, bias = parts.head.weight.detach(), parts.head.bias
@@ -34,7 +34,7 @@ def ranks_of_tokens(model: Any, adapter: ExitAdapter, behind: Tensor, following:
     with torch.no_grad():
         table, offset = weight[ids], 0 if bias is None else bias[ids]
         for picked in (place >= 0).nonzero()[:, 0].split(_ROWS):
-            rows = parts.norm(adapter(behind[picked].to(table.device, table.dtype)))
+            rows = parts.norm(adapter(after[picked].to(table.device, table.dtype)))
             ranks[picked] = ranks_among((rows @ table.T + offset).float().cpu(), place[picked])
     return ranks
 
@@ -57,7 +57,7 @@ def evaluate_draft(model: Any, adapter: ExitAdapter, samples: Sequence[Sample], 
         start = end
         if end - 1 - first >= DEPTHS:
             following = hidden.tokens[first + 1 : end].long()
-            ranks = ranks_of_tokens(model, adapter, hidden.behind[adapter.layers][first : end - 1], following)
+            ranks = ranks_of_tokens(model, adapter, hidden.after[adapter.layers][first : end - 1], following)
             ranks_by_kind.setdefault(sample.kind, []).append(ranks.unfold(0, DEPTHS, 1))
     if not ranks_by_kind:
         return {"places": 0}

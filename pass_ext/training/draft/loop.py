@@ -36,7 +36,7 @@ class Hidden(NamedTuple):
 
     tokens: Tensor
     """``[N]`` int32."""
-    behind: dict[int, Tensor]
+    after: dict[int, Tensor]
     """Layer count k -> ``[N, d]``, what layer k - 1 put out."""
     final: Tensor
     """``[N, d]``, after the model's last norm."""
@@ -96,7 +96,7 @@ def collect_hidden(
 
 def save_hidden(hidden: Hidden, path: Path, identity: str) -> None:
     """Writes the rows; ``identity`` says which run they belong to."""
-    tensors = {f"after {count}": rows for count, rows in hidden.behind.items()}
+    tensors = {f"after {count}": rows for count, rows in hidden.after.items()}
     fresh = path.with_suffix(".new")
     write_tensors(fresh, {"tokens": hidden.tokens, "final": hidden.final, **tensors}, {"identity": identity})
     fresh.replace(path)
@@ -118,8 +118,8 @@ def load_hidden(path: Path, identity: str, layers: Sequence[int]) -> Hidden | No
             names = {count: f"after {count}" for count in layers}
             if not set(names.values()) <= set(file.keys()):
                 return None
-            behind = {count: file.get_tensor(name) for count, name in names.items()}
-            return Hidden(file.get_tensor("tokens"), behind, file.get_tensor("final"))
+            after = {count: file.get_tensor(name) for count, name in names.items()}
+            return Hidden(file.get_tensor("tokens"), after, file.get_tensor("final"))
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or was cut off ({error})") from error
 
@@ -193,11 +193,11 @@ class DraftTrainer(Trainer):
         picked = picked[picked >= 0]
         self.ranks.did("rows", len(picked))
         self.tokens += len(chosen)
-        behind = self._hidden.behind[self.adapter.layers][picked].to(device, torch.float32)  # as the adapter's numbers
+        after = self._hidden.after[self.adapter.layers][picked].to(device, torch.float32)  # as the adapter's numbers
         final = self._hidden.final[picked].to(device, dtype)
         weights = torch.full((len(picked),), 1 / len(chosen), device=device)
         return distillation_loss(
-            [self._norm(self.adapter(behind).to(dtype))],
+            [self._norm(self.adapter(after).to(dtype))],
             [self._table],
             weights,
             teacher_rows=final,

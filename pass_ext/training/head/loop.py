@@ -155,7 +155,7 @@ class HeadTrainer(Trainer):
             self.ranks.did("rows", end - first)
             with torch.no_grad():
                 embedded = self._embeddings(self._hidden.tokens[rows].long().to(device)).float()
-            taps = torch.stack([self._hidden.behind[int(tap)][rows] for tap in head.taps], 1).to(device, torch.float32)
+            taps = torch.stack([self._hidden.after[int(tap)][rows] for tap in head.taps], 1).to(device, torch.float32)
             with self.part("passes"), torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
                 drafted += [out.to(table.dtype) for out in passes(head, embedded, taps, settings.unroll)]
             for k in range(1, settings.unroll + 1):

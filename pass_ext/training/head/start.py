@@ -91,7 +91,7 @@ class _Rows(NamedTuple):
         hidden, embeddings, device = self.hidden, self.model.get_input_embeddings(), self.factors.device
         for rows in places.split(_CHUNK):
             embedded = embeddings(hidden.tokens[rows + 1].long().to(device))
-            states = [hidden.behind[int(tap)][rows].to(device) for tap in self.taps]
+            states = [hidden.after[int(tap)][rows].to(device) for tap in self.taps]
             x = torch.cat([_over_rms(part) for part in (*states, embedded)], 1)
             yield x, (hidden.final[rows + 1].to(device).float() / self.factors).nan_to_num(0, 0, 0)
 

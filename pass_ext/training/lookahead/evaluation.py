@@ -103,11 +103,11 @@ class _TextHits(NamedTuple):
 @torch.no_grad()
 def _text_hits(model: Any, embedding: LookaheadEmbedding, sample: Sample, anchors: int) -> _TextHits:
     # The first place has the last token of the prompt as its new root.
-    first, behind = max(sample.prompt_tokens - 2, 0), len(sample.ids) - 1 - embedding.num_lookahead
-    if first >= behind:
+    first, after = max(sample.prompt_tokens - 2, 0), len(sample.ids) - 1 - embedding.num_lookahead
+    if first >= after:
         return _TextHits(sample.kind, sample.temperature, None, None)
     device = model.get_input_embeddings().weight.device
-    even, ids = even_places(torch.arange(first, behind), anchors).to(device), torch.tensor(sample.ids, device=device)
+    even, ids = even_places(torch.arange(first, after), anchors).to(device), torch.tensor(sample.ids, device=device)
     read = _read(model, embedding, ids, even)
     hits = SlotHits(*(part.cpu() for part in _hits(model, embedding, read, recalls=False)))
     recalled = _hits(model, embedding, read, recalls=True).ranks.cpu()

@@ -24,8 +24,8 @@ def sure_slots(model, monkeypatch, rows_called):
 
 
 @pytest.mark.parametrize("temperature", [0.0, [0.0, 0.8, 1.0, 0.6]])
-@pytest.mark.parametrize("foresees", [True, False])
-def test_texts_of_a_batch_are_those_of_plain_decoding(llama, monkeypatch, rows_called, temperature, foresees):
+@pytest.mark.parametrize("predicts", [True, False])
+def test_texts_of_a_batch_are_those_of_plain_decoding(llama, monkeypatch, rows_called, temperature, predicts):
     """Ragged prompts; texts end early and at different steps; rows differ from request to request."""
     ids, mask = ragged_prompts(4)
     slots = sure_slots(llama, monkeypatch, rows_called)
@@ -35,7 +35,7 @@ def test_texts_of_a_batch_are_those_of_plain_decoding(llama, monkeypatch, rows_c
     ends = [plain.sequences[0, width + 5].item(), plain.sequences[2, width + 11].item()]
     plain = generate(llama, ids, Plain(), eos_token_id=ends, **options)
     assert len(set(plain.lengths)) > 1
-    if foresees:
+    if predicts:
         texts = [row[seen.bool()].tolist() for row, seen in zip(ids, mask, strict=True)]
         Prophet(
             monkeypatch,
@@ -43,16 +43,16 @@ def test_texts_of_a_batch_are_those_of_plain_decoding(llama, monkeypatch, rows_c
         )
     got = generate(llama, ids, PaSS(slots), eos_token_id=ends, session=Session(llama, run_ahead=False), **options)
     assert torch.equal(got.sequences, plain.sequences) and got.lengths == plain.lengths
-    if foresees:
+    if predicts:
         assert got.stats.num_draft_tokens > 0
         assert got.stats.model_calls < 0.75 * plain.stats.model_calls
 
 
 @pytest.mark.parametrize("temperature", [0.0, [0.0, 0.8, 1.0, 0.6]])
 @pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("foresees", [True, False])
+@pytest.mark.parametrize("predicts", [True, False])
 def test_texts_under_a_grammar_are_those_of_plain_decoding(
-    llama, monkeypatch, rows_called, foresees, count, temperature
+    llama, monkeypatch, rows_called, predicts, count, temperature
 ):
     """One text has no grammar; in all others tokens are forced, after roots and candidates."""
     ids, mask = (part[:count] for part in ragged_prompts(4))
@@ -64,19 +64,19 @@ def test_texts_under_a_grammar_are_those_of_plain_decoding(
         grammar=grammar,
     )  # fmt: skip
     plain = generate(llama, ids, Plain(), **options)
-    if foresees:
+    if predicts:
         texts = [row[seen.bool()].tolist() for row, seen in zip(ids, mask, strict=True)]
         new = [row[ids.shape[1] :].tolist() for row in plain.sequences]
         Prophet(monkeypatch, [text + written for text, written in zip(texts, new, strict=True)])
     got = generate(llama, ids, PaSS(slots), **options)
     assert torch.equal(got.sequences, plain.sequences) and got.lengths == plain.lengths
     assert got.stats.num_draft_tokens > 0
-    if foresees:
+    if predicts:
         assert got.stats.model_calls < 0.75 * plain.stats.model_calls
 
 
 @pytest.mark.parametrize("method", [dict(rows=6), dict(tree=Tree.chain(2), rows=9)], ids=["rows", "tree"])
-def test_what_a_grammar_forbids_behind_the_root_is_not_offered(method):
+def test_what_a_grammar_forbids_after_the_root_is_not_offered(method):
     """The model's and the slots' best tokens are forbidden; the best one of the others is right every time."""
     allowed = Monotone.logits.argsort()[:20].tolist()
     grammar = Automaton({0: dict.fromkeys(allowed, 0)})

@@ -166,7 +166,7 @@ def test_every_part_of_a_block_counts(wrong, load):
 
 
 def test_taps_are_outputs_in_one_form_and_inputs_in_the_other(load):
-    """Layer i's output is the input of layer i + 1; transformers' last states are those behind the final norm."""
+    """Layer i's output is the input of layer i + 1; transformers' last states are those after the final norm."""
     model = target()
     found = tensors("dflash", 64, VOCABULARY)
     config = settings("dflash")

@@ -187,7 +187,7 @@ def test_statistics_count_its_candidates():
     assert stats.model_calls == 12 and stats.acceptance_histogram == (10, 0, 0, 0)
 
 
-def test_batch_holds_the_logits_behind_each_text(llama):
+def test_batch_holds_the_logits_after_each_text(llama):
     """A drafter may read the target's last call: the token that the target added is the best of these logits."""
     ids, mask = ragged_prompts(4, seed=2)
     want = generate(llama, ids, Plain(), attention_mask=mask, **LIMITS)

@@ -156,7 +156,7 @@ def test_prompts_longer_than_what_is_read_at_once(target, head):
 
 
 def test_a_session_that_goes_on_drafts_from_the_states_of_the_new_tokens(target, head):
-    """What `past` held has no states: the head's text begins behind it."""
+    """What `past` held has no states: the head's text begins after it."""
     method, plain = head
     ids = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(4))
     session = Session(target, room=80)

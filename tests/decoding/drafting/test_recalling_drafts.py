@@ -25,7 +25,7 @@ def test_texts_grow():
 
 
 class Round:
-    """A model whose text goes round: 1 2 3 … 11 0 1 …. Slots without numbers foresee token 1, whatever comes."""
+    """A model whose text goes round: 1 2 3 … 11 0 1 …. Slots without numbers predict token 1, whatever comes."""
 
     def __init__(self):
         self.embedding = torch.eye(12, 64)

@@ -34,14 +34,14 @@ def slots_of(target, rank=4, seed=1):
 
 @pytest.fixture(scope="module", params=["EAGLE-3", "P-EAGLE", "MTP"])
 def head(request, tmp_path_factory):
-    """Its method has slots behind every node."""
+    """Its method has slots after every node."""
     kind = head_of_kind(request.param, tmp_path_factory.mktemp("head"), length=ABOVE)
     lookahead = PaSS(slots_of(kind.target), rows=64, recall=False)
     return kind._replace(method=replace(kind.method, lookahead=lookahead))
 
 
 class SlotsBelow:
-    """The formula, for greedy texts: the head's chain, and below it the best tokens of slots behind the token in front of the
+    """The formula, for greedy texts: the head's chain, and below it the best tokens of slots after the token in front of the
     text's last one. first: the slot that drafts at level 1."""
 
     def __init__(self, head, first=0):
@@ -76,7 +76,7 @@ def test_drafts_and_calls_are_those_of_the_formula(head):
 
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_texts_are_plains(head, count):
-    """Greedy and by seed, ragged; slots behind some nodes alone; beside n-grams, and under grammars."""
+    """Greedy and by seed, ragged; slots after some nodes alone; beside n-grams, and under grammars."""
     ids, mask = head.prompts(count)
     warm = dict(temperature=[0.8, 0.0, 1.2, 0.5, 0.9, 1.0, 0.3, 0.7][:count], top_p=0.95, seeds=list(range(count)))
     few = replace(head.method, lookahead=replace(head.method.lookahead, rows=14, recall=True), ngram=NGram(shortest=1))

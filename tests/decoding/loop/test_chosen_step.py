@@ -142,7 +142,7 @@ def test_candidates_that_come_true(llama, chosen, monkeypatch):
             depths = (rows[2, 0] - (lengths[0] - 1)).tolist()
             for row in range(
                 offered.shape[1]
-            ):  # a slot after a node at depth d, slot j, foresees the token d + j + 2 after
+            ):  # a slot after a node at depth d, slot j, predicts the token d + j + 2 after
                 place = int(lengths[0]) + depths[first + row]
                 if rows[0, 0, first + row] < 0 and place < len(future):
                     offered[0, row, 0] = future[place]

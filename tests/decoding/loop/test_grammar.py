@@ -143,7 +143,7 @@ def test_logits_processors_come_before_the_mask(llama):
     want, got = (generate(llama, ids, method, **options, **lift).sequences for method in (Plain(), NGram(shortest=1)))
     assert torch.equal(want, got)
     text = want[0, ids.shape[1] :].tolist()
-    assert all(token in grammar.allowed_behind(text[:i]) for i, token in enumerate(text))
+    assert all(token in grammar.allowed_after(text[:i]) for i, token in enumerate(text))
     assert not torch.equal(want, generate(llama, ids, **options).sequences)
 
 
@@ -261,7 +261,7 @@ def test_forbidden_candidates_never_meet_the_model(llama, monkeypatch):
             for row in nodes:
                 paths[row] = [*paths[parents[row]], tokens[row]]
             assert any(
-                all(paths[row][-1] in grammar.allowed_behind([*text[: i + 1], *paths[row][:-1]], ENDS) for row in nodes)
+                all(paths[row][-1] in grammar.allowed_after([*text[: i + 1], *paths[row][:-1]], ENDS) for row in nodes)
                 for i in starts
             ), name
             rows += len(nodes)
@@ -373,7 +373,7 @@ class Overflowing(Automaton):
 
 
 @pytest.mark.parametrize("end", [[], 7], ids=["no end token", "an end token"])
-def test_bits_behind_the_vocabulary_allow_nothing(llama, end):
+def test_bits_after_the_vocabulary_allow_nothing(llama, end):
     """Texts, calls and the place where a text ends are those of the same grammar without such bits; the last word of a mask
     has one token."""
     last = VOCABULARY - 1
@@ -446,17 +446,17 @@ def test_a_guide_agrees_with_its_automaton_along_random_paths(vocabulary):
     for _ in range(60):
         path = []
         for _ in range(int(torch.randint(5, (), generator=generator))):
-            allowed = sorted(grammar.allowed_behind([*text, *path]))
+            allowed = sorted(grammar.allowed_after([*text, *path]))
             others = torch.randint(-1, vocabulary + 40, (1,), generator=generator).tolist()
             choices = allowed if allowed and torch.rand((), generator=generator) < 0.8 else others
             path.append(choices[int(torch.randint(len(choices), (), generator=generator))])
-        allowed = grammar.allowed_behind([*text, *path], ends)
+        allowed = grammar.allowed_after([*text, *path], ends)
         words = guide.mask(path).tolist()
         ended = any(token in ends for token in path) and guide.allows(path)
         bits = {v for v in range(32 * len(words)) if words[v // 32] >> v % 32 & 1}
-        behind = any(token in ends and guide.allows(path[: i + 1]) for i, token in enumerate(path))
-        assert bits == (set(range(32 * len(words))) if behind else allowed), (text, path)
-        assert guide.allows(path) == (grammar.state_behind(path and [*text, *path]) is not None or ended)
+        after = any(token in ends and guide.allows(path[: i + 1]) for i, token in enumerate(path))
+        assert bits == (set(range(32 * len(words))) if after else allowed), (text, path)
+        assert guide.allows(path) == (grammar.state_after(path and [*text, *path]) is not None or ended)
         new = path[: guide.allowed_count(path)]
         if new and not any(token in ends for token in new):
             assert guide.advance(new) == (len(new), False)

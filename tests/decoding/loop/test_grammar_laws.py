@@ -36,7 +36,7 @@ class Masked(World):
     def at(self, text):
         if text not in self.laws:
             logits = torch.randn(self.vocabulary, generator=self.generator, dtype=torch.float64) * self.spread
-            if allowed := GRAMMAR.allowed_behind(text):  # a forbidden text has no probability anyway
+            if allowed := GRAMMAR.allowed_after(text):  # a forbidden text has no probability anyway
                 logits[[token for token in range(self.vocabulary) if token not in allowed]] = -math.inf
             self.laws[text] = (process(logits, **self.filters), None)
         return self.laws[text]
@@ -65,7 +65,7 @@ def measured(tree, rule, world, levels=3, spoil=lambda drafted: None):
         spoil(drafted)
         request = Judged(drafted.candidates, drafted.logits, world, drafted.allowed)
         depths.add(request.max_depth)
-        assert all(GRAMMAR.state_behind(request.text(node)) is not None for node in range(len(request.parents)))
+        assert all(GRAMMAR.state_after(request.text(node)) is not None for node in range(len(request.parents)))
         emitted(request, rule, masses, mass)
     horizon = levels + 1
     return variation(world.completed(masses, horizon), world, horizon), depths

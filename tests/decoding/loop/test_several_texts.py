@@ -128,7 +128,7 @@ def test_texts_are_those_of_prompts_read_apart(llama, method, rows_read, monkeyp
     assert rows_read[0] >= sum(map(len, prompts))
 
 
-def test_past_and_used_sessions_begin_behind_what_they_know(llama, rows_read):
+def test_past_and_used_sessions_begin_after_what_they_know(llama, rows_read):
     ids = torch.randint(5, 90, (1, 60), generator=torch.Generator().manual_seed(0))
     cached = llama(ids[:, :20], use_cache=True).past_key_values
     past = [(layer.keys.transpose(1, 2), layer.values.transpose(1, 2)) for layer in cached.layers]

@@ -130,7 +130,7 @@ def test_adapters_before_the_text_are_refused(peft, name):
     assert torch.equal(of_transformers(base, custom_generate=custom_generate()), of_transformers(base))
 
 
-def test_an_adapter_behind_certain_tokens_is_refused(peft):
+def test_an_adapter_after_certain_tokens_is_refused(peft):
     model = adapted(peft, "LoraConfig", init_lora_weights=False, alora_invocation_tokens=[int(IDS[0, -3])])
     for call in (lambda: ours(model), lambda: of_transformers(model, custom_generate=custom_generate())):
         with pytest.raises(ValueError, match="llama has a peft adapter of the kind aLoRA"):

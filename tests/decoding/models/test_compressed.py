@@ -127,7 +127,7 @@ def test_each_row_is_its_own_path_alone(sparse, heavy):
 @pytest.mark.usefixtures("one_thread")
 @torch.no_grad()
 def test_an_entry_has_the_bits_that_it_has_alone(dtype):
-    """With heads that are rotated as a whole, because torch's cos rounds what is behind whole vectors otherwise."""
+    """With heads that are rotated as a whole, because torch's cos rounds what is after whole vectors otherwise."""
     model = model_of(3, 4, head_dim=32, index_head_dim=32, partial_rotary_factor=1.0).to(dtype)
     generator = torch.Generator().manual_seed(0)
     for layer in (0, 1):
@@ -237,7 +237,7 @@ def test_a_compressor_with_other_parts():
 def test_pass_ext_as_the_models_attention():
     model = model_of()
     use(model)
-    with pytest.raises(ValueError, match="DeepseekV4Attention has compressed entries behind its keys"):
+    with pytest.raises(ValueError, match="DeepseekV4Attention has compressed entries after its keys"):
         greedy_of_transformers(model, *ragged_prompts(2), 2, **GREEDY)
 
 

@@ -73,7 +73,7 @@ def test_fewer_layers_are_a_model_that_has_no_more(family):
             assert torch.equal(mine[:, :11], other[:, :11]), "its keys and values are the target's"
 
 
-def test_the_adapter_stands_before_norm_and_head_and_the_vocabulary_behind():
+def test_the_adapter_stands_before_norm_and_head_and_the_vocabulary_after():
     model = small_model("llama")
     chosen = torch.tensor([90, 3, 17, 41])
     whole = packed_model(EarlyExitDraft(model, adapter=adapter_for(model)))
@@ -241,13 +241,13 @@ def test_hidden_states_are_those_of_each_text_alone(tmp_path):
             last = model.model(input_ids=torch.tensor([text])).last_hidden_state[0]
         layer = outputs[-1][0] if outputs[-1].__class__ is tuple else outputs[-1]
         rows = slice(start, start + len(text))
-        for ours, theirs in ((found.final[rows], last), (found.behind[1][rows], layer.reshape(len(text), -1))):
+        for ours, theirs in ((found.final[rows], last), (found.after[1][rows], layer.reshape(len(text), -1))):
             torch.testing.assert_close(ours.float(), theirs, rtol=0.02, atol=0.02)
         start += len(text)
     hook.remove()
     save_hidden(found, tmp_path / "h.safetensors", "this run")
     again = load_hidden(tmp_path / "h.safetensors", "this run", [1])
-    assert torch.equal(again.behind[1], found.behind[1]) and torch.equal(again.final, found.final)
+    assert torch.equal(again.after[1], found.after[1]) and torch.equal(again.final, found.final)
     assert load_hidden(tmp_path / "h.safetensors", "another run", [1]) is None
     assert load_hidden(tmp_path / "h.safetensors", "this run", [1, 2]) is None
 
@@ -262,7 +262,7 @@ def test_the_loss_is_the_divergence_within_the_vocabulary():
     picked = rows_of_step(80, 32, 1, 0)
     with torch.no_grad():
         head, norm = model.lm_head.weight[vocabulary], model.model.norm
-        student = (norm(adapter(hidden.behind[1][picked].float())) @ head.T).log_softmax(-1)
+        student = (norm(adapter(hidden.after[1][picked].float())) @ head.T).log_softmax(-1)
         teacher = (hidden.final[picked].float() @ head.T).log_softmax(-1)
         expected = F.kl_div(student, teacher, log_target=True, reduction="batchmean")
     loss = DraftTrainer(model, adapter, hidden, settings_of()).loss(1)
@@ -292,9 +292,9 @@ def test_ranks_count_better_tokens_and_tokens_outside_are_never_hit():
     vocabulary = torch.arange(0, 80)
     adapter = adapter_for(model, vocabulary=vocabulary)
     following = hidden.tokens.roll(-1).long()
-    ranks = ranks_of_tokens(model, adapter, hidden.behind[1], following)
+    ranks = ranks_of_tokens(model, adapter, hidden.after[1], following)
     with torch.no_grad():
-        logits = model.lm_head(model.model.norm(adapter(hidden.behind[1].float())))[:, :80]
+        logits = model.lm_head(model.model.norm(adapter(hidden.after[1].float())))[:, :80]
     for row, token in enumerate(following.tolist()):
         better = int((logits[row] > logits[row, token]).sum()) if token < 80 else 100
         assert ranks[row] == better

@@ -312,9 +312,9 @@ def test_hooks_are_called(place, when, calls):
     assert stats.model_calls - missed <= len(seen) <= stats.model_calls - missed + 1
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["parameter", "data"])
+@pytest.mark.parametrize("after", [False, True], ids=["parameter", "data"])
 @pytest.mark.parametrize("place", ["model.norm", "lm_head", "model.layers.1.mlp.up_proj"])
-def test_weights_replaced_meanwhile_are_used(place, behind, calls, monkeypatch):
+def test_weights_replaced_meanwhile_are_used(place, after, calls, monkeypatch):
     """Another parameter, or other data after the same one."""
     ids = prompts(1, 7)[0]
 
@@ -329,7 +329,7 @@ def test_weights_replaced_meanwhile_are_used(place, behind, calls, monkeypatch):
                 self.steps += 1
                 if self.steps == 5:
                     part = model.get_submodule(place)
-                    if behind:
+                    if after:
                         part.weight.data = -part.weight.flip(0)
                     else:
                         part.weight = nn.Parameter(-part.weight.flip(0), requires_grad=False)
@@ -340,7 +340,7 @@ def test_weights_replaced_meanwhile_are_used(place, behind, calls, monkeypatch):
         expected = text()
     calls.clear()
     assert torch.equal(text(), expected)
-    assert calls["whole"] >= (7 if behind else 1)
+    assert calls["whole"] >= (7 if after else 1)
 
 
 def test_calls_pass_one_key_for_all_weights(monkeypatch):

@@ -53,8 +53,8 @@ def test_a_model_of_text_and_pictures():
 
 @pytest.mark.parametrize("name", ["qwen4_exp_text", "minimax_m3_vl_text"])
 @pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_a_key_lies_behind_codes_in_the_models_dtype(name, codes):
-    """Each KV head has half of the indexer's key behind it."""
+def test_a_key_lies_after_codes_in_the_models_dtype(name, codes):
+    """Each KV head has half of the indexer's key after it."""
     model, session = model_of(name), Session(model_of(name), cache_dtype=codes)
     generate(model, prompts(2, 5)[0], session=session, max_new_tokens=2)
     assert [tuple(x.shape[2:]) for x in session.caches[0]] == [(2, 16 + 16 + 4 * 16), (2, 16 + 16)]

@@ -67,7 +67,7 @@ def test_every_family_caches_latents_and_writes_transformers_texts(family):
 
 
 def test_long_prompts_attend_to_expanded_heads(deepseek, monkeypatch):
-    """More rows than products of ours take, in pieces, behind a beginning that the session holds, and in a ragged batch."""
+    """More rows than products of ours take, in pieces, after a beginning that the session holds, and in a ragged batch."""
     monkeypatch.setattr("pass_ext.decoding.session.reading.MAX_TREE_NODES", 300)
     model = small_model("deepseek_v3", **SMALL, max_position_embeddings=1024)
     expanded, heads = [], latents.Latents.heads
@@ -81,7 +81,7 @@ def test_long_prompts_attend_to_expanded_heads(deepseek, monkeypatch):
         expanded.clear()
         got = generate(model, ids, method, max_new_tokens=8, attention_mask=mask, eos_token_id=[])
         assert torch.equal(got.sequences, want)
-        assert sorted(set(expanded)) == [400, 700], "the last pieces, of 300 rows, behind their beginnings"
+        assert sorted(set(expanded)) == [400, 700], "the last pieces, of 300 rows, after their beginnings"
 
 
 def test_pasts_with_and_without_padding(deepseek, monkeypatch):

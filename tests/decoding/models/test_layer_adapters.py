@@ -187,7 +187,7 @@ def test_fused_layers_take_adapters_in_calls_with_slots(llama, fused, monkeypatc
         assert any(fused) and not hooked, "a layer ran as modules in a call with slots"
         fused.clear()
         again = generate(llama, IDS, Plain(), **OPTIONS)
-        assert fused and not any(fused), "adapters were left behind"
+        assert fused and not any(fused), "adapters were left after"
     assert torch.equal(got.sequences, plain.sequences) and torch.equal(again.sequences, plain.sequences)
     for layer in llama.model.layers:
         assert "forward" not in vars(layer)

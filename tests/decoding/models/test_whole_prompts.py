@@ -51,7 +51,7 @@ if Version(transformers.__version__) < Version("5.24"):
     pytest.skip("configs of earlier versions have other fields to make tiny", allow_module_level=True)
 
 PICTURE, SMALL = (4, 8), (4, 4)
-BEFORE, BEHIND = [5, 6], [7, 8, 5, 6, 7]
+BEFORE, AFTER = [5, 6], [7, 8, 5, 6, 7]
 OPTIONS = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=[96])
 _models = {}
 
@@ -77,11 +77,11 @@ def ours(model, inputs, method=None, **options):
 
 
 @pytest.mark.parametrize("name", PICTURED)
-def test_texts_behind_a_picture_are_transformers_own(name):
+def test_texts_after_a_picture_are_transformers_own(name):
     model = model_of(name)
-    inputs = prompts(model, [*BEFORE, PICTURE, *BEHIND])
+    inputs = prompts(model, [*BEFORE, PICTURE, *AFTER])
     own = own_text(model, inputs)
-    changed = prompts(model, [*BEFORE, PICTURE, *BEHIND], seed=1)
+    changed = prompts(model, [*BEFORE, PICTURE, *AFTER], seed=1)
     assert not torch.equal(*map(partial(first_logits, model), (inputs, changed))), "the picture changes nothing"
     for method in (Plain(), NGram(longest=2, shortest=1)):
         assert torch.equal(own, own_text(model, inputs, custom_generate=custom_generate(method)))
@@ -105,9 +105,9 @@ def test_prompts_of_a_batch_may_differ(name):
 
 
 @pytest.mark.parametrize("name", BY_GRID)
-def test_rows_behind_a_picture_have_fewer_positions_than_rows(name, monkeypatch):
+def test_rows_after_a_picture_have_fewer_positions_than_rows(name, monkeypatch):
     model = model_of(name)
-    inputs = prompts(model, [*BEFORE, (8, 16), *BEHIND])
+    inputs = prompts(model, [*BEFORE, (8, 16), *AFTER])
     own, session = own_text(model, inputs), Session(model)
     assert torch.equal(own, ours(model, inputs, NGram(), session=session))
     assert session.offsets.tolist() == [8 - 32]  # of 4 times 8 rows, the longer side counts
@@ -120,7 +120,7 @@ def test_rows_behind_a_picture_have_fewer_positions_than_rows(name, monkeypatch)
 def test_rotary_embeddings_of_three_axes_alone(monkeypatch):
     """As transformers 4 has M-RoPE: a rotary embedding that is called with positions of one axis fails there."""
     model = model_of("qwen2_vl")
-    inputs = prompts(model, [*BEFORE, PICTURE, *BEHIND])
+    inputs = prompts(model, [*BEFORE, PICTURE, *AFTER])
     own, rotary = own_text(model, inputs), type(model.model.language_model.rotary_emb)
     forward, axes = rotary.forward, []
 
@@ -134,15 +134,15 @@ def test_rotary_embeddings_of_three_axes_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5"])
-def test_a_session_goes_on_behind_a_picture_with_its_offsets(name):
+def test_a_session_goes_on_after_a_picture_with_its_offsets(name):
     """A second turn of text alone over ``past`` is the whole conversation's text; without its offsets it is not."""
     model = model_of(name)
-    inputs, session = prompts(model, [*BEFORE, (8, 16), *BEHIND]), Session(model)
+    inputs, session = prompts(model, [*BEFORE, (8, 16), *AFTER]), Session(model)
     said = ours(model, inputs, session=session)
     held = session.prefix_lens.tolist()
     layers = [(k[:, : held[0]].clone(), v[:, : held[0]].clone()) for k, v in session.caches]
     states = [state.clone() for state in session.states]
-    ids = torch.cat([said, torch.tensor([BEHIND])], 1)
+    ids = torch.cat([said, torch.tensor([AFTER])], 1)
     whole = dict(inputs, input_ids=ids, attention_mask=torch.ones_like(ids))
     if "mm_token_type_ids" in whole:
         kinds = whole["mm_token_type_ids"]
@@ -168,14 +168,14 @@ def logprobs_of(model, inputs):
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5", "llava"])
 def test_every_method_writes_the_same_texts(name):
     model = model_of(name)
-    inputs = prompts(model, [5, PICTURE, 6, 5, 6, 5], [*BEFORE, SMALL, *BEHIND])
+    inputs = prompts(model, [5, PICTURE, 6, 5, 6, 5], [*BEFORE, SMALL, *AFTER])
     vocabulary = model.get_input_embeddings().num_embeddings
     methods = {
         "slots": PaSS(slots_for(model), tree=Tree.from_branching((2, 2)), rows=12),
         "draft model": Speculative(small_model("llama", vocab_size=vocabulary), length=3),
         "trees": MultiCandidate(small_model("llama", vocab_size=vocabulary), branching=(2, 1), ngram=NGram()),
     }
-    one = prompts(model, [*BEFORE, PICTURE, *BEHIND])  # alone its steps are the device's
+    one = prompts(model, [*BEFORE, PICTURE, *AFTER])  # alone its steps are the device's
     assert torch.equal(own_text(model, one), ours(model, one, methods["slots"]))
     for options in ({}, dict(temperature=1.0, seeds=[3, 8])):
         plain = ours(model, inputs, **options)
@@ -201,13 +201,13 @@ class Reader(Drafter):
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "qwen3_5"])
-def test_drafters_with_taps_get_the_states_behind_a_picture(name):
+def test_drafters_with_taps_get_the_states_after_a_picture(name):
     """They come from the call that has read the picture."""
     model, reader = model_of(name), Reader()
-    inputs = prompts(model, [*BEFORE, PICTURE, *BEHIND], [5, 6, SMALL, 8])
+    inputs = prompts(model, [*BEFORE, PICTURE, *AFTER], [5, 6, SMALL, 8])
     ours(model, inputs, reader)
     out = model(**inputs, output_hidden_states=True).hidden_states
-    for b, count in enumerate((len(BEHIND), 1)):
+    for b, count in enumerate((len(AFTER), 1)):
         own = torch.stack([out[0][b, -count:], out[1][b, -count:], out[-1][b, -count:]], 1)
         torch.testing.assert_close(reader.hidden[0][b], own, atol=1e-5, rtol=1e-4)
 
@@ -237,7 +237,7 @@ def test_texts_of_one_prompt_read_its_picture_once(name, monkeypatch):
 def test_a_second_turn_has_another_picture(name):
     """Over transformers' cache of the first turn, which may be ours."""
     model, first = model_of(name), None
-    whole = prompts(model, [*BEFORE, PICTURE, *BEHIND])
+    whole = prompts(model, [*BEFORE, PICTURE, *AFTER])
     count, columns = dict(max_new_tokens=4, eos_token_id=None), whole["input_ids"].shape[1] + 4
     for method in (None, custom_generate(NGram(shortest=1))):
         cache = full_or_own_cache(model)
@@ -275,9 +275,9 @@ def test_transformers_goes_on_from_our_cache(name):
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5"])
 def test_log_probabilities_grammars_and_stored_keys(name):
-    """What holds behind texts holds behind pictures."""
+    """What holds after texts holds after pictures."""
     model = model_of(name)
-    inputs = prompts(model, [*BEFORE, PICTURE, *BEHIND], [5, 6, SMALL, 8])
+    inputs = prompts(model, [*BEFORE, PICTURE, *AFTER], [5, 6, SMALL, 8])
     own = own_text(model, inputs, eos_token_id=None, return_dict_in_generate=True, output_logits=True)
     options = dict(prompt=inputs, max_new_tokens=12, eos_token_id=[])
     found = generate(model, inputs["input_ids"], NGram(shortest=1), logprobs=0, support=True, **options)
@@ -313,10 +313,10 @@ class Knowing(Drafter):
         return Proposal([Candidates.from_chains([chain]) if chain else None])
 
 
-def test_states_behind_a_picture_are_those_where_the_text_ended(monkeypatch):
+def test_states_after_a_picture_are_those_where_the_text_ended(monkeypatch):
     """A step that was right went beyond the end token: what came of it is read again, and the picture is not."""
     model = model_of("qwen3_5")
-    inputs = prompts(model, [*BEFORE, PICTURE, *BEHIND])
+    inputs = prompts(model, [*BEFORE, PICTURE, *AFTER])
     own, columns = own_text(model, inputs, eos_token_id=None), inputs["input_ids"].shape[1]
     end = next(place for place in range(columns + 2, columns + 6) if own[0, place] not in own[0, columns:place])
     forget, dropped = Session.forget, []
@@ -333,13 +333,13 @@ def test_states_behind_a_picture_are_those_where_the_text_ended(monkeypatch):
 
 
 @pytest.mark.parametrize("name", SOUNDING)
-def test_texts_behind_sound_are_transformers_own(name):
+def test_texts_after_sound_are_transformers_own(name):
     auto = getattr(transformers, "AutoModelForMultimodalLM", None)
     if auto is None:
         pytest.skip("this transformers does not have the class")
     model = model_of(name, auto)
     inputs, rows = sound_of(model)
-    ids = torch.tensor([[*BEFORE, *[audio_token(model.config)] * rows, *BEHIND]])
+    ids = torch.tensor([[*BEFORE, *[audio_token(model.config)] * rows, *AFTER]])
     inputs |= dict(input_ids=ids, attention_mask=torch.ones_like(ids))
     changed = {name: 1 - 3 * value if value.is_floating_point() else value for name, value in inputs.items()}
     assert not torch.equal(*map(partial(first_logits, model), (inputs, changed))), "the sound changes nothing"
@@ -352,7 +352,7 @@ def test_texts_behind_sound_are_transformers_own(name):
 def test_embeddings_of_a_prompt(name):
     """Beside ids, which say what the last row is."""
     model = small_model("llama") if name == "llama" else models.tiny_model(name)
-    ids = torch.tensor([[*BEFORE, *BEHIND], [9, *BEHIND, 9]])
+    ids = torch.tensor([[*BEFORE, *AFTER], [9, *AFTER, 9]])
     embeds = model.get_input_embeddings()(ids).clone()
     embeds[:, 1:4] = torch.randn(2, 3, embeds.shape[2], generator=torch.Generator().manual_seed(0))
     inputs = dict(input_ids=ids, inputs_embeds=embeds, attention_mask=torch.ones_like(ids))
@@ -367,7 +367,7 @@ def test_embeddings_of_a_prompt_without_ids(name):
     model = (
         small_model("llama") if name == "llama" else model_of(name) if name == "qwen3_vl" else models.tiny_model(name)
     )
-    embeds = model.get_input_embeddings()(torch.tensor([[*BEFORE, *BEHIND], [9, *BEHIND, 9]])).clone()
+    embeds = model.get_input_embeddings()(torch.tensor([[*BEFORE, *AFTER], [9, *AFTER, 9]])).clone()
     embeds[:, 1:4] = torch.randn(2, 3, embeds.shape[2], generator=torch.Generator().manual_seed(0))
     inputs = dict(inputs_embeds=embeds, attention_mask=torch.ones(embeds.shape[:2], dtype=torch.long))
     own = own_text(model, inputs)
@@ -393,10 +393,10 @@ def test_embeddings_of_a_prompt_without_ids(name):
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3"])
-def test_early_exits_behind_a_picture(name):
+def test_early_exits_after_a_picture(name):
     """The first layers go on from the keys and positions of the whole model, which has read the picture."""
     model = model_of(name)
-    inputs = prompts(model, [*BEFORE, PICTURE, *BEHIND], [5, 6, SMALL, 8])
+    inputs = prompts(model, [*BEFORE, PICTURE, *AFTER], [5, 6, SMALL, 8])
     draft = EarlyExitDraft(model, layers=1)
     for options in ({}, dict(temperature=1.0, seeds=[3, 8])):
         plain = ours(model, inputs, **options)
@@ -410,14 +410,14 @@ def test_early_exits_behind_a_picture(name):
 def test_hooks_in_an_encoder_leave_the_decoder_its_fused_forward():
     """transformers hooks a vision tower whose hidden states it wants, and leaves the hooks there."""
     model = tiny_model("llava", AutoModelForImageTextToText)
-    inputs = prompts(model, [*BEFORE, PICTURE, *BEHIND])
+    inputs = prompts(model, [*BEFORE, PICTURE, *AFTER])
     for _ in range(2):
         result = generate(model, inputs["input_ids"], prompt=inputs, max_new_tokens=4, eos_token_id=[])
     assert any(part._forward_hooks for part in model.model.vision_tower.modules())
     assert result.stats.backend == "fused"
 
 
-def test_n_grams_and_draft_models_read_what_is_behind_the_picture(monkeypatch):
+def test_n_grams_and_draft_models_read_what_is_after_the_picture(monkeypatch):
     """The text ends as it went on into a picture: its placeholders would follow."""
     model = model_of("llava")
     inputs, seen = prompts(model, [7, 8, PICTURE, 9, 7, 8]), []
@@ -438,7 +438,7 @@ def test_n_grams_and_draft_models_read_what_is_behind_the_picture(monkeypatch):
     assert seen[0][:3] == [9, 7, 8] and not any(image_token(model.config) in ids for ids in seen)
 
 
-@pytest.mark.slow  # test_texts_behind_a_picture_are_transformers_own shows the same on tiny models
+@pytest.mark.slow  # test_texts_after_a_picture_are_transformers_own shows the same on tiny models
 def test_a_picture_before_smollm2():
     """The bytes of a picture, a real processor, a random vision tower and SmolLM2's text model."""
     text, tokenizer = load_checkpoint(demo_model(), torch.float32, weights="dense")
@@ -469,9 +469,9 @@ def test_a_picture_before_smollm2():
 
 def test_bad_prompts_are_refused():
     model, session = model_of("llava"), Session(model_of("llava"))
-    inputs = prompts(model, [*BEFORE, PICTURE, *BEHIND])
+    inputs = prompts(model, [*BEFORE, PICTURE, *AFTER])
     ids, picture = inputs["input_ids"], inputs["pixel_values"]
-    text = torch.tensor([[*BEFORE, *BEHIND]])
+    text = torch.tensor([[*BEFORE, *AFTER]])
 
     def refused(match, ids=ids, kind=ValueError, target=model, session=None, **prompt):
         with pytest.raises(kind, match=match):
@@ -502,7 +502,7 @@ def test_bad_prompts_are_refused():
 
 @pytest.mark.parametrize("name", ["kosmos-2", "kosmos-2.5"])
 def test_models_that_count_positions_by_ids_are_refused(name):
-    """Their texts would be others, also behind text alone."""
+    """Their texts would be others, also after text alone."""
     model = model_of(name)
     with pytest.raises(ValueError, match=r"kosmos.* counts positions by ids"):
         model.generate(input_ids=torch.tensor([BEFORE]), **OPTIONS, custom_generate=custom_generate())

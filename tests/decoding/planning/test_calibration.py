@@ -86,7 +86,7 @@ def test_the_target_is_its_own_best_draft(target, texts):
     assert plan_step(found, 64, Costs(lambda rows: 1.0, lambda rows: 0.01)).tree == Tree.chain(3)
 
 
-def test_steps_begin_behind_the_prompts(target, texts):
+def test_steps_begin_after_the_prompts(target, texts):
     draft, starts = with_noise(target, 0.25), [1, 5, 3, 2, 1]
     found = calibrate(target, draft, texts, ranks=3, levels=4, prompt_lengths=starts)
     assert same(found, counted_by_following(target, draft, texts, 3, 4, starts))

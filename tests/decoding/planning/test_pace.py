@@ -17,7 +17,7 @@ _begin = itertools.count(10_000, 10_000)  # so that no test remembers another's 
 
 
 class Machine:
-    """A model that writes 0, 1, 2 again and again. A call takes ``seconds(rows)``. Its slots foresee some places of the text,
+    """A model that writes 0, 1, 2 again and again. A call takes ``seconds(rows)``. Its slots predict some places of the text,
     and are as sure of other tokens elsewhere, or not. It keeps the rows of each call."""
 
     embedding = torch.eye(40, 48)
@@ -25,7 +25,7 @@ class Machine:
     def __init__(self, monkeypatch, seconds, right=0.0, seed=0, sureness=12.0):
         self.clock, self.seconds, self.calls = float(next(_begin)), seconds, []
         numbers = random.Random(seed)
-        self.foresees = [numbers.random() < right for _ in range(2000)]
+        self.predicts = [numbers.random() < right for _ in range(2000)]
         self.wrong = torch.tensor([-50.0] * 3 + [0.0] * 36 + [sureness])
         monkeypatch.setattr(time, "perf_counter", lambda: self.clock)
 
@@ -35,7 +35,7 @@ class Machine:
         self.calls.append(len(rows))
         logits = 12 * torch.eye(40)[(positions + 1) % 3]
         for row in rows[:, 40:].any(1).nonzero().flatten().tolist():
-            if not self.foresees[positions[row] + 1]:
+            if not self.predicts[positions[row] + 1]:
                 logits[row] = self.wrong
         return logits if wanted is None else logits[wanted]
 
@@ -102,7 +102,7 @@ def test_drafts_that_are_right_are_kept(monkeypatch, name, requests):
 @pytest.mark.parametrize("further", [0.001, 0.01, 0.03])
 @pytest.mark.parametrize("requests", [1, 2, 4, 8])
 def test_rows_are_as_many_as_pay(monkeypatch, requests, further):
-    """Against fixed numbers of rows. Slots foresee two tokens of three, and are unsure of the others."""
+    """Against fixed numbers of rows. Slots predict two tokens of three, and are unsure of the others."""
     options = dict(right=0.67, requests=requests, tokens=200, sureness=1.0)
     fixed = {
         rows: speed(monkeypatch, line(0.1, further), PaSS(slots(), rows=rows), **options)[0]
@@ -148,12 +148,12 @@ def test_a_machine_that_was_busy_is_forgotten(monkeypatch):
 
 
 def test_gains_of_long_ago_are_not_spent(monkeypatch):
-    """Slots foresee the first half of the text and nothing after it."""
+    """Slots predict the first half of the text and nothing after it."""
     machine = Machine(monkeypatch, line(0.1, 0.01), 1.0)
-    machine.foresees[260:] = [False] * len(machine.foresees[260:])
+    machine.predicts[260:] = [False] * len(machine.predicts[260:])
     generate(machine, torch.tensor([[0, 1, 2]]), PaSS(slots()), max_new_tokens=512, eos_token_id=[])
-    behind = machine.calls[-250:]
-    assert sum(rows > 1 for rows in behind) < 30 and machine.calls[-300:].count(1) < 280, "it stops, and is tried again"
+    after = machine.calls[-250:]
+    assert sum(rows > 1 for rows in after) < 30 and machine.calls[-300:].count(1) < 280, "it stops, and is tried again"
 
 
 def test_the_callers_time_is_no_fault_of_drafting(monkeypatch):

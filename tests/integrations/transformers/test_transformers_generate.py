@@ -71,13 +71,13 @@ def run(model, ids, mask, method=None, **options):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_greedy_is_that_of_transformers(llama, foreseen, name, monkeypatch):
+def test_greedy_is_that_of_transformers(llama, predicted, name, monkeypatch):
     ids, mask = ragged_prompts(6, longest=12, seed=3)
     expected = run(llama, ids, mask, **OPTIONS[name])
     ours = custom_generate(NGram(longest=2, shortest=1, branches=2))
     assert torch.equal(run(llama, ids, mask, ours, **OPTIONS[name]), expected)
     Prophet(monkeypatch, unpadded(expected, mask))
-    ours = custom_generate(foreseen)
+    ours = custom_generate(predicted)
     assert torch.equal(run(llama, ids, mask, ours, **OPTIONS[name]), expected)
     assert ours.stats.mean_acceptance_length > 1.4, "candidates were accepted under these processors"
     if name not in ("plain", "no end", "renormalised"):
@@ -85,7 +85,7 @@ def test_greedy_is_that_of_transformers(llama, foreseen, name, monkeypatch):
         assert plain.shape != expected.shape or not torch.equal(plain, expected), "the option shows"
 
 
-def test_stop_strings(llama, foreseen, monkeypatch):
+def test_stop_strings(llama, predicted, monkeypatch):
     from transformers.generation import StopStringCriteria
 
     ids, mask = ragged_prompts(1, longest=12, seed=4)
@@ -95,7 +95,7 @@ def test_stop_strings(llama, foreseen, monkeypatch):
     expected = run(llama, ids, mask, **criteria)
     assert expected.shape[1] < ids.shape[1] + NEW
     Prophet(monkeypatch, [torch.cat([ids[mask.bool()], torch.tensor(text)]).tolist()])
-    assert torch.equal(run(llama, ids, mask, custom_generate(foreseen), **criteria), expected)
+    assert torch.equal(run(llama, ids, mask, custom_generate(predicted), **criteria), expected)
 
 
 def test_time_is_up(llama):
@@ -203,12 +203,12 @@ def test_a_dictionary_with_the_cache(llama):
 # ---- sampling ----
 
 
-def test_sampled_text_is_a_function_of_the_seed(llama, foreseen):
+def test_sampled_text_is_a_function_of_the_seed(llama, predicted):
     ids, mask = ragged_prompts(2, longest=8)
     options = {"do_sample": True, "temperature": 0.9, "top_k": 30, "num_return_sequences": 3}
     texts = [
         run(llama, ids, mask, custom_generate(method, seeds=11), **options)
-        for method in (None, foreseen, NGram(shortest=1))
+        for method in (None, predicted, NGram(shortest=1))
     ]
     assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
     assert len(set(map(tuple, texts[0].tolist()))) == 6, "copies of a prompt get different texts"
@@ -222,7 +222,7 @@ def test_sampled_text_is_a_function_of_the_seed(llama, foreseen):
     torch.manual_seed(5)
     first = run(llama, ids, mask, custom_generate(), **options)
     torch.manual_seed(5)
-    two = run(llama, ids, mask, custom_generate(foreseen), **options)
+    two = run(llama, ids, mask, custom_generate(predicted), **options)
     assert torch.equal(first, two) and not torch.equal(first, texts[0])
 
 

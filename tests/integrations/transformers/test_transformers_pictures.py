@@ -102,7 +102,7 @@ def test_sound_is_in_the_text_or_refused(name):
     own_or_refused(model_of(name, auto), torch.tensor([[5, 6, 7, 8]]), {"input_features": torch.ones(1, 8, 12)})
 
 
-# Of the methods that encode: options of their outputs; and what goes on behind the prompt, where sound comes in step by step.
+# Of the methods that encode: options of their outputs; and what goes on after the prompt, where sound comes in step by step.
 OPTIONS = {"return_dict", "output_attentions", "output_hidden_states", "kwargs", "args", "self"}
 STEPWISE = {"cache", "use_cache", "padding_cache", "encoder_inputs_embeds"}
 # Of classes with a generate of their own (InstructBLIP), and of Kosmos 2.5, which is refused.

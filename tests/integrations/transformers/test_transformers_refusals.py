@@ -59,7 +59,7 @@ def test_an_argument_that_transformers_keeps_to_itself_is_refused_by_the_callers
     [torch.arange(4, 10)[None], torch.arange(7)[None], torch.tensor([[0, 1, 2, 5, 6, 9], [0, 1, 2, 3, 4, 7]])],
 )
 def test_other_positions_are_transformers_own(llama, positions):
-    """Rows behind the prompt go on from its last one."""
+    """Rows after the prompt go on from its last one."""
     assert torch.equal(run(llama, position_ids=positions), run(llama, position_ids=positions, custom_generate=None))
 
 

@@ -81,7 +81,7 @@ def test_the_accept_step_is_the_references(rule, dtype, with_probs):
     assert accepted > 10
 
 
-def test_ids_behind_the_vocabulary_are_rejected_and_what_follows_them_too():
+def test_ids_after_the_vocabulary_are_rejected_and_what_follows_them_too():
     chains = PackedChains.of([3, 2], CPU)
     logits = torch.zeros(len(chains.parents), VOCABULARY)
     logits[:, 5] = 9.0

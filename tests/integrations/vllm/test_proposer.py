@@ -116,12 +116,12 @@ def test_a_request_that_read_its_prompt_gets_slots_and_one_that_still_reads_gets
     assert propose(make(), step, [[4], []]) == [slot_ids(4), []]
 
 
-@pytest.mark.parametrize("drafts,guesses,behind", [(8, 4, 4), (6, 4, 2), (5, 4, 1), (4, 4, 0), (3, 3, 0), (1, 1, 0)])
-def test_slots_that_stood_behind_the_whole_text_guess_and_new_ones_follow(make, drafts, guesses, behind):
+@pytest.mark.parametrize("drafts,guesses,after", [(8, 4, 4), (6, 4, 2), (5, 4, 1), (4, 4, 0), (3, 3, 0), (1, 1, 0)])
+def test_slots_that_stood_after_the_whole_text_guess_and_new_ones_follow(make, drafts, guesses, after):
     before = slot_ids(min(4, drafts))
     step = a_step([before], [[9]])
     rows = list(range(1, 1 + guesses))
-    assert propose(make(drafts=drafts), step, [[9]]) == [[*best(step, rows), *slot_ids(behind)]]
+    assert propose(make(drafts=drafts), step, [[9]]) == [[*best(step, rows), *slot_ids(after)]]
 
 
 def test_guesses_follow_what_the_text_repeats(make):
@@ -134,7 +134,7 @@ def test_guesses_follow_what_the_text_repeats(make):
     assert first[0] == 3 != best(step, [3])[0] and second[:2] == best(step, [7, 8])
 
 
-def test_slots_behind_accepted_guesses_guess_in_the_same_call(make):
+def test_slots_after_accepted_guesses_guess_in_the_same_call(make):
     step = a_step([[1, 2, *slot_ids(3)]], [[1, 2, 7]])
     assert propose(make(), step, [[1, 2, 7]]) == [[*best(step, [3, 4, 5]), *slot_ids(4)]]
 
@@ -144,7 +144,7 @@ def test_a_rejected_guess_brings_the_slots_back_alone(make):
     assert propose(make(), step, [[1, 7]]) == [slot_ids(4)]
 
 
-def test_guesses_without_slots_behind_them_bring_the_slots_back_even_if_all_were_accepted(make):
+def test_guesses_without_slots_after_them_bring_the_slots_back_even_if_all_were_accepted(make):
     step = a_step([[1, 2]], [[1, 2, 7]])
     assert propose(make(drafts=4), step, [[1, 2, 7]]) == [slot_ids(4)]
 
@@ -195,7 +195,7 @@ def test_other_rules_judge_guesses_that_know_nothing_of_their_noise(make, rule):
     assert propose(make(drafts=4, rule=rule), step, [[9]]) == [best(step, [1, 2, 3, 4])]
 
 
-def test_transition_scores_reorder_the_guesses_behind_the_last_token(make):
+def test_transition_scores_reorder_the_guesses_after_the_last_token(make):
     pass_proposer = make(rank=3, drafts=4)
     step = a_step([[1, *slot_ids(3)]], [[1, 9]])
     left, right = pass_proposer._lookahead.transition_tables(pass_proposer._table)

@@ -196,7 +196,7 @@ def test_a_request_without_a_seed_keeps_a_fresh_one():
 
 
 def test_seeds_follow_the_batch():
-    """vLLM makes new metadata whenever its batch changes; a seed must not stay behind at a place of the batch."""
+    """vLLM makes new metadata whenever its batch changes; a seed must not stay after at a place of the batch."""
     texts, logits = [5, 5, 5], rows_of([5, 5, 5], [[]] * 3)[:1].repeat(3, 1)
     same = dict(temperature=torch.ones(3), top_p=None, all_random=True)
     runner, _ = a_runner(texts, metadata=Metadata(**same), seeds=[1, 2, 3])
@@ -282,7 +282,7 @@ def test_idle_processors_of_vllm_cost_nothing(state, acts):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_processors_behind_the_temperature(dtype):
+def test_processors_after_the_temperature(dtype):
     """min-p and the user's own: on logits that are divided by the temperature, which then is not applied again."""
 
     class KeepsEight:

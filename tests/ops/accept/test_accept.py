@@ -579,7 +579,7 @@ def test_bounds_of_many_requests(backend):
     assert (accept(backend, step).status == 4).all()
 
 
-def test_rows_behind_the_last_request_are_padding(backend):
+def test_rows_after_the_last_request_are_padding(backend):
     random = torch.Generator().manual_seed(12)
     for rule in pass_ext.RULES:
         step = random_step(rule, [3, 4, 3], 20, random)

@@ -111,8 +111,8 @@ class World:
         return sum(self.vocabulary**d for d in range(self.depth + 1))
 
     def after(self, state, token):
-        behind = state * self.vocabulary + 1 + token
-        return torch.where((token < 0) | (token >= self.vocabulary) | (behind >= self.rows()), self.rows(), behind)
+        after = state * self.vocabulary + 1 + token
+        return torch.where((token < 0) | (token >= self.vocabulary) | (after >= self.rows()), self.rows(), after)
 
     def probabilities(self, logits, allowed, sampling):
         as_kernels_see_it = {name: float(torch.tensor(value).float()) for name, value in sampling.items()}
@@ -148,8 +148,8 @@ class TwoLast(World):
         return self.vocabulary**2
 
     def after(self, state, token):
-        behind = state % self.vocabulary * self.vocabulary + token
-        return torch.where((token < 0) | (token >= self.vocabulary), self.rows(), behind)
+        after = state % self.vocabulary * self.vocabulary + token
+        return torch.where((token < 0) | (token >= self.vocabulary), self.rows(), after)
 
 
 def row_of(words, rows):

@@ -221,7 +221,7 @@ def test_anything(backend):
 
 
 @pytest.mark.parametrize("window", [1, 63, 64, 65, 130, 200])
-def test_a_window_far_behind_the_start(backend, window):
+def test_a_window_far_after_the_start(backend, window):
     """Tiles of keys out of every row's reach, which are poison, and tiles that the root sees in full but its descendants do
     not.
     """
@@ -232,8 +232,8 @@ def test_a_window_far_behind_the_start(backend, window):
 
 
 @pytest.mark.parametrize("chunk", [1, 63, 64, 65, 130, 200, 10_000])
-def test_a_chunk_far_behind_the_start(backend, chunk):
-    """The same of chunks, whose start the nodes of one step may have before and behind them."""
+def test_a_chunk_far_after_the_start(backend, chunk):
+    """The same of chunks, whose start the nodes of one step may have before and after them."""
     for prefix, nodes in sized(backend, [(190, 40)], [(1000, 30), (5003, 3), (64, 70), (190, 40)]):
         options = dict(chunk=chunk, heads=(1, 3), layout="paged 16", mask=CHAIN, new=chunk > 64)
         for dtype in sized(backend, [torch.bfloat16], FLOATS):

@@ -133,7 +133,7 @@ def test_rows_that_see_nothing(backend):
 @pytest.mark.parametrize("reach", [dict(window=1), dict(chunk=128)], ids=str)
 @pytest.mark.parametrize("options", [LATENT, NARROW], ids=str)
 def test_rows_that_see_nothing_and_whose_reach_begins_where_their_places_end(options, reach):
-    """A block that takes one of them and another row behind it must have no copies on their way between the two."""
+    """A block that takes one of them and another row after it must have no copies on their way between the two."""
     case = attention_case([128], [6], heads=(1, 8), mask=CHAIN, **options, **reach)
     visible = case["visible"].clone()
     visible[:3] = 0
@@ -187,7 +187,7 @@ def test_memory_of_parts_is_that_of_ten_for_each_block():
 
 
 def test_the_same_bits_however_many_slots_a_cache_has():
-    """Behind 131,072 slots and behind 736."""
+    """After 131,072 slots and after 736."""
     case = latents(attention_case([700], [2], heads=(1, 8), layout="paged 16", spare=90, **LATENT))
     unused = torch.full((1, 131_072 // 16), -1, dtype=torch.int32)
     many = case | {"block_table": torch.cat([case["block_table"], unused], dim=1)}

@@ -106,7 +106,7 @@ def test_entries_that_name_nothing_are_left_out_on_a_gpu(backend):
     case, _ = solved([20, 9], [3, 2], mask=CHAIN, heads=(1, 2))
     good = [[1, 7, 21], [0, 2, 22], [5, -1, -1], [3, 8, -1], [0, 10, -1]]
     bad = [
-        [1, 1, 7, 3, 21, 23],  # again, lower, behind the last
+        [1, 1, 7, 3, 21, 23],  # again, lower, after the last
         [-5, 0, 2, 2**31 - 1, 22, 22],
         [5, -1, -1, -(2**31), 100, -1],
         [-1, 3, 8, 11, 11, -1],

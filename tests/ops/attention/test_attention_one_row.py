@@ -71,7 +71,7 @@ def test_in_chunks(backend, chunk):
         assert_rows_are_alone(backend, prefix, 9, mask=UNIFORM, chunk=chunk, seed=prefix)
 
 
-def test_far_behind_the_start(backend):
+def test_far_after_the_start(backend):
     """Where shares hold several steps: around the end of one in a window, and over all that is in front."""
     assert_rows_are_alone(backend, 9214, 5, mask=BUSHY, window=50)
     assert_rows_are_alone(backend, 4350, 3, mask=CHAIN, heads=(1, 2))

@@ -20,7 +20,7 @@ CAPACITIES = 2048, 8192, 131_072, 262_144
 
 
 def tasks_of(shape, slots, texts):
-    """The tasks [row, tile, first place, behind the last, part] of texts of (places, rows), and their grid."""
+    """The tasks [row, tile, first place, after the last, part] of texts of (places, rows), and their grid."""
     bounds = torch.tensor([0, *(rows for _, rows in texts)]).cumsum(0).int()
     prefixes = torch.tensor([places - rows for places, rows in texts], dtype=torch.int32)
     rows = int(bounds[-1])
@@ -118,7 +118,7 @@ def test_a_neighbour_costs_what_it_reads(shape):
 
 @pytest.mark.parametrize("options", [dict(dim=576, value_dim=512), dict(dim=32)], ids=["latents", "plain"])
 def test_the_same_bits_however_many_slots_and_blocks(options):
-    """Rows behind 700 places with first shares of every length: from none to all."""
+    """Rows after 700 places with first shares of every length: from none to all."""
     case = attention_case([700, 90], [2, 1], heads=(1, 8), layout="paged 16", **options)
     unused = torch.full((2, 4096), -1, dtype=torch.int32)
     many = case | {"block_table": torch.cat([case["block_table"], unused], dim=1)}

@@ -137,7 +137,7 @@ def chained(backend, slots=3, nodes=4, row_count=14, requests=1, **options):
 
 
 def test_a_node_without_slots_takes_those_of_the_root_that_are_ahead_of_it(backend):
-    """Slot k of the ancestor at distance k foresees the same token as slot 0 after the node."""
+    """Slot k of the ancestor at distance k predicts the same token as slot 0 after the node."""
     for last in range(4):
         arguments = chained(backend, seed=3)
         arguments["path"][0, 0] = last
@@ -339,7 +339,7 @@ def one_candidate(backend, row_count, rate, price):
 
 
 def test_among_equal_choices_the_one_with_the_fewest_rows_and_slots_of_the_root_wins(backend):
-    """A slot behind the root helps where the candidate is wrong, one behind the candidate where it is right: as often."""
+    """A slot after the root helps where the candidate is wrong, one after the candidate where it is right: as often."""
     shapes, arguments = one_candidate(backend, 3, rate=1.0, price=0.0)
     assert shapes == [(3, 2)] and arguments["parents"][0].tolist() == [-1, 0, 1]
     shapes, _ = one_candidate(backend, 3, rate=0.0, price=0.0)  # a slot is worth nothing
@@ -363,7 +363,7 @@ def worth(rates, passed, slots):
 
 
 def tokens_of(parents, reach, groups, rates):
-    """The expected tokens, by where the accepted path ends: reach + sum of last(v) · W(slots that foresee v's successor)."""
+    """The expected tokens, by where the accepted path ends: reach + sum of last(v) · W(slots that predict v's successor)."""
     total = 0.0
     for node, share in enumerate(reach):
         last = share - sum(reach[child] for child, parent in enumerate(parents) if parent == node)

@@ -160,7 +160,7 @@ def test_supports_are_those_of_all_columns():
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_no_support_behind_a_row_that_ends_a_request(rule):
+def test_no_support_after_a_row_that_ends_a_request(rule):
     """NaN at the first root, and at the second request's accepted draft; the third request goes on."""
     sampling = {name: torch.ones(3) if name == "temperature" else None for name in FILTERS}
     keywords = dict(rule=rule, seeds=torch.arange(3), positions=torch.arange(3), draft_rows=None)

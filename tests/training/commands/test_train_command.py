@@ -246,7 +246,7 @@ class Killed(BaseException):
     """No handler of errors may catch it, as none catches a SIGKILL."""
 
 
-def killed_in(call, *, half=False, behind=False, at=1):
+def killed_in(call, *, half=False, after=False, at=1):
     """Wraps ``call`` so that its ``at``-th call ends the program: before it, in its midst (half), or after it."""
     calls = []
 
@@ -255,7 +255,7 @@ def killed_in(call, *, half=False, behind=False, at=1):
         if len(calls) == at and half:
             arguments[1].write(b"PK half of a checkpoint")
             arguments[1].flush()
-        found = call(*arguments, **named) if len(calls) < at or behind else None
+        found = call(*arguments, **named) if len(calls) < at or after else None
         if len(calls) == at:
             raise Killed
         return found
@@ -269,16 +269,16 @@ def test_a_run_that_is_killed_at_any_write_ends_with_the_same_parameters(tmp_pat
     whole, out = trained(tmp_path / "whole", console), tmp_path / "parts"
     kills = [  # in the order of a run, so that each starts from the files of the one before
         (Path, "write_text", dict()),  # the samples' header
-        (own_texts.Path, "write_text", dict(behind=True)),
+        (own_texts.Path, "write_text", dict(after=True)),
         (own_texts, "asdict", dict(at=20)),
         (torch, "save", dict()),
         (torch, "save", dict(half=True)),
         (Path, "replace", dict()),
-        (Path, "replace", dict(behind=True)),
+        (Path, "replace", dict(after=True)),
         (torch, "save", dict(half=True)),
         (Path, "replace", dict(at=2)),
         (LookaheadEmbedding, "save", dict()),
-        (LookaheadEmbedding, "save", dict(behind=True)),
+        (LookaheadEmbedding, "save", dict(after=True)),
         (pipeline, "card", dict()),
     ]
     for place, name, how in kills:

@@ -131,7 +131,7 @@ def test_a_head_begins_as_the_best_linear_one(tmp_path):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
     embedded = target.get_input_embeddings()(hidden.tokens.long())
-    taps = torch.stack([hidden.behind[k].float() for k in (1, 2, 3)], 1)
+    taps = torch.stack([hidden.after[k].float() for k in (1, 2, 3)], 1)
     before = torch.arange(len(texts) * 40).view(-1, 40)[:, :-1].flatten()
     x = torch.cat([over_rms(taps[before]).flatten(1), over_rms(embedded[before + 1])], 1)
     y = hidden.final[before + 1].float() / target.model.norm.weight

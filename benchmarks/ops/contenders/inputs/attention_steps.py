@@ -110,7 +110,7 @@ class Step:
 
     trees: Trees
     q: Tensor  # [N, Hq, D], packed
-    k: Tensor  # [B, Hkv, slots, D]; the nodes are behind the prefix
+    k: Tensor  # [B, Hkv, slots, D]; the nodes are after the prefix
     v: Tensor
     sinks: Tensor | None = None  # [Hq]
     stored: tuple[Tensor, Tensor] | None = None  # k and v in 8 bits

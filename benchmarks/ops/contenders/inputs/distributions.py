@@ -106,7 +106,7 @@ def lean_probs(logits: Tensor, temperature: float, filters: str) -> Tensor:
 
 
 def _keep_top_p(values: Tensor, top_p: float) -> None:
-    """Sets sorted logits to -inf, in place, behind the shortest prefix with ``top_p`` of the mass."""
+    """Sets sorted logits to -inf, in place, after the shortest prefix with ``top_p`` of the mass."""
     probs = values.softmax(-1)
     values.masked_fill_(probs.cumsum(-1) - probs >= top_p, -math.inf)
 

@@ -130,7 +130,7 @@ class BlockDrafter(Drafter):
         return self._read(unread, has_blocks=True).unflatten(0, (len(going), -1))
 
     def _read(self, features: Sequence[Tensor | None], *, has_blocks: bool) -> Tensor:
-        """Calls the network on these features of each request, with a block behind them or not, and keeps the features."""
+        """Calls the network on these features of each request, with a block after them or not, and keeps the features."""
         counts = [0 if new is None else len(new) for new in features]
         block = self._block if has_blocks else 0
         in_call = [b for b, new in enumerate(features) if new is not None]

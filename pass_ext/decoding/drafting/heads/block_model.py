@@ -101,7 +101,7 @@ class BlockModel(Adapted):
         return step_rms_norm(_product(states, weights.fc), weights.feature_norm, eps=weights.eps)[0]
 
     def prepare(self, features: Tensor, counts: Sequence[int], *, has_blocks: bool) -> None:
-        """Prepares the next call, whose rows are so many features of each request and, behind them, a block each."""
+        """Prepares the next call, whose rows are so many features of each request and, after them, a block each."""
         device = features.device
         block = self._block if has_blocks else 0
         ends = list(accumulate(count + block for count in counts))
@@ -161,7 +161,7 @@ class BlockModel(Adapted):
     def _before(
         self, layer: BlockLayer, x: Tensor, turns: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, keys and values of the block's rows, and the deltas of the convolution behind attention."""
+        """Queries, keys and values of the block's rows, and the deltas of the convolution after attention."""
         weights, convolution, eps, deltas = layer.weights, layer.around_attention, self._weights.eps, None
         norm = weights.input_norm
         if convolution is not None:
@@ -176,7 +176,7 @@ class BlockModel(Adapted):
         return q, k, v, deltas
 
     def _after(self, layer: BlockLayer, attended: Tensor, x: Tensor, deltas: Tensor | None) -> Tensor:
-        """The block's rows behind the layer."""
+        """The block's rows after the layer."""
         weights, eps = layer.weights, self._weights.eps
         if deltas is None or layer.around_attention is None or layer.around_mlp is None:
             return layer_after_attention(

@@ -2,7 +2,7 @@
 that of speculators, and transformers' ``muse_glimmer_assistant``.
 
     own form       target_layer_ids i: the output of layer i; row 0 of a block is the last token, row i drafts the i-th after it
-    speculators    aux_hidden_state_layer_ids i: the input of layer i; with sample_from_anchor row i drafts the one behind that
+    speculators    aux_hidden_state_layer_ids i: the input of layer i; with sample_from_anchor row i drafts the one after that
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class _Reader:
         layers = self.target.layers
         if self.is_speculators:
             taps: list[Tap] = list(self._required("aux_hidden_state_layer_ids"))
-        else:  # The last states of transformers are those behind the final norm.
+        else:  # The last states of transformers are those after the final norm.
             taps = ["last" if i + 1 == layers else i + 1 for i in self._required("target_layer_ids")]
         return tuple(taps)
 

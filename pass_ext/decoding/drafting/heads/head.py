@@ -139,7 +139,7 @@ class HeadModule(nn.Module):
 
 
 class Head(Adapted):
-    """A head beside its target. Its rows of a call are embeddings and, behind them, states ``[N, state_width]``: those that lie
+    """A head beside its target. Its rows of a call are embeddings and, after them, states ``[N, state_width]``: those that lie
     ``beside`` the call; nothing there: zeros, as where calls are timed. A call leaves the states that its rows give."""
 
     def __init__(self, module: HeadModule, target: Adapted) -> None:

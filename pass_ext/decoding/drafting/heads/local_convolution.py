@@ -2,7 +2,7 @@
 
     y[t] = sum over taps j of  (base[j] + delta[t, j]) ∘ x[t - j],    x in front of the block is 0
 
-One stands in front of attention or the MLP and one behind it. The rows in front of the first give the deltas of both, one
+One stands in front of attention or the MLP and one after it. The rows in front of the first give the deltas of both, one
 number for each tap and group of channels.
 """
 
@@ -20,7 +20,7 @@ class LocalConvolution(NamedTuple):
     """The convolutions around attention or an MLP."""
 
     base: Tensor
-    """``[2, taps, d]``: of the one in front, and of the one behind."""
+    """``[2, taps, d]``: of the one in front, and of the one after."""
     deltas: Tensor
     """``[2 * taps * groups, d]``, the weight of the product that gives the deltas."""
 

@@ -1,11 +1,11 @@
-"""Multi-token prediction: the decoder layer behind a model's own layers, in the model's own checkpoint.
+"""Multi-token prediction: the decoder layer after a model's own layers, in the model's own checkpoint.
 
     x_j = fc(cat(norm_e(embedding of token j + 1), norm_h(h_j)))     h_j: the model's state of token j after its final norm
     s_{j+1} = norm(layer(x_j))                                       a layer as the model has them, that attends to all rows
     logits of token j + 2 = head(s_{j+1})                            embedding and head are the model's
 
 Below the text's last token h_j is s_j, the head's own state after its norm, so that one layer drafts any number of tokens.
-Two names of the same parts are in use: Qwen's ``mtp.*``, and DeepSeek's ``model.layers.L.*`` of a model of L layers. Behind a
+Two names of the same parts are in use: Qwen's ``mtp.*``, and DeepSeek's ``model.layers.L.*`` of a model of L layers. After a
 model with several streams it has the form of ``mtp_streams.py``.
 
 The layer runs as a transformers model of one layer, by whatever computes the model's own: fused ops, latents, experts, packed

@@ -1,6 +1,6 @@
-"""Multi-token prediction behind a model whose rows are several streams (DeepSeek-V4: four).
+"""Multi-token prediction after a model whose rows are several streams (DeepSeek-V4: four).
 
-    x_j[i]  = e_proj(enorm(embedding of token j + 1)) + h_proj(hnorm(h_j[i]))    h_j: the streams behind the model's last layer
+    x_j[i]  = e_proj(enorm(embedding of token j + 1)) + h_proj(hnorm(h_j[i]))    h_j: the streams after the model's last layer
     s_{j+1} = layer(x_j)                                                         a layer with streams and the model's window
     logits of token j + 2 = head(norm(hc_head(s_{j+1})))                         hc_head: a sum of the streams by weights
 

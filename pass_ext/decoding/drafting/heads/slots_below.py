@@ -1,10 +1,10 @@
 """``SlotsBelow``: look-ahead slots draft below the chain of a head.
 
     levels 1 … k       the head's, a call of its own for each
-    levels k + 1 … m   of slots k + 1 … m behind the last accepted node, which the model's last call has computed: slot i
-                       foresees the token at level i, and its transition scores begin at the head's last draft
+    levels k + 1 … m   of slots k + 1 … m after the last accepted node, which the model's last call has computed: slot i
+                       predicts the token at level i, and its transition scores begin at the head's last draft
 
-Slots stand behind the nodes where the plan of a chain of m levels has some; after any other the next step has the head's chain
+Slots stand after the nodes where the plan of a chain of m levels has some; after any other the next step has the head's chain
 alone.
 """
 

@@ -2,7 +2,7 @@
 
     scores[v] = logits[v] + (left[token in front] ∘ gate(h)) · right[v]
 
-h is the draft's row behind the final norm. Without a gate that factor is 1. The selector offers the tokens with the best logits
+h is the draft's row after the final norm. Without a gate that factor is 1. The selector offers the tokens with the best logits
 alone; all others have -inf.
 """
 

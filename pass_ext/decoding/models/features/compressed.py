@@ -9,7 +9,7 @@ number by number, rotated to the window's first position. With two series of sou
 and the first series of the window before. A row sees its own window of keys and the entries of all windows that its text has
 closed, or of these the ``index_topk`` that an indexer chooses, whose keys another compressor makes of the same windows.
 
-Each row keeps, behind its key in the cache, its sources; a token that closes a window has the entry in place of its last kv,
+Each row keeps, after its key in the cache, its sources; a token that closes a window has the entry in place of its last kv,
 which no other window needs. So a row of a tree that closes a window makes the entry of the last tokens of its own path, from
 the cache and from the rows of the call, and entries are committed as rows are. Each is added up in one order.
 What makes the sources: compressors.py.
@@ -83,11 +83,11 @@ class ByEntries(Attending):
             rows = rows._replace(indexed=rows.indexed._replace(keys=rows.indexed.keys.to(dtype)))
         entries = layer.of_call(CallEntries, lambda: CallEntries(layer.prefix_lens, layer.trees))
         held = layer.held()
-        behind, lists = entries.of_layer(rows, None if held is None else held[:, :, 0])
-        layer.keep(behind)
+        after, lists = entries.of_layer(rows, None if held is None else held[:, :, 0])
+        layer.keep(after)
         out, lse = layer.attended(layer.q, sinks=None)
         q, width = layer.q.contiguous(), layer.q.shape[2]
-        cached, new = layer.cached_behind()[..., :width], behind[:, None, :width]
+        cached, new = layer.cached_after()[..., :width], after[:, None, :width]
         anywhere = {**layer.options, "window": -1, "chunk": -1, "sinks": None}
         beside = layer.attention(q, cached, cached, new, new, key_lists=lists, **anywhere)
         return attention_merge(layer.cut(out), lse, *beside, sinks=layer.options["sinks"])[0]
@@ -117,18 +117,18 @@ class CallEntries:
         self._all: dict[int, Tensor] = {}
 
     def of_layer(self, rows: CompressedRows, held: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What lies behind the keys of the rows ``[N, d]``, which begins with entries, and the entries that each row attends
+        """What lies after the keys of the rows ``[N, d]``, which begins with entries, and the entries that each row attends
         to, as ``attention_tree`` takes key_lists.
 
-        held: ``[B, S, d]``, what lies behind the keys in the cache; None: there are none yet.
+        held: ``[B, S, d]``, what lies after the keys in the cache; None: there are none yet.
         """
         widths = rows.sources.shape[1], 0 if rows.indexed is None else rows.indexed.keys.shape[1]
         of_entries, of_keys = (None, None) if held is None else held.split(widths, 2)
-        behind = self._with_entries(rows.of_entries, rows.sources, of_entries)
+        after = self._with_entries(rows.of_entries, rows.sources, of_entries)
         if rows.of_keys is None or rows.indexed is None:
-            return behind, self._lists_of_all(rows.of_entries.rate)
+            return after, self._lists_of_all(rows.of_entries.rate)
         keys = self._with_entries(rows.of_keys, rows.indexed.keys, of_keys)
-        return torch.cat((behind, keys), 1), self._chosen(rows, keys, of_keys)
+        return torch.cat((after, keys), 1), self._chosen(rows, keys, of_keys)
 
     def _with_entries(self, made: Compression, sources: Tensor, held: Tensor | None) -> Tensor:
         """The sources, with entries in the rows that close windows."""

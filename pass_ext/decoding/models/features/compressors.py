@@ -124,7 +124,7 @@ class CompressedEntries(Feature):
             part.compressor.forward = partial(_compressed, part)
             attend_by(part, partial(_handed, part))
 
-    def behind(self, model: Any) -> Mapping[int, int]:
+    def after(self, model: Any) -> Mapping[int, int]:
         """Sources, of entries and of an indexer's keys."""
         widths = {}
         for part in _attending(model):
@@ -180,10 +180,10 @@ def _is_right(compressor: Any) -> bool:
     theirs, bias = type(compressor).forward(own, hidden, queries, positions, None, 0)
     rows = compressed_rows(own, hidden, queries, positions)
     call = CallEntries(torch.zeros(1, dtype=torch.int32, device=like.device), _chain(count, like.device))
-    behind, lists = call.of_layer(rows, None)
+    after, lists = call.of_layer(rows, None)
     ends = slice(compressor.compress_rate - 1, None, compressor.compress_rate)
     most = 1e-4 if like.dtype == torch.float32 else 5e-2
-    ours = behind[ends, : rows.of_entries.dim]
+    ours = after[ends, : rows.of_entries.dim]
     if theirs.shape[2:] != ours.shape or not torch.allclose(
         ours.float(), theirs[0, 0].float(), rtol=0.0, atol=most * float(theirs.abs().max())
     ):

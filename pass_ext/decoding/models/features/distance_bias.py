@@ -2,7 +2,7 @@
 
     logit of a key = scale * (q . k) + bias[distance], without bias from ``bias.shape[-1]`` on
 
-The ops have no such bias. So the nearest keys get a one-hot code of their position behind them, of its rest by ``_STEP``; and
+The ops have no such bias. So the nearest keys get a one-hot code of their position after them, of its rest by ``_STEP``; and
 a query the biases of ``_STEP`` distances, over the scale and in the order of these rests: their product is the bias. Each call
 has the keys of that many distances, by lists, and one more the farther keys, without codes. ``attention_merge`` joins them.
 
@@ -118,7 +118,7 @@ class DistanceBias:
         return out.to(q.dtype)
 
     def _coded(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Keys ``[..., KV heads, D]`` at positions ``[...]``, with the codes of these behind them."""
+        """Keys ``[..., KV heads, D]`` at positions ``[...]``, with the codes of these after them."""
         codes = positions[..., None] % self._step == torch.arange(self._step, device=keys.device)
         codes = codes[..., None, :].to(keys.dtype)
         return torch.cat((keys, codes.expand(*keys.shape[:-1], self._step)), -1)

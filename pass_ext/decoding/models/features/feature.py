@@ -45,7 +45,7 @@ class Feature:
         return None
 
     def unplaced(self, model: Any) -> str | None:
-        """Why positions must be the indices of tokens in the text; None: they may be others, as behind pictures."""
+        """Why positions must be the indices of tokens in the text; None: they may be others, as after pictures."""
         return None
 
     def needs_no_positions(self, model: Any) -> bool:
@@ -66,8 +66,8 @@ class Feature:
 
     # ---- what its layers keep of a text ----
 
-    def behind(self, model: Any) -> Mapping[int, int]:
-        """The layers that keep numbers behind their keys -> how many behind those of each KV head."""
+    def after(self, model: Any) -> Mapping[int, int]:
+        """The layers that keep numbers after their keys -> how many after those of each KV head."""
         return NONE
 
     def states(self, model: Any) -> Mapping[nn.Module, list[StatePlace]]:
@@ -97,5 +97,5 @@ class Feature:
         """The layers that need a class of their own in transformers' cache, and it."""
         return NONE
 
-    def write_behind(self, model: Any, cache: Any, keys: Mapping[int, Tensor], rows: Tensor) -> None:
-        """Writes what lies behind the keys ``[B, S, H, D]`` in a session's caches, by layer, of these rows ``[B, n]``."""
+    def write_after(self, model: Any, cache: Any, keys: Mapping[int, Tensor], rows: Tensor) -> None:
+        """Writes what lies after the keys ``[B, S, H, D]`` in a session's caches, by layer, of these rows ``[B, n]``."""

@@ -17,7 +17,7 @@ of its tokens',
 and the row's own block, of which it sees a part, and the ``local - 1`` before it are among the ``most`` in any case.
 
 Scores are computed in one order of adding, and of equal ones the earlier token's or block's counts more. So a row chooses the
-same tokens whatever else a step has. The session's cache has an indexer's keys behind those of its layer.
+same tokens whatever else a step has. The session's cache has an indexer's keys after those of its layer.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Choice(Attending):
         self._lists: Tensor | None = None
 
     def of(self, layer: LayerAttention) -> tuple[Tensor | None, Tensor | None]:
-        """The lists that ``chosen_keys`` makes, and what the indexer's own layer keeps behind its keys, ``[N, D]``."""
+        """The lists that ``chosen_keys`` makes, and what the indexer's own layer keeps after its keys, ``[N, D]``."""
         rows, self._rows = self._rows, None
         if rows is None:
             return self._lists, None
@@ -94,8 +94,8 @@ class Choice(Attending):
         return self._lists, rows.keys
 
     def attend(self, layer: LayerAttention) -> Tensor:
-        lists, behind = self.of(layer)
-        layer.keep(behind)
+        lists, after = self.of(layer)
+        layer.keep(after)
         return layer.attend(layer.q, lists)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pass_ext.decoding.models.cached_rows import is_front, split_behind, with_behind
+from pass_ext.decoding.models.cached_rows import is_front, split_after, with_after
 from pass_ext.decoding.models.equivalence import difference_of
 from pass_ext.decoding.models.features import indexed
 from pass_ext.decoding.models.features.feature import Feature, Pair
@@ -324,7 +324,7 @@ class Indexers(Feature):
             if _key_dim(indexer) % heads:
                 return (
                     f"{what}, and pass_ext decodes that where the {_key_dim(indexer)} numbers of the indexer's key are a "
-                    f"multiple of the {heads} KV heads, behind whose keys they are cached"
+                    f"multiple of the {heads} KV heads, after whose keys they are cached"
                 )
         return None
 
@@ -348,29 +348,29 @@ class Indexers(Feature):
         for part, indexer in _indexers(shadow):
             _form_of(indexer).serve(shadow, part, indexer)
 
-    def behind(self, model: Any) -> Mapping[int, int]:
+    def after(self, model: Any) -> Mapping[int, int]:
         """Their keys."""
         return {part.layer_idx: _key_dim(indexer) // _key_heads(part, indexer) for part, indexer in _indexers(model)}
 
     def from_theirs(self, model: Any, cache: Any, pairs: Mapping[int, Pair], columns: Tensor) -> Mapping[int, Pair]:
         found = dict[int, Pair]()
-        for layer in self.behind(model).keys() & pairs:
+        for layer in self.after(model).keys() & pairs:
             theirs, (keys, values) = cache.layers[layer], pairs[layer]
             of_indexer = theirs.idx_keys[:, 0] if hasattr(theirs, "idx_keys") else theirs.indexer_keys
             of_indexer = of_indexer[torch.arange(len(columns), device=columns.device)[:, None], columns]
-            joined = with_behind(keys, of_indexer.unflatten(2, (keys.shape[2], -1)))
+            joined = with_after(keys, of_indexer.unflatten(2, (keys.shape[2], -1)))
             found[layer] = joined, joined[..., : values.shape[-1]] if is_front(values, keys) else values
         return found
 
     def new_layers(self, model: Any) -> Mapping[int, type]:
         from transformers import cache_utils
 
-        return dict.fromkeys(self.behind(model), cache_utils.DynamicIndexedLayer)
+        return dict.fromkeys(self.after(model), cache_utils.DynamicIndexedLayer)
 
-    def write_behind(self, model: Any, cache: Any, keys: Mapping[int, Tensor], rows: Tensor) -> None:
-        widths = self.behind(model)
+    def write_after(self, model: Any, cache: Any, keys: Mapping[int, Tensor], rows: Tensor) -> None:
+        widths = self.after(model)
         for layer, width in widths.items():
-            _, of_indexer = split_behind(keys[layer], width, keys[layer].dtype)
+            _, of_indexer = split_after(keys[layer], width, keys[layer].dtype)
             of_indexer = of_indexer[torch.arange(len(rows), device=rows.device)[:, None], rows].flatten(2)
             theirs = cache.layers[layer]
             if hasattr(theirs, "idx_keys"):

@@ -1,4 +1,4 @@
-"""``KeyBias``: a bias of a head's logits by the position of the key (ALiBi), as columns behind queries and keys.
+"""``KeyBias``: a bias of a head's logits by the position of the key (ALiBi), as columns after queries and keys.
 
     scale * (q . k) + slope * position of k  =  scale * ([q, c, ...] . [k, b_1, ...])
 
@@ -30,7 +30,7 @@ class KeyBias(NamedTuple):
     """The model rounds slope * position to it."""
 
     def columns(self, dtype: torch.dtype) -> int:
-        """How many numbers of this dtype lie behind a key."""
+        """How many numbers of this dtype lie after a key."""
         return 1 if dtype == torch.float32 else 3
 
     def queries(self, q: Tensor) -> Tensor:

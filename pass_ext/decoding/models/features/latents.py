@@ -130,10 +130,10 @@ class ByLatents(Attending):
     def attend(self, layer: LayerAttention) -> Tensor:
         latents = self._latents
         lists: Tensor | None = None
-        behind: Tensor | None = None
+        after: Tensor | None = None
         if self._choice is not None:
-            lists, behind = self._choice.of(layer)
-        layer.keep(behind, v=layer.k[..., : latents.rank])
+            lists, after = self._choice.of(layer)
+        layer.keep(after, v=layer.k[..., : latents.rank])
         absorbs = lists is not None or layer.batch_invariant or latents.takes(layer.q)
         requests: list[int] = (
             [] if absorbs else layer.trees.cu_nodes.diff().nonzero().flatten().tolist()

@@ -112,7 +112,7 @@ def _of_call(
     if bias is not None:
         if call.attend.cache_dtype is not None:
             raise ValueError(
-                f"{call.model}: Session(cache_dtype=None) alone decodes this model: the biases of its keys lie behind their "
+                f"{call.model}: Session(cache_dtype=None) alone decodes this model: the biases of its keys lie after their "
                 "numbers, and 8 bits for both are too few"
             )
         q, k = bias.queries(q), bias.keys(k, call.positions)

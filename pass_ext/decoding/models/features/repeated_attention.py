@@ -13,7 +13,7 @@ _TWICE = "lambda_std_dev"
 """A setting of models whose layers attend twice, and take one result from the other (DiffLlama)."""
 _OTHER_FORMATS = {
     "diffllama": "the values of a layer once for both attentions of its heads",
-    "dory": "keys and values of further loops behind those of all layers",
+    "dory": "keys and values of further loops after those of all layers",
 }
 
 

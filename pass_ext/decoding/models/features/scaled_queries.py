@@ -1,7 +1,7 @@
 """Queries scaled by their place in the text (Llama 4, Inkling), in a model's shadow.
 
 A layer takes a row's place for the number of keys in its cache plus the number of the row in the call. In the shadow it is
-given a cache that says how far each row is behind.
+given a cache that says how far each row is after.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _at_its_places(forward: Callable[..., Any], argument: str, /, *inputs: Any, 
 
 
 class _RowPlaces:
-    """Stands where such a layer expects its cache, and keeps nothing: row i is ``positions[i] - i`` tokens behind."""
+    """Stands where such a layer expects its cache, and keeps nothing: row i is ``positions[i] - i`` tokens after."""
 
     def __init__(self, positions: Tensor) -> None:
         self._before = positions - torch.arange(len(positions), device=positions.device)

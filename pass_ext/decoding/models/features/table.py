@@ -38,7 +38,7 @@ FEATURES: tuple[Feature, ...] = (
     *_OF_THEIR_OWN,
     RecurrentStates(_OF_THEIR_OWN),
 )
-"""Latents before indexers, whose keys lie behind them."""
+"""Latents before indexers, whose keys lie after them."""
 _ATTENDING = PLAIN.union(*(feature.kinds for feature in FEATURES))
 
 
@@ -67,9 +67,9 @@ def serve_features(shadow: Any, embedded: Callable[[Tensor], Tensor]) -> None:
         feature.serve(shadow, embedded)
 
 
-def widths_behind(model: Any) -> dict[int, int]:
-    """The layers that keep numbers behind their keys -> how many behind those of each KV head."""
-    return {layer: width for feature in FEATURES for layer, width in feature.behind(model).items()}
+def widths_after(model: Any) -> dict[int, int]:
+    """The layers that keep numbers after their keys -> how many after those of each KV head."""
+    return {layer: width for feature in FEATURES for layer, width in feature.after(model).items()}
 
 
 def places_of(model: Any) -> list[StatePlace]:

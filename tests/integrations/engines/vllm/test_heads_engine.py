@@ -51,7 +51,7 @@ def check_steps(folder, target, method, speculation, often=0.5, apart=0.0):
     steps, accepted = sum(one.stats.model_calls - 1 for one in ours), sum(one.stats.num_accepted_tokens for one in ours)
     assert abs(theirs["counters"]["spec_decode_num_drafts"] - steps) <= apart * steps
     assert steps < often * PROMPTS * NEW
-    # vLLM counts drafts behind a text's end too.
+    # vLLM counts drafts after a text's end too.
     more = theirs["counters"]["spec_decode_num_accepted_tokens"] - accepted
     assert -apart * accepted <= more <= LENGTH * PROMPTS + apart * accepted
 

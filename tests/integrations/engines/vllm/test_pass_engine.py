@@ -68,14 +68,14 @@ def test_greedy_texts_are_vllms_own(plain, two_calls):
     assert any("PaSS drafts with 4 slots" in line for line in two_calls["log"])
 
 
-def test_slots_behind_the_guesses_change_no_text(run, prompts, plain):
+def test_slots_after_the_guesses_change_no_text(run, prompts, plain):
     calls = [{"prompts": prompts, "sampling": GREEDY, "batch": 8}]
     for drafts in (2, 7):
         assert run(calls, **with_pass(drafts))["texts"] == plain[1:]
 
 
 class Steps:
-    """A streamer that counts the drafted tokens that each step accepts, also behind the end of the text."""
+    """A streamer that counts the drafted tokens that each step accepts, also after the end of the text."""
 
     def __init__(self):
         self.accepted = []
@@ -111,7 +111,7 @@ def test_acceptance_is_that_of_generate(loaded, prompts, plain, two_calls):
     for ids, text in zip(prompts, plain[0], strict=True):
         steps, options = Steps(), {"logits_processor": [forced(ids + text)], "max_new_tokens": NEW + 8}
         pass_ext.generate(loaded[0], torch.tensor([ids + text[:1]]), method, streamer=steps, **options)
-        left, is_draft = NEW - 1, False  # the prompt's call foresees, the next one judges, by turns
+        left, is_draft = NEW - 1, False  # the prompt's call predicts, the next one judges, by turns
         for count in steps.accepted:
             if left > 0:
                 drafts += is_draft

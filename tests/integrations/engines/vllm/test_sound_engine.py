@@ -1,4 +1,4 @@
-"""PaSS in a vLLM engine behind sound in the prompt: SmolLM2's text model after a random encoder of sound, in fp32.
+"""PaSS in a vLLM engine after sound in the prompt: SmolLM2's text model after a random encoder of sound, in fp32.
 
 The texts are vLLM's own without speculation; guesses are right as often as those of ``pass_ext.generate`` on the same prompts.
 (vLLM's classes with pictures import torchvision, which has no build for this torch.)
@@ -49,7 +49,7 @@ def model_and_processor(gguf):
     return model.float().eval(), Qwen2AudioProcessor(WhisperFeatureExtractor(128), tokenizer, **ends)
 
 
-def test_slots_behind_sound(gguf, tmp_path):
+def test_slots_after_sound(gguf, tmp_path):
     model, processor = model_and_processor(gguf)
     model.save_pretrained(tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"

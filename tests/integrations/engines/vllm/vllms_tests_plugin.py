@@ -36,7 +36,7 @@ def pytest_configure(config):
         start(llm, **{"enforce_eager": True, **options, "model": model}, speculative_config=speculative_config)
 
     vllm.LLM.__init__ = start_here
-    # Each engine of this process would do it again, and fails where numba is loaded, as it is behind n-grams.
+    # Each engine of this process would do it again, and fails where numba is loaded, as it is after n-grams.
     once = functools.cache(current_platform.register_triton_kernel_overrides)
     type(current_platform).register_triton_kernel_overrides = staticmethod(once)
 
