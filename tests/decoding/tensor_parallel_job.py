@@ -92,6 +92,9 @@ def main(folder):
     assert alone.logit_shards is None and divided.logit_shards is not None
     tables = [transition_tables(bound, each.table, each.logit_shards) for each in (divided, alone)]
     texts["tables"] = [torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(*tables, strict=True)]
+    rows = torch.randn(3, texts["columns"][1], generator=torch.Generator().manual_seed(5))
+    drawn = [draw(rows, 4, mode="top")[0] for draw in (divided.logit_shards.draft_sample, pass_ext.draft_sample)]
+    texts["drafts of all columns"] = torch.equal(*drawn)
     divided.logit_shards.table_part = None  # as of a table that is divided in another way
     try:
         lookahead_drafter(pass_ext.PaSS(bound), SimpleNamespace(target=divided))

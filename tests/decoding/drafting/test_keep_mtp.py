@@ -1,10 +1,13 @@
 """A model that was tuned and saved by transformers has no MTP layer; ``keep_mtp`` brings it back."""
 
+import json
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
+from safetensors import safe_open
 from support.mtp import model_with_mtp
 from transformers import AutoModelForCausalLM
 
@@ -24,6 +27,12 @@ def test_a_saved_model_has_the_mtp_layer_of_its_checkpoint(family, shard, tmp_pa
         load_drafter(tmp_path / "saved", target)
 
     names = keep_mtp(tmp_path / "own", tmp_path / "saved")
+    index = tmp_path / "saved" / "model.safetensors.index.json"
+    assert index.exists() == (shard == "40KB")
+    for name, file in json.loads(index.read_text())["weight_map"].items() if index.exists() else ():
+        with safe_open(tmp_path / "saved" / file, "pt") as stored:
+            assert name in set(stored.keys())
+    assert not index.exists() or set(names) <= json.loads(index.read_text())["weight_map"].keys()
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval().requires_grad_(False)
     kept = load_drafter(tmp_path / "saved", saved)
     assert all(map(torch.equal, kept.head.state_dict().values(), own.head.state_dict().values()))
