@@ -310,11 +310,13 @@ _PYTHON: dict[str, list[str]] = {
         "tests/decoding/loop/test_several_texts.py",
         "tests/decoding/models/test_decoded_models.py",
         *_GENERATE[:-1],
-        f"{_GENERATE[-1]} or test_session or longest_text or past",
+        "tests/decoding/models/test_hybrid_models.py",
+        f"{_GENERATE[-1]} or test_session or longest_text or past or hybrid_models",
     ],
     "stats": ["tests/decoding/test_stats.py"],
     "models/transformers": [
-        f"tests/decoding/models/test_{name}.py" for name in ("decoded_models", "model_meanwhile", "fused_forward")
+        f"tests/decoding/models/test_{name}.py"
+        for name in ("decoded_models", "model_meanwhile", "fused_forward", "hybrid_models")
     ],
     "planning/plan": [
         "tests/decoding/planning/test_plan.py",
