@@ -30,6 +30,8 @@ from pass_ext.decoding.loop.scores import Scores
 from pass_ext.decoding.loop.texts import Listener, Texts
 from pass_ext.decoding.methods import Method, Plain
 from pass_ext.decoding.models.any_model import packed_model
+from pass_ext.decoding.models.encoders import EncoderInputs
+from pass_ext.decoding.models.parts import unwrapped
 from pass_ext.decoding.models.taps import Tap
 from pass_ext.decoding.models.whole_prompts import WholePrompts, parts_of
 from pass_ext.decoding.requests.guides import GrammarArgument, guides_of
@@ -68,7 +70,7 @@ def generate(
     max_new_tokens: int,
     num_return_sequences: int = 1,
     attention_mask: Tensor | None = None,
-    prompt: Mapping[str, Any] | WholePrompts | None = None,
+    prompt: Mapping[str, Any] | WholePrompts | EncoderInputs | None = None,
     temperature: float | Sequence[float] | Tensor = 0.0,
     top_k: int | Sequence[int] | Tensor | None = None,
     top_p: float | Sequence[float] | Tensor | None = None,
@@ -88,8 +90,8 @@ def generate(
     """Continues each prompt with up to ``max_new_tokens`` tokens.
 
     Args:
-        model: a transformers decoder-only model, as it is, or any ``pass_ext.PackedModel``.
-        input_ids: ``[B, T]`` integers.
+        model: a transformers model that writes text, as it is, or any ``pass_ext.PackedModel``.
+        input_ids: ``[B, T]`` integers; of a model with an encoder the beginnings of its decoder's texts.
         max_new_tokens: of each text, 1 or more.
         method: ``Plain()`` (the default: nothing is drafted), ``NGram(...)``, ``PaSS(...)``, ``Speculative(...)``,
             ``MultiCandidate(...)``, what ``load_drafter(...)`` gives, or any ``pass_ext.drafting.DraftingMethod``.
@@ -97,7 +99,8 @@ def generate(
         attention_mask: ``[B, T]``, 1 for a prompt's tokens and 0 for padding, left or right. None: every pad token (of the
             generation_config) is padding, as transformers infers it; none, if that token is an end token too.
         prompt: what the processor of a transformers model gives for pictures, sound or video beside ``input_ids``, such as
-            ``pixel_values`` and ``image_grid_thw``, or the whole of what it gives; docs/guide/pictures.md.
+            ``pixel_values`` and ``image_grid_thw``, or the whole of what it gives; what an encoder reads beside its decoder;
+            docs/guide/pictures.md.
         temperature: 0 is greedy.
         top_k, top_p, min_p: filters; None: off. These, temperature and seeds are one value for all, or one per request.
         seeds: with rule "coupled" or "coupled_inverse" the text is a function of prompt, seed and these parameters, whatever
@@ -126,12 +129,21 @@ def generate(
     whole_number("generate: max_new_tokens", max_new_tokens, most=MOST_NEW_TOKENS)
     whole_number("generate: num_return_sequences", num_return_sequences)
     instance("generate: session", session, (Session, NoneType), "a pass_ext.Session or None")
-    instance("generate: prompt", prompt, (Mapping, WholePrompts, NoneType), "what a processor gives, or None")
+    instance(
+        "generate: prompt", prompt, (Mapping, WholePrompts, EncoderInputs, NoneType), "what a processor gives, or None"
+    )
     adapted, samples = packed_model(model), num_return_sequences
     device, vocabulary = adapted.table.device, adapted.table.shape[0]
     config = generation_config
     ends, all_ends, pad = special_tokens(eos_token_id, config, adapted.generation_config, type(adapted.model).__name__)
-    if isinstance(prompt, Mapping):
+    if adapted.has_encoder and not isinstance(prompt, EncoderInputs):
+        if not prompt:
+            raise ValueError(
+                f"generate: prompt must be what a processor gives for the encoder of {adapted.name}, such as "
+                f"{unwrapped(adapted.model).main_input_name}, got {prompt!r}"
+            )
+        prompt = EncoderInputs.of_processor(prompt, adapted)
+    elif isinstance(prompt, Mapping):
         attention_mask, prompt = parts_of(prompt, input_ids, attention_mask, adapted)
     prompts = prompts_of(input_ids, attention_mask, vocabulary, pad, all_ends)
     params = SamplingParams(temperature, top_k, top_p, min_p, seeds)
@@ -202,12 +214,12 @@ def _held_already(
     session: Session,
     texts: Sequence[Sequence[int]],
     samples: int,
-    prompt: Mapping[str, Any] | WholePrompts | None,
+    prompt: Mapping[str, Any] | WholePrompts | EncoderInputs | None,
     asked: Prompts,
     taps: Sequence[Tap],
 ) -> list[int]:
     """Fills the session with what there is before the prompts are read -> how many tokens of each text that is of. prompt: what
-    the model's own forward reads. asked: the prompts, each once."""
+    the model's own forward, or its encoder, reads. asked: the prompts, each once."""
     if not prompt:
         return session.fill(texts, samples)
     if session.past is not None:
@@ -217,9 +229,12 @@ def _held_already(
         )
     if session.batch_invariant and len(asked.texts) > 1:
         raise ValueError(
-            "Session(batch_invariant=True) takes one prompt with pictures or sound at a time, for the model reads those of a "
-            f"batch together, got {len(asked.texts)}"
+            "Session(batch_invariant=True) takes one prompt with pictures, sound or an encoder's input at a time, for the "
+            f"model reads those of a batch together, got {len(asked.texts)}"
         )
+    if isinstance(prompt, EncoderInputs):
+        session.encode(prompt, len(texts) // len(asked.texts))
+        return [0] * len(texts)
     if isinstance(prompt, Mapping):
         prompt = WholePrompts.prepared(session.model.model, asked.input_ids, asked.mask, prompt)
     return session.take(prompt.read(session.model, taps), samples * prompt.copies)

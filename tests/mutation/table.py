@@ -216,6 +216,7 @@ _PYTHON: dict[str, list[str]] = {
         f"models/features/{name}": ["tests/decoding/models/test_own_attention.py"]
         for name in ("own_attention", "key_biases")
     },
+    "models/encoders": ["tests/decoding/models/test_encoders.py"],
     "models/features/repeated_attention": _laws("diffllama dory", "repeated_layers"),
     "models/layer_attention": [
         "tests/decoding/test_cache_dtype.py",

@@ -1,4 +1,4 @@
-"""docs/guide/pictures.md: its block runs, with a real processor and a tiny model, and gives the model's own text."""
+"""docs/guide/pictures.md: its blocks run, with a real processor and tiny models, and give the models' own texts."""
 
 import json
 import re
@@ -12,9 +12,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 
 from support.pictures import llava_with_processor, random_picture
+from support.speech import speaking_whisper
+from transformers import GenerationMixin
 
 import pass_ext
-from benchmarks.architectures import whole_prompts
+from benchmarks.architectures import encoders, whole_prompts
 
 PAGE = ROOT / "docs/guide/pictures.md"
 
@@ -31,9 +33,20 @@ def test_the_table_shows_its_result_and_the_page_its_counts():
         assert words in PAGE.read_text().replace("\n", " ")
 
 
-def test_the_block_of_the_page_runs():
+def test_the_blocks_of_the_page_run():
     model, processor = llava_with_processor()
-    names = dict(pass_ext=pass_ext, model=model, processor=processor, picture=random_picture())
+    whisper, sound = speaking_whisper(), {"input_features": torch.randn(1, 8, 32)}
+    begun = torch.tensor([[1, 5, 6]])
+    names = dict(pass_ext=pass_ext, model=model, processor=processor, picture=random_picture(), sound=sound)
+    names |= dict(whisper=whisper, distilled=speaking_whisper(1), begun=begun)
     run_blocks(PAGE, [block for block in blocks_of(PAGE) if block[0] == "python"], names)
     expected = model.generate(**names["inputs"], max_new_tokens=40, do_sample=False)
     assert torch.equal(names["text"], expected) and torch.equal(names["same"], expected)
+    assert torch.equal(names["said"], whisper.generate(**sound, return_timestamps=True))
+    options = dict(decoder_input_ids=begun, max_new_tokens=40, do_sample=False)
+    assert torch.equal(names["more"], GenerationMixin.generate(whisper, **sound, **options))
+
+
+def test_the_table_of_encoders_shows_its_result():
+    result, table = json.loads((ROOT / encoders.RESULT).read_text()), (ROOT / encoders.PAGE).read_text()
+    assert table == encoders.render(result) and "| **wrong** |" not in table

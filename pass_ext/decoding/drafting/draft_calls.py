@@ -70,6 +70,9 @@ class DraftCalls:
             self._session = FirstLayers(session, draft, draft.shares_layers)
         else:
             self._session = Session(draft, session.requests, session.room + max_depth, cuda_graphs=self._graphs)
+            if draft.has_encoder and session.encoder_inputs is not None:
+                encoded = session.encoder_inputs.of_draft(draft)
+                self._session.encoded = encoded.repeated(session.requests // len(encoded.lengths))
         self._first = list(session.begins)
         """The first token of each text that the draft reads."""
         self._held = [0] * len(texts)

@@ -17,7 +17,7 @@ from pass_ext.decoding.arguments import whole_number
 from pass_ext.decoding.models.features.table import first
 from pass_ext.decoding.models.module_ops import is_plain
 from pass_ext.decoding.models.packed import StepAttend
-from pass_ext.decoding.models.parts import unwrapped
+from pass_ext.decoding.models.parts import has_encoder, number_of_layers, unwrapped
 from pass_ext.decoding.models.shadow import shadow_of
 from pass_ext.decoding.models.slots import CallSlots
 from pass_ext.decoding.models.transformers import TransformersModel
@@ -43,8 +43,8 @@ def exit_parts(model: Any) -> ExitParts:
     if not all(hasattr(model, name) for name in ("get_decoder", "get_output_embeddings", "config")):
         raise TypeError(f"model must be a transformers model for causal language modelling, got {name}; {known}")
     decoder, head = model.get_decoder(), model.get_output_embeddings()
-    layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
-    base = getattr(model, model.base_model_prefix, None)
+    layers, norm = getattr(decoder, "layers", None), getattr(decoder, norm_name(model), None)
+    base, beside = getattr(model, model.base_model_prefix, None), "decoder" if has_encoder(model) else "language_model"
     missing = [
         part
         for part, is_there in {
@@ -52,7 +52,7 @@ def exit_parts(model: Any) -> ExitParts:
             "decoder.norm": isinstance(norm, nn.Module),
             "a linear head": type(head) in (nn.Linear, PackedLinear),
             # beside encoders it is a part of the base model, which gives it the rows that it gets
-            "its decoder as a direct part": decoder in (base, getattr(base, "language_model", None)),
+            "its decoder as a direct part": decoder in (base, getattr(base, beside, None)),
         }.items()
         if not is_there
     ]
@@ -68,7 +68,7 @@ def exit_parts(model: Any) -> ExitParts:
     reason = first(lambda feature: feature.uncut(model))
     if reason is not None:
         raise ValueError(f"{name} {reason}, which early exit cannot cut; {known}")
-    attend = getattr(config, "num_hidden_layers", None) or len(layers)  # type: ignore[arg-type]
+    attend = number_of_layers(model.config) or len(layers)  # type: ignore[arg-type]
     if attend != len(layers):  # type: ignore[arg-type]
         raise ValueError(
             f"{name} attends {attend} times in its {len(layers)} layers, and early exit needs layers that attend once; "  # type: ignore[arg-type]
@@ -82,6 +82,11 @@ def exit_parts(model: Any) -> ExitParts:
         if getattr(config, option, None) not in (None, 0, 1):
             raise ValueError(f"{name} changes its logits after its head ({option}), which early exit does not; {known}")
     return ExitParts(decoder, layers, norm, head)  # type: ignore[arg-type]
+
+
+def norm_name(model: Any) -> str:
+    """Where a decoder has its last norm; beside an encoder it has another name."""
+    return "layer_norm" if has_encoder(model) else "norm"
 
 
 class EarlyExitDraft:
@@ -107,6 +112,11 @@ class EarlyExitDraft:
         if layers is None and adapter is None:
             raise ValueError(
                 "EarlyExitDraft: give layers, how many of the model's layers the draft runs, or an adapter, got neither"
+            )
+        if adapter is not None and has_encoder(model):
+            raise ValueError(
+                f"EarlyExitDraft: adapter must be None for {type(model).__name__}, which has an encoder: adapters are trained "
+                "on texts alone"
             )
         if adapter is not None:
             embedding = model.get_input_embeddings()
@@ -193,7 +203,7 @@ def first_layers(model: Any, count: int) -> Any:
     decoder = part.get_decoder()
     decoder.layers = decoder.layers[:count]
     config = part.config.get_text_config(decoder=True)
-    config.num_hidden_layers = count
+    setattr(config, "decoder_layers" if has_encoder(part) else "num_hidden_layers", count)
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:count]
     for module in (part, decoder, *decoder.layers):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.features.table import FEATURES, attending_layers, first, unknown_kinds
 from pass_ext.decoding.models.layer_kinds import kinds_of
-from pass_ext.decoding.models.parts import configs_of, decoder_of, unwrapped
+from pass_ext.decoding.models.parts import configs_of, decoder_of, has_encoder, unwrapped
 from pass_ext.decoding.models.row_attention import AttentionCalls, reads_keys_of_cache
 from pass_ext.decoding.models.shadow import OurCall, our_call
 
@@ -18,8 +18,9 @@ from pass_ext.decoding.models.shadow import OurCall, our_call
 def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
     """Refuses models that packed rows cannot be given to. dtype: of the table of embeddings."""
     text = model.config.get_text_config(decoder=True)
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder model; decoder-only models are supported")
+    reason = _unserved_encoder(unwrapped(model)) if has_encoder(model) else None
+    if reason is not None:
+        raise ValueError(f"{name} {reason}, so pass_ext cannot decode this model")
     if name.startswith("kosmos"):
         raise ValueError(
             f"{name} counts positions by ids, from its padding token's on, and rows of a tree are embeddings, so pass_ext "
@@ -66,10 +67,26 @@ def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
 
 
 def position_taker(model: Any) -> Any:
-    """The outermost module whose forward takes position_ids: the model, or the decoder inside it; None: neither does."""
+    """The outermost module whose forward takes position_ids: the model, the decoder inside it, or the decoder's table of
+    positions; None: none does."""
     inner = unwrapped(model)
-    takers = (part for part in (inner, decoder_of(inner)) if "position_ids" in signature(type(part).forward).parameters)
+    decoder = decoder_of(inner)
+    parts = (inner, decoder, decoder._modules.get("embed_positions"))
+    takers = (part for part in parts if part is not None and "position_ids" in signature(type(part).forward).parameters)
     return next(takers, None)
+
+
+def _unserved_encoder(model: Any) -> str | None:
+    """Why a model with an encoder cannot be decoded, to follow its name; None: it can."""
+    import transformers
+
+    takes = signature(type(model).forward).parameters
+    missing = {"encoder_outputs", "decoder_inputs_embeds"} - set(takes)
+    if missing:
+        return f"has an encoder, and {type(model).__name__}.forward takes no {', '.join(sorted(missing))}"
+    if "cache" not in takes:
+        return f"has an encoder, which transformers from 5.24 on is needed for, got {transformers.__version__}"
+    return None
 
 
 def _lost_adapter(model: Any) -> str | None:
@@ -194,6 +211,7 @@ class _FirstLayer:
     """Ends a call where its first layer mixes rows."""
 
     layers = 0
+    encoded = None
 
     def __init__(self, ids: Tensor) -> None:
         self.ids = ids

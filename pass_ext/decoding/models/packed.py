@@ -82,6 +82,8 @@ class StepAttend(Attend, Protocol):
     """``[N]``, of the rows; -1 - i is look-ahead slot i."""
     taps: Taps | None
     """Takes the hidden states that are wanted; None: none are."""
+    encoded: Any
+    """The ``Encoded`` that rows attend to besides their text; None: nothing."""
 
     def __call__(
         self,
@@ -111,6 +113,9 @@ class StepAttend(Attend, Protocol):
     def text_rows(self) -> int:
         """The most rows of one text, look-ahead slots' not counted: so the text has the same bits alone and in a batch, and
         with slots after it. On a GPU all rows."""
+
+    def of_encoder(self, layer: int, q: Tensor, *, scale: float | None) -> Tensor:
+        """Attention of queries ``[N, heads, D]`` to what an encoder has made of their requests' inputs, in this layer."""
 
     def of_all_layers(self, layers: int, rows: Tensor, heads: int, head_dim: int) -> tuple[Any, ...] | None:
         """The arguments of ``layer_stack`` from ``caches`` to ``depths``; None if the caches are not of so many layers with
@@ -202,6 +207,8 @@ class Adapted:
     widths_after: Mapping[int, int] = MappingProxyType({})
     """The layers that keep more of a text than keys and values, by their number among those that attend -> how many numbers
     they keep after the keys of each KV head."""
+    has_encoder: bool = False
+    """Rows attend to an encoder's outputs too, so prompts must come with what it reads."""
     keeps_states: bool = False
     """Some layers keep a state."""
     most_positions: int = sys.maxsize

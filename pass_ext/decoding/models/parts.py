@@ -38,7 +38,27 @@ def decoder_of(model: Any) -> Any:
     """The module of a transformers model that has the layers and what is around them, without the output layer."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     inner = model._modules.get("model")
-    return inner if decoder is model and inner is not None else decoder
+    if decoder is model and inner is not None:
+        return inner
+    nested = decoder._modules.get("model") if has_encoder(model) else None  # a causal model beside an encoder
+    return decoder if nested is None else nested.get_decoder()
+
+
+def has_encoder(model: Any) -> bool:
+    """True for an encoder-decoder model."""
+    return bool(getattr(model.config, "is_encoder_decoder", False))
+
+
+def number_of_layers(config: Any) -> int | None:
+    """Of the decoder of a model with this config; None: it does not say."""
+    text = config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False):
+        for part in (config, text):  # the names of the second may be without "decoder"
+            for name in ("decoder_layers", "num_decoder_layers"):
+                if hasattr(part, name):
+                    return int(getattr(part, name))
+    count: int | None = getattr(text, "num_hidden_layers", None)
+    return count
 
 
 def text_parts(model: Any) -> list[nn.Module]:
@@ -54,7 +74,7 @@ def text_parts(model: Any) -> list[nn.Module]:
 
 def decoder_layers(model: Any) -> nn.ModuleList:
     """The layers of a transformers decoder."""
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    count = number_of_layers(model.config)
     for module in decoder_of(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module

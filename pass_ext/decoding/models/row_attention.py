@@ -295,6 +295,10 @@ def _row_attention(
 ) -> tuple[Tensor, None]:
     """q, k, v ``[1, heads, N, D]`` -> ``[1, N, heads, D of v]``. s_aux: the sinks."""
     call, rows = _call(), query.shape[2]
+    encoded = None if call.attend.encoded is None else call.attend.encoded.layer_of(key)
+    if encoded is not None:
+        q = _autocast(query[0].transpose(0, 1))
+        return call.attend.of_encoder(encoded, q, scale=scaling)[None], None
     others["attention_mask"] = attention_mask
     ask = vars(module).get(_BY)
     by = None if ask is None else ask(others)

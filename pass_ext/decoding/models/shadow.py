@@ -89,15 +89,15 @@ def _adapted(place: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tens
     return out if call is None or call.slots is None else call.slots.adapt_(place, out, x)
 
 
-def give_positions(decoder: Any) -> None:
-    """Has a shadow's decoder take the positions of a call's rows, where the model around it does not."""
-    decoder.forward = partial(_placed, decoder.forward)
+def give_positions(part: Any) -> None:
+    """Has a shadow's decoder, or its table of positions, take those of a call's rows, where the model around it does not."""
+    part.forward = partial(_placed, part.forward, isinstance(part, nn.Embedding))
 
 
-def _placed(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+def _placed(forward: Callable[..., Any], is_table: bool, /, *inputs: Any, **named: Any) -> Any:
     call = current_call.get()
     assert call is not None
-    return forward(*inputs, **{**named, "position_ids": call.positions[None]})
+    return forward(*inputs, **{**named, "position_ids": call.positions if is_table else call.positions[None]})
 
 
 def shift_layers(shadow: Any) -> None:

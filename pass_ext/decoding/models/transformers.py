@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models import limits
 from pass_ext.decoding.models.backend import Backend, ModelState, backend_of, keep_backend, known_backend
+from pass_ext.decoding.models.encoders import decoder_inputs
 from pass_ext.decoding.models.equivalence import MACHINE
 from pass_ext.decoding.models.features.table import (
     FEATURES,
@@ -37,7 +38,14 @@ from pass_ext.decoding.models.module_ops import (
     most_few_rows,
 )
 from pass_ext.decoding.models.packed import Adapted, KeptHidden, StepAttend
-from pass_ext.decoding.models.parts import decoder_layers, decoder_of, text_parts, unwrapped
+from pass_ext.decoding.models.parts import (
+    decoder_layers,
+    decoder_of,
+    has_encoder,
+    number_of_layers,
+    text_parts,
+    unwrapped,
+)
 from pass_ext.decoding.models.row_attention import (
     AttentionCalls,
     attend_by_rows,
@@ -68,13 +76,14 @@ class TransformersModel(Adapted):
         self.model = model
         self.name = model.config.model_type
         self.generation_config = getattr(model, "generation_config", None)
-        self._embedding = module = model.get_input_embeddings()
+        self.has_encoder = has_encoder(model)
+        self._embedding = module = (decoder_of(unwrapped(model)) if self.has_encoder else model).get_input_embeddings()
         self.has_table = not isinstance(module, PackedEmbedding) and is_plain(module.weight)
         self.table = module.weight if self.has_table else _shape_of_table(module, self.name)
         limits.check_model(model, self.name, self.table.dtype)
         text = model.config.get_text_config(decoder=True)
         self.numbers = attending_layers(text)
-        self._layers = getattr(text, "num_hidden_layers", None) if self.numbers is None else len(self.numbers)
+        self._layers = number_of_layers(model.config) if self.numbers is None else len(self.numbers)
         self.caches = None if self._layers is None else self._layers - layers_with_keys_of_others(unwrapped(model))
         widths = widths_after(unwrapped(model))
         self.widths_after = {(self.numbers or {}).get(layer, layer): width for layer, width in widths.items()}
@@ -139,6 +148,8 @@ class TransformersModel(Adapted):
             self._replaced = self._find_replaced()
         if self.keeps_states:
             self._backend = Backend(None, f"its layers keep states, by {' and '.join(computed_by(self.model))}")
+        elif self.has_encoder:
+            self._backend = Backend(None, "its rows attend to an encoder too")
         elif self.model is not unwrapped(self.model):
             self._backend = Backend(None, f"it is wrapped by {type(self.model).__name__}")
         elif self.logit_shards is not None:
@@ -195,7 +206,7 @@ class TransformersModel(Adapted):
 
     def _find_replaced(self) -> dict[int, int]:
         placeholders = limits.placeholder_ids(self.model.config, len(self.table))
-        if not placeholders:
+        if not placeholders or self.has_encoder:
             return {}
         pad = getattr(self.model.config.get_text_config(decoder=True), "pad_token_id", None)
         stand_ins = [0, *([] if pad is None else [pad])]
@@ -285,15 +296,12 @@ class TransformersModel(Adapted):
             attend.batch_invariant,
             attend.taps,
         )
+        inputs: dict[str, Any] = dict(inputs_embeds=rows[None], attention_mask=seen, use_cache=False, return_dict=True)
+        inputs |= {**places, "logits_to_keep": 0 if wanted is None else wanted}
+        if self.has_encoder:
+            inputs = decoder_inputs(self.model, attend.encoded, rows, seen)
         with our_call(call):
-            logits: Tensor = shadow(
-                inputs_embeds=rows[None],
-                attention_mask=seen,
-                **places,
-                use_cache=False,
-                logits_to_keep=0 if wanted is None else wanted,
-                return_dict=True,
-            ).logits[0]
+            logits: Tensor = shadow(**inputs).logits[0]
         self._check_attended(attended.layers)
         return logits
 

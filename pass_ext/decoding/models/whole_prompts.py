@@ -225,7 +225,7 @@ class WholePrompts:
             return cls(ids, mask, generation_config, named, names)
 
         alone = dict(max_new_tokens=1, num_return_sequences=1, num_beams=1, do_sample=False)
-        with _named(model, names):
+        with naming_inputs(model, names):
             found: WholePrompts = model.generate(
                 input_ids=input_ids, attention_mask=mask, **inputs, **alone, custom_generate=take
             )
@@ -254,7 +254,7 @@ class WholePrompts:
         cache = given_cache(self._inputs)
         if cache is None or not int(cache.get_seq_length()):
             cache = full_cache(inner.config)
-        with _named(model.model, self._names):
+        with naming_inputs(model.model, self._names):
             columns = self._call(shadow, cache, cut, tapped)
         starts = (self._mask.shape[1] - self._mask.sum(1)).long()
         held = [length - 1 for length in lengths]
@@ -412,7 +412,7 @@ def _after(own: Sequence[bool]) -> int:
     return len(own) - next((back for back, is_own in enumerate(reversed(own)) if not is_own), len(own))
 
 
-class _named:
+class naming_inputs:
     """Inside, an error of the model's own code names the model and what it was given."""
 
     def __init__(self, model: Any, names: Sequence[str]) -> None:

@@ -41,6 +41,7 @@ from torch import Tensor
 from pass_ext._library import kernels_hash, status
 from pass_ext.checkpoint import cache_folder
 from pass_ext.decoding.methods import MAX_PLANNED_ROWS
+from pass_ext.decoding.models.encoders import some_inputs
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.planning.constants import FEWEST_DRAFTED, FEWEST_PLAIN, OLDEST, REMEMBERED, REMEMBERED_OF_ROWS
 from pass_ext.decoding.session.session import Session
@@ -180,6 +181,8 @@ class _Calls:
 
     def __init__(self, model: Adapted, graphs: bool, lookahead: LookaheadEmbedding | None) -> None:
         self._session = Session(model, 1, _PREFIX + MAX_PLANNED_ROWS, cuda_graphs=graphs)
+        if model.has_encoder:
+            self._session.encode(some_inputs(model), 1)
         self._slots = 0
         if lookahead is not None:
             self._slots = lookahead.num_lookahead

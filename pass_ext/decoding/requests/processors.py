@@ -27,7 +27,7 @@ _FOLLOW_A_TEXT = ("formatron", "outlines", "transformers_cfg", "xgrammar")
 # Matchers of xgrammar, llguidance and guidance follow one text; a processor that holds some does so too.
 _MATCHERS = ("GrammarMatcher", "LLInterpreter", "LLMatcher")
 # transformers' processors with these words in their names run the model or count their calls.
-_COUNT_CALLS = ("Guidance", "SynthID", "Whisper", "Codebooks", "Delay")
+_COUNT_CALLS = ("Guidance", "SynthID", "NoSpeech", "Codebooks", "Delay")
 
 
 def processor_name(processor: Any) -> str:

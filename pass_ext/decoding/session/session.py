@@ -18,6 +18,7 @@ from torch import Tensor
 from pass_ext.decoding.arguments import instance, type_of, whole_number
 from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.models.cached_rows import is_front, padded, split_after, with_after
+from pass_ext.decoding.models.encoders import Encoded, EncoderInputs
 from pass_ext.decoding.models.one_order import check_seen
 from pass_ext.decoding.models.packed import Adapted, NewRows
 from pass_ext.decoding.models.slots import PlacedSlots
@@ -124,6 +125,9 @@ class Session:
         """No code of the caller's runs between calls: a model that was checked in one is the same in the next ones."""
         self.offsets: Tensor | None = None
         """``[B]``, each text's position of a row less its index in the text; None: they are the same."""
+        self.encoder_inputs: EncoderInputs | None = None
+        self.encoded: Encoded | None = None
+        """What rows see of an encoder's outputs besides their text; None: nothing."""
         self.begins: list[int]
         """The first token of each text after all rows that are no token's own."""
         self._has_called = self._is_in_use = False
@@ -350,6 +354,7 @@ class Session:
         self.prefix_lens.zero_()
         self._state_lens.zero_()
         self.begins, self._read = [0] * requests, None
+        self.encoder_inputs = self.encoded = None
         for tensor in (*self.states, *([] if self.offsets is None else [self.offsets])):
             tensor.zero_()
 
@@ -410,6 +415,17 @@ class Session:
         if self.text_states is not None:
             self.text_states.begin([states for states in read.hidden for _ in range(samples)])
         return lengths
+
+    def encode(self, inputs: EncoderInputs, samples: int) -> None:
+        """Takes what the model's encoder makes of the inputs of prompts. samples: texts of each."""
+        encoded = inputs.read(self.model)
+        if samples * len(encoded.lengths) != self.requests:
+            raise ValueError(
+                f"{self.model.name}: the encoder's inputs must be of {self.requests // samples} prompts, as many as input_ids "
+                f"has rows, got {len(encoded.lengths)}"
+            )
+        self.encoder_inputs, self.encoded = inputs, encoded.repeated(samples)
+        self._forget_recorded()
 
     def _stand(self, offsets: Sequence[int]) -> None:
         """Sets each text's position of a row less its index in the text."""
@@ -558,6 +574,7 @@ class FirstLayers(Session):
     def call(self, trees: PackedTrees, ids: Tensor, wanted: Tensor | None = None) -> Tensor:
         whole, attending = self._whole, self._count if self.model.caches is None else self.model.caches
         self.caches, self.offsets = whole.caches[:attending], whole.offsets
+        self.encoded = whole.encoded
         kept = [
             (state, place)
             for state, place in zip(whole.states, whole.state_places, strict=True)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pass_ext.decoding.models.cached_rows import is_front
+from pass_ext.decoding.models.cached_rows import is_front, padded
 from pass_ext.decoding.models.layer_attention import Attending, LayerAttention
 from pass_ext.decoding.models.packed import NewRows, StepAttend
 from pass_ext.decoding.models.taps import Taps
-from pass_ext.ops.attention import MOST_VALUE_DIM, WIDTH_STEP
+from pass_ext.ops.attention import MOST_VALUE_DIM, WIDTH_STEP, attention_tree
 from pass_ext.ops.quantize import CODE_HEADER
 from pass_ext.tree import PackedTrees
 
@@ -35,7 +36,7 @@ class StepAttention(StepAttend):
         self.is_first, self.batch_invariant = session.is_new, session.batch_invariant
         self.cache_dtype = session.cache_dtype
         self.states = session.step_states(trees, is_first=self.is_first)
-        self.session, self.trees, self.ids = session, trees, ids
+        self.session, self.trees, self.ids, self.encoded = session, trees, ids, session.encoded
         self.memo: dict[Any, Any] = {}
         """What layers of the call share."""
         self.kept: list[tuple[Tensor, Tensor, tuple[int, int]]] = []
@@ -73,6 +74,16 @@ class StepAttention(StepAttend):
             return by.attend(attention)
         attention.keep()
         return attention.attend(q)
+
+    def of_encoder(self, layer: int, q: Tensor, *, scale: float | None) -> Tensor:
+        (keys, values), dims, trees = self.encoded.layers[layer], self.encoded.dims, self.trees
+        k, v = (cache.new_zeros(len(q), *cache.shape[2:]) for cache in (keys, values))
+        sees_no_row = torch.zeros_like(trees.visible)
+        out, _ = attention_tree(
+            padded(q, keys.shape[-1]), keys, values, self.encoded.lengths, trees.cu_nodes, sees_no_row, trees.max_nodes,
+            k_new=k, v_new=v, scale=q.shape[-1] ** -0.5 if scale is None else scale, batch_invariant=self.batch_invariant,
+        )  # fmt: skip
+        return out[..., : dims[1]].contiguous()
 
     def keep(
         self, layer: int, k: Tensor, v: Tensor, dims: tuple[int, int], options: dict[str, Any], *, is_shared: bool

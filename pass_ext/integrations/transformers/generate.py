@@ -30,6 +30,7 @@ from pass_ext.decoding.models.cache import (
     write_cache,
     write_states,
 )
+from pass_ext.decoding.models.encoders import ENCODER_INPUTS
 from pass_ext.decoding.models.features.table import FEATURES, places_of
 from pass_ext.decoding.models.limits import position_taker
 from pass_ext.decoding.models.packed import Adapted
@@ -39,6 +40,7 @@ from pass_ext.decoding.requests.processors import NodeProcessor
 from pass_ext.decoding.session.session import Past, Session
 from pass_ext.decoding.stats import GenerationStats
 from pass_ext.integrations.grammar import grammars_of
+from pass_ext.integrations.transformers.encoders import after_listening, prepared_inputs
 from pass_ext.integrations.transformers.processors import NodeCriteria, NotedRows, sampling_parameters, step_scores
 from pass_ext.integrations.transformers.refusals import given_arguments, refuse_unread
 
@@ -107,24 +109,29 @@ class CustomGenerate:
         _refuse_shared_weights(model)
         adapted = packed_model(model)  # an unsupported model raises before its cache does
         given = given_arguments()
-        names = refuse_unread(generation_config, model_kwargs, given, inputs_of(unwrapped(model).config))
+        known = ENCODER_INPUTS if adapted.has_encoder else inputs_of(unwrapped(model).config)
+        names = refuse_unread(generation_config, model_kwargs, given, known)
         unnamed, embeds = 0, model_kwargs.get("inputs_embeds")  # columns that transformers has no ids for
         if embeds is not None and not input_ids.shape[1]:
             input_ids, unnamed = ids_of(embeds, adapted), embeds.shape[1]
-        check_embeddings(input_ids, model_kwargs)
-        streamer = given.get("streamer")
-        mask = model_kwargs.get("attention_mask")
+        streamer, whole = given.get("streamer"), None
+        mask = model_kwargs.get("decoder_attention_mask" if adapted.has_encoder else "attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids)
-        _check_length(input_ids, mask, generation_config)
+        if adapted.has_encoder:
+            whole, names, cache = prepared_inputs(model, model_kwargs, given), [], None
+            logits_processor = after_listening(logits_processor, model, input_ids, model_kwargs)
+        else:
+            check_embeddings(input_ids, model_kwargs)
+            _check_length(input_ids, mask, generation_config)
+            cache = given_cache(model_kwargs)
         positions = model_kwargs.get("position_ids")
         if positions is not None and not _count_tokens(positions, mask):
             names.append("position_ids")
-        cache = given_cache(model_kwargs)
         max_length, end_tokens, criteria = _split_criteria(stopping_criteria, generation_config)
         max_length += unnamed
         cache_format = _other_cache_format(model, has_padding=bool((mask == 0).any()))
         fills_cache = cache is not None and _must_be_filled(cache, max_length - 1, generation_config, not cache_format)
-        copies, whole = generation_config.num_return_sequences or 1, None
+        copies = generation_config.num_return_sequences or 1
         if names:
             whole = WholePrompts(input_ids, mask, generation_config, model_kwargs, names).once(copies, model.config)
         past = None if cache is None or whole is not None else _past(cache, mask, adapted)
@@ -176,15 +183,16 @@ class CustomGenerate:
         sequences = result.sequences[:, unnamed:]
         if not generation_config.return_dict_in_generate:
             return sequences
-        from transformers.generation.utils import GenerateDecoderOnlyOutput
+        from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
+        kind = GenerateEncoderDecoderOutput if adapted.has_encoder else GenerateDecoderOnlyOutput
         warpers = list(logits_processor)[len(processors) :]
         outputs = {
-            cache_name(GenerateDecoderOnlyOutput): cache,
+            cache_name(kind): cache,
             "scores": None if scores is None else step_scores(scores.of(result), result, warpers),
             "logits": None if logits is None else tuple(logits.of(result)),
         }
-        return GenerateDecoderOnlyOutput(sequences=sequences, **outputs)  # type: ignore[arg-type]
+        return kind(sequences=sequences, **outputs)  # type: ignore[arg-type]
 
 
 custom_generate = CustomGenerate

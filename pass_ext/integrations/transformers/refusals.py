@@ -13,7 +13,14 @@ from typing import Any
 
 from pass_ext.decoding.models.whole_prompts import is_nothing
 
-_LEFT = ("streamer", "assistant_model", "synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask")
+_LEFT = (
+    "inputs",
+    "streamer",
+    "assistant_model",
+    "synced_gpus",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+)
 # Of the model's inputs: pass_ext reads them, computes its own, or gives no output that they ask for.
 _INPUTS = {
     *("input_ids", "attention_mask", "position_ids", "past_key_values", "cache"),

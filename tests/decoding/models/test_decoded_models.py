@@ -43,11 +43,19 @@ def model_of(architecture, **shape):
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **shape)).eval().requires_grad_(False)
 
 
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.24"), reason="other forms of the caches")
 @pytest.mark.parametrize("architecture", ["bart", "mbart", "blenderbot", "pegasus"])
-def test_models_that_take_no_positions(architecture):
+def test_a_table_takes_the_positions_that_its_model_does_not(architecture):
     model = model_of(architecture, **_DECODER)
-    with pytest.raises(ValueError, match=rf"{architecture}: \w+ForCausalLM.forward takes no position_ids"):
-        generate(model, IDS, max_new_tokens=2)
+    options = dict(attention_mask=torch.ones_like(IDS), do_sample=False, eos_token_id=None, pad_token_id=0)
+    want = model.generate(IDS, max_new_tokens=12, forced_eos_token_id=None, **options)
+    for method in (None, pass_ext.NGram(shortest=1, branches=2)):
+        assert torch.equal(generate(model, IDS, method, max_new_tokens=12, eos_token_id=[]).sequences, want)
+
+
+def test_models_that_take_no_positions():
+    with pytest.raises(ValueError, match=r"roformer: \w+ForCausalLM.forward takes no position_ids"):
+        generate(tiny_model("roformer"), IDS, max_new_tokens=2)
 
 
 REASONS = {

@@ -1,7 +1,10 @@
-"""Layers whose attention adds a learned bias by the distance from row to key (Inkling), in a model's shadow.
+"""Layers whose attention adds a learned bias by the distance from row to key (Inkling, T5), in a model's shadow.
 
-A module there mixes profiles of biases by a row's own states, and looks up the bias of each key. In the shadow it gives
-attention the mixed profiles, and attention looks up.
+    Inkling   a module mixes profiles of biases by a row's own states, and looks up the bias of each key
+    T5        a table has a bias for each bucket of distances; that of the last bucket, of all farther keys, is taken from all,
+              which changes no softmax
+
+In the shadow they give attention the profiles, and attention looks up.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from pass_ext.decoding.models.row_attention import attend_by
 from pass_ext.ops import linear  # noqa: F401, which registers the op
 
 _linear = torch.ops.pass_ext.linear_rows.default
-_PROFILES = "rel_logits_proj"
+_PROFILES, _BUCKETS = "rel_logits_proj", "relative_attention_num_buckets"
 _COMPARED = 5  # rows
 
 
@@ -31,10 +34,18 @@ class DistanceBiases(Feature):
             difference = difference_of(type(module).forward, None, partial(_looks_up, module))
             if difference is not None:
                 return f"adds a bias by distance to its attention, by {type(module).__name__}, which {difference}"
+        for part in _with_tables(model):
+            form = part.relative_attention_num_buckets, part.relative_attention_max_distance
+            difference = difference_of(type(part).compute_bias, form, partial(_counts_alike, part))
+            if difference is not None:
+                return f"adds a bias by distance to its attention, by {type(part).__name__}, which {difference}"
         return None
 
+    def needs_no_positions(self, model: Any) -> bool:
+        return bool(_with_tables(model))
+
     def untrained(self, model: Any, length: int) -> str | None:
-        if not any(_modules(model)):
+        if not any(_modules(model)) and not _with_tables(model):
             return None
         return (
             "its attention takes distances from the numbers of rows, and in a call of many groups of slots the rows of a group "
@@ -48,10 +59,15 @@ class DistanceBiases(Feature):
             if module is not None:
                 module.forward = partial(_mixed, module)
                 attend_by(part, _biased)
+        for part in _with_tables(shadow):
+            part.compute_bias = partial(_of_buckets, part)
+        for part in shadow.modules():
+            if hasattr(part, _BUCKETS):
+                attend_by(part, _biased)
 
 
 class ByDistance(Attending):
-    """A layer's attention with biases ``[N, heads, distances]``, added to the logits of keys that are 0, 1 … tokens back."""
+    """A layer's attention with biases ``[N or 1, heads, distances]``, added to the logits of keys 0, 1 … tokens back."""
 
     def __init__(self, bias: Tensor) -> None:
         self._bias = bias
@@ -63,6 +79,7 @@ class ByDistance(Attending):
                 f"{layer.session.model.name} adds a bias by distance to attention with a softcap, sinks or chunks, which is "
                 "not implemented, so pass_ext cannot decode this model"
             )
+        bias = self._bias.expand(len(layer.q), -1, -1)
         layer.keep()
         q, keys, values, k, v = layer.rows(layer.q)
         window, room = options["window"], keys.shape[1]
@@ -70,11 +87,11 @@ class ByDistance(Attending):
             (DistanceBias, count, window), lambda: DistanceBias(layer.trees, layer.prefix_lens, room, count, window)
         )
         attention = partial(layer.attention, **options)
-        return layer.cut(distances.attend(attention, q, self._bias, (keys, values), (k, v), options["scale"]))
+        return layer.cut(distances.attend(attention, q, bias, (keys, values), (k, v), options["scale"]))
 
 
 def _biased(given: dict[str, Any]) -> ByDistance | None:
-    """By what the module of a shadow's layer has mixed, ``[1, heads, N, distances]``."""
+    """By the profiles, ``[1, heads, N or 1, distances]``."""
     bias = given.get("position_bias")
     return ByDistance(given.pop("position_bias")[0].transpose(0, 1)) if isinstance(bias, Tensor) else None
 
@@ -84,6 +101,36 @@ def _modules(model: nn.Module) -> Iterator[Any]:
         module = part._modules.get(_PROFILES)
         if module is not None:
             yield module
+
+
+def _with_tables(model: nn.Module) -> list[Any]:
+    """The layers of a decoder that have such a table; later ones may use it too."""
+    return [
+        part
+        for part in model.modules()
+        if hasattr(part, _BUCKETS) and part._modules.get("relative_attention_bias") is not None and part.is_decoder
+    ]
+
+
+def _of_buckets(part: Any, *_: Any, **__: Any) -> Tensor:
+    """``[1, heads, 1, distances]``."""
+    table, most = part.relative_attention_bias, part.relative_attention_max_distance
+    distances = torch.arange(most + 1, device=table.weight.device)
+    buckets = part._relative_position_bucket(
+        -distances, bidirectional=False, num_buckets=part.relative_attention_num_buckets, max_distance=most
+    )
+    biases: Tensor = table(buckets)
+    return (biases - biases[-1]).T[None, :, None]
+
+
+@torch.no_grad()
+def _counts_alike(part: Any) -> bool:
+    """By the last row of a text that is a little longer than there are distances."""
+    keys = part.relative_attention_max_distance + 5
+    ours = _of_buckets(part)[0, :, 0].flip(1)
+    theirs = part.compute_bias(1, keys, past_seen_tokens=keys - 1)[0, :, 0]
+    theirs = theirs - theirs[:, :1]
+    return torch.equal(ours, theirs[:, -ours.shape[1] :]) and not theirs[:, : keys - ours.shape[1]].any()
 
 
 def _mixed(module: Any, relative_states: Tensor, *_: Any) -> Tensor:

@@ -1,7 +1,8 @@
-"""Layers that compute attention by code of their own (GPT-Neo, Bloom, MPT), in a model's shadow.
+"""Layers that compute attention by code of their own (GPT-Neo, Bloom, MPT, TrOCR), in a model's shadow.
 
     GPT-Neo       logit = q . k, in local layers of the last ``window`` keys, as many as the last row of their buffer shows
     Bloom, MPT    logit = scale * (q . k) + slope * position of k
+    TrOCR         logit = (scale * q) . k, of a text's keys or of an encoder's
 
 In the shadow they give queries, keys and values to the attention of a call. They are compared first, on a few rows as one text.
 """
@@ -22,8 +23,8 @@ from pass_ext.decoding.models.features.key_biases import KeyBias, key_biases, wi
 from pass_ext.decoding.models.shadow import current_call
 
 Attention = Callable[..., Tensor]
-"""Of a layer's number, q, k and v ``[N, heads, D]``, their positions' bias, scale and window -> ``[N, heads, D]``."""
-_GPT_NEO, _BLOOM, _MPT = "GPTNeoSelfAttention", "BloomAttention", "MptAttention"
+"""Of a layer's number, q, k and v ``[N, heads, D]``, bias, scale, window -> ``[N, heads, D]``; of an encoder without k, v."""
+_GPT_NEO, _BLOOM, _MPT, _TROCR = "GPTNeoSelfAttention", "BloomAttention", "MptAttention", "TrOCRAttention"
 _COMPARED = 6  # rows
 
 
@@ -31,6 +32,8 @@ class OwnAttention(Feature):
     def unserved(self, model: Any) -> str | None:
         biases = key_biases(model)
         for part in _parts(model):
+            if type(part).__name__ == _TROCR and part.kdim != part.embed_dim:
+                continue  # reads an encoder's outputs; the layer's other one shows what it computes
             form = tuple(sorted((key, x) for key, x in vars(part).items() if isinstance(x, (int, float, str))))
             weight = next(part.parameters())
             replaced = type(part)._attn if type(part).__name__ == _GPT_NEO else type(part).forward
@@ -69,13 +72,16 @@ class OwnAttention(Feature):
 
 
 def _parts(model: nn.Module) -> list[Any]:
-    return [part for part in model.modules() if type(part).__name__ in (_GPT_NEO, _BLOOM, _MPT)]
+    return [part for part in model.modules() if type(part).__name__ in (_GPT_NEO, _BLOOM, _MPT, _TROCR)]
 
 
 def _serve(part: Any, attend: Attention, biases: dict[int, KeyBias]) -> None:
     if type(part).__name__ == _GPT_NEO:
         window = int(part.bias[0, 0, -1].sum()) if part.attention_type == "local" else -1
         part._attn = torch.compiler.disable(partial(_gpt_neo, partial(attend, part.layer_id, scale=1.0, window=window)))
+        return
+    if type(part).__name__ == _TROCR:
+        part.forward = torch.compiler.disable(partial(_trocr, attend, part))
         return
     attended = _bloom if type(part).__name__ == _BLOOM else _mpt
     part.forward = torch.compiler.disable(partial(attended, partial(attend, bias=biases[part.layer_idx]), part))
@@ -103,12 +109,32 @@ def _mpt(attend: Attention, part: Any, hidden_states: Tensor, *_: Any, **__: Any
     return part.out_proj(out.flatten(1)[None]), None
 
 
+def _trocr(
+    attend: Attention, part: Any, hidden_states: Tensor, key_value_states: Tensor | None = None, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    rows = [part.q_proj(hidden_states) * part.scaling]
+    if key_value_states is None:
+        rows += part.k_proj(hidden_states), part.v_proj(hidden_states)
+    out = attend(part.layer_idx, *(x[0].unflatten(-1, (part.num_heads, -1)) for x in rows), scale=1.0)
+    return part.out_proj(out.flatten(1)[None]), None
+
+
 def _of_call(
-    layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = -1, bias: KeyBias | None = None
+    layer: int,
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    scale: float,
+    window: int = -1,
+    bias: KeyBias | None = None,
 ) -> Tensor:
     call = current_call.get()
     if call is None:
         raise RuntimeError("this attention is for pass_ext's own calls of a model")
+    if k is None or v is None:
+        out: Tensor = call.attend.of_encoder(layer, q, scale=scale)
+        return out
     if bias is not None:
         if call.attend.cache_dtype is not None:
             raise ValueError(
@@ -117,7 +143,7 @@ def _of_call(
             )
         q, k = bias.queries(q), bias.keys(k, call.positions)
     number = call.attended.note(layer, k, v, call.attend.layers)
-    out: Tensor = call.attend(number, q, k, v, scale=scale, window=window)
+    out = call.attend(number, q, k, v, scale=scale, window=window)
     return out
 
 
@@ -130,7 +156,7 @@ def _computes_alike(part: Any, biases: dict[int, KeyBias]) -> bool:
     hides = torch.zeros_like(causal, dtype=like.dtype).masked_fill(~causal, torch.finfo(like.dtype).min)
     positions, ours = torch.arange(_COMPARED, device=like.device), _copy(part)
     inputs: dict[str, Any] = {"attention_mask": hides[None, None]}
-    if kind != _GPT_NEO:
+    if kind in (_BLOOM, _MPT):
         bias = biases[part.layer_idx]
         by_key = bias.slopes[:, None, None] * positions
         inputs |= {"residual": hidden, "alibi": by_key.to(like.dtype)} if kind == _BLOOM else {"position_bias": by_key}

@@ -1,0 +1,264 @@
+"""Encoders beside decoders: texts are transformers' own, token for token, by every method; Whisper's generate whole."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from packaging.version import Version  # noqa: E402
+from support.speech import speaking_whisper  # noqa: E402
+from transformers import GenerationMixin  # noqa: E402
+
+from benchmarks.architectures.encoders import NAMES, OPTIONS, inputs_of, methods, tiny_model  # noqa: E402
+from pass_ext import (  # noqa: E402
+    EarlyExitDraft,
+    LookaheadEmbedding,
+    MultiCandidate,
+    NGram,
+    PaSS,
+    Session,
+    Speculative,
+    Tree,
+    custom_generate,
+    generate,
+)
+from pass_ext.decoding.models.encoders import Encoded  # noqa: E402
+from pass_ext.integrations.transformers.processors import NotedRows  # noqa: E402
+from pass_ext.testing import assert_same_bits  # noqa: E402
+
+if Version(transformers.__version__) < Version("5.24"):
+    pytest.skip("configs of earlier versions have other fields to make tiny", allow_module_level=True)
+
+BEGUN = torch.tensor([[1, 5, 6], [1, 7, 8]])
+NEW = OPTIONS["max_new_tokens"]
+_models = {}
+
+
+def model_of(name, **options):
+    key = name, *options.items()
+    if key not in _models:
+        _models[key] = tiny_model(name, **options)
+    return _models[key]
+
+
+def own(model, inputs, **options):
+    return GenerationMixin.generate(model, **inputs, **{**OPTIONS, **options})
+
+
+def ours(model, inputs, method=None, ids=BEGUN, **options):
+    return generate(model, ids, method, prompt=inputs, max_new_tokens=NEW, eos_token_id=[], **options).sequences
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_are_transformers_own(name):
+    model = model_of(name)
+    inputs = inputs_of(model)
+    want = own(model, inputs)
+    for kind, method in methods(name, model).items():
+        assert torch.equal(own(model, inputs, custom_generate=custom_generate(method)), want), kind
+    assert not torch.equal(own(model, inputs_of(model, seed=1)), want), "the encoder's input changes nothing"
+
+
+@pytest.mark.parametrize("name", ["whisper", "bart"])
+def test_beginnings_samples_and_seeds(name):
+    model = model_of(name)
+    inputs = inputs_of(model)
+    want = own(model, inputs, decoder_input_ids=BEGUN, decoder_start_token_id=1)
+    drawn = ours(model, inputs, temperature=0.9, seeds=5, num_return_sequences=2)
+    assert torch.equal(drawn[::2], ours(model, inputs, temperature=0.9, seeds=5))
+    for kind, method in methods(name, model).items():
+        assert torch.equal(ours(model, inputs, method), want), kind
+        got = ours(model, inputs, method, temperature=0.9, seeds=5, num_return_sequences=2)
+        assert torch.equal(got, drawn), kind
+    options = dict(do_sample=True, num_return_sequences=2, seeds=3)
+    texts = [
+        own(model, inputs, custom_generate=custom_generate(method), **options) for method in (None, NGram(shortest=1))
+    ]
+    assert torch.equal(*texts)
+
+
+def test_the_encoder_and_its_keys_are_computed_once(monkeypatch):
+    model, counts = model_of("whisper"), {"encoder": 0, "keys": 0}
+
+    def count(what):
+        def hook(*_):
+            counts[what] += 1
+
+        return hook
+
+    hooks = [model.model.encoder.register_forward_hook(count("encoder"))]
+    hooks += [layer.encoder_attn.k_proj.register_forward_hook(count("keys")) for layer in model.model.decoder.layers]
+    try:
+        ours(model, inputs_of(model), NGram(shortest=1), num_return_sequences=3)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert counts == {"encoder": 1, "keys": len(model.model.decoder.layers)}
+
+
+def test_a_right_draft_has_the_sound_too():
+    """Its own first layers, all of them, and the model itself as a draft: all drafts are accepted."""
+    model, method = model_of("whisper"), custom_generate(Speculative(model_of("whisper"), 3))
+    inputs = inputs_of(model)
+    own(model, inputs, custom_generate=method)
+    whole = generate(
+        model, BEGUN, Speculative(EarlyExitDraft(model, 2), 3), prompt=inputs, max_new_tokens=NEW, eos_token_id=[]
+    )
+    for stats in (method.stats, whole.stats):
+        assert stats.tokens / stats.model_calls > 3 * len(BEGUN)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_row_has_the_bits_that_it_has_alone():
+    """In trees and in a batch, on the CPU, but for the encoder, which reads a batch together."""
+    model = model_of("whisper")
+    features = inputs_of(model)["input_features"][:1].repeat(2, 1, 1)
+    rows = []
+    for method in (None, MultiCandidate(model, (2, 2))):
+        for ids in (BEGUN, BEGUN[:1]):
+            noted, inputs = NotedRows(), {"input_features": features[: len(ids)]}
+            result = generate(
+                model, ids, method, prompt=inputs, max_new_tokens=NEW, eos_token_id=[], logits_processor=noted
+            )
+            rows.append(torch.stack(noted.of(result))[:, 0])
+    torch.testing.assert_close(rows[0], rows[1], atol=1e-5, rtol=1e-5)
+    assert_same_bits(rows[0], rows[2])
+    assert_same_bits(rows[1], rows[3])
+
+
+def test_an_8_bit_cache_writes_plains_text():
+    model = model_of("whisper")
+    texts = [
+        ours(model, inputs_of(model), method, session=Session(model, cache_dtype=torch.int8))
+        for method in (None, NGram(shortest=1))
+    ]
+    assert torch.equal(*texts)
+
+
+def test_a_session_is_used_again_with_another_input():
+    model, session = model_of("whisper"), Session(model_of("whisper"))
+    for seed in (0, 1):
+        inputs = inputs_of(model, seed=seed)
+        want = own(model, inputs, decoder_input_ids=BEGUN)
+        assert torch.equal(ours(model, inputs, NGram(shortest=1), session=session), want)
+
+
+def test_logits_are_transformers_own():
+    model = model_of("bart")
+    inputs, options = inputs_of(model), dict(return_dict_in_generate=True, output_logits=True, output_scores=True)
+    theirs, mine = (
+        own(model, inputs, **options),
+        own(model, inputs, **options, custom_generate=custom_generate(NGram())),
+    )
+    assert type(mine) is type(theirs)
+    for name in ("logits", "scores"):
+        torch.testing.assert_close(torch.stack(mine[name]), torch.stack(theirs[name]), atol=1e-4, rtol=1e-4)
+
+
+def test_padding_of_the_encoders_input_may_stand_anywhere():
+    keys = torch.randn(1, 3, 1, 16)
+    model = model_of("bart")
+    inputs = inputs_of(model, batch=1)
+    padded = {name: torch.nn.functional.pad(value, (2, 0)) for name, value in inputs.items()}
+    with torch.no_grad():
+        outputs = model.get_encoder()(**inputs)
+    outputs_padded = type(outputs)(last_hidden_state=torch.nn.functional.pad(outputs.last_hidden_state, (0, 0, 2, 0)))
+    want = ours(model, {"encoder_outputs": outputs, "attention_mask": inputs["attention_mask"]}, ids=BEGUN[:1])
+    got = ours(model, {"encoder_outputs": outputs_padded, "attention_mask": padded["attention_mask"]}, ids=BEGUN[:1])
+    assert torch.equal(got, want)
+    assert Encoded([(keys, keys)], torch.tensor([3], dtype=torch.int32), 16).layer_of(keys) is None
+
+
+# ---- Whisper's own generate ----
+
+
+def sound(frames, batch=2):
+    return torch.randn(batch, 8, frames, generator=torch.Generator().manual_seed(4))
+
+
+def transcribed(model, frames, method=None, **options):
+    features = sound(frames)
+    mask = torch.ones(len(features), frames, dtype=torch.long)
+    return model.generate(features, attention_mask=mask, custom_generate=method, **options)
+
+
+ASKED = {
+    "language and task": (32, dict(language="de", task="translate")),
+    "language found": (32, {}),
+    "timestamps": (32, dict(language="en", return_timestamps=True)),
+    "long": (100, dict(language="en", return_timestamps=True)),
+    "long, on what was said": (100, dict(language="en", return_timestamps=True, condition_on_prev_tokens=True)),
+    "prompt": (32, dict(language="en", prompt_ids=torch.tensor([54, 20, 21]))),
+    "long, with silence": (
+        100,
+        dict(
+            language="en",
+            return_timestamps=True,
+            no_speech_threshold=0.6,
+            logprob_threshold=-20.0,
+            compression_ratio_threshold=9.0,
+            temperature=(0.0,),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_whispers_own_generate(asked):
+    frames, options = ASKED[asked]
+    model = speaking_whisper()
+    want = transcribed(model, frames, **options)
+    torch.manual_seed(0)
+    slots = LookaheadEmbedding(2, 32, vocabulary=97)
+    torch.nn.init.normal_(slots.weight)
+    for method in (
+        NGram(shortest=1),
+        Speculative(model_of("whisper", layers=1), 3),
+        MultiCandidate(EarlyExitDraft(model, 1), (2, 1)),
+        PaSS(slots, tree=Tree([-1, 0, 0, 1]), rows=12),
+    ):
+        assert torch.equal(transcribed(model, frames, custom_generate(method), **options), want), method
+    assert want.shape[1] > 5
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (None, "prompt must be what a processor gives for the encoder of whisper, such as input_features, got None"),
+        ({"attention_mask": torch.ones(2, 4)}, "prompt must have input_features, which the encoder of whisper reads"),
+        ({"input_features": torch.randn(2, 8, 30)}, "cannot read prompts with input_features"),
+        (
+            {"input_features": torch.randn(1, 8, 32)},
+            "the encoder's inputs must be of 2 prompts, as many as input_ids has rows",
+        ),
+        ({"input_features": torch.randn(2, 8, 32), "pixel_values": torch.ones(1)}, "the input pixel_values of whisper"),
+        ({"input_features": torch.randn(2, 8, 32), "decoder_input_ids": BEGUN}, "the decoder's beginning is input_ids"),
+    ],
+)
+def test_bad_inputs(prompt, message):
+    with pytest.raises(ValueError, match=message):
+        ours(model_of("whisper"), prompt)
+
+
+def test_a_batch_invariant_session_reads_one_input():
+    model = model_of("whisper")
+    with pytest.raises(ValueError, match=r"takes one prompt with pictures, sound or an encoder's input at a time"):
+        ours(model, inputs_of(model), session=Session(model, batch_invariant=True))
+
+
+def test_a_cache_of_transformers():
+    model = model_of("bart")
+    inputs, options = inputs_of(model), dict(return_dict_in_generate=True)
+    begun = own(model, inputs, **options)
+    with pytest.raises(ValueError, match="caches of bart, which has an encoder, cannot be exchanged"):
+        own(model, inputs, decoder_input_ids=begun.sequences, cache=begun.cache, custom_generate=custom_generate())
+
+
+def test_an_adapter_of_an_early_exit():
+    from pass_ext.drafting import ExitAdapter
+
+    with pytest.raises(ValueError, match="adapter must be None for WhisperForConditionalGeneration"):
+        EarlyExitDraft(model_of("whisper"), adapter=ExitAdapter(1, 32, 8))
