@@ -137,7 +137,7 @@ def generate(
     config = generation_config
     ends, all_ends, pad = special_tokens(eos_token_id, config, adapted.generation_config, type(adapted.model).__name__)
     if adapted.has_encoder and not isinstance(prompt, EncoderInputs):
-        if not prompt:
+        if not isinstance(prompt, Mapping) or not prompt:
             raise ValueError(
                 f"generate: prompt must be what a processor gives for the encoder of {adapted.name}, such as "
                 f"{unwrapped(adapted.model).main_input_name}, got {prompt!r}"

@@ -19,7 +19,8 @@ def speaking_whisper(layers=2):
     """The model, of so many layers in its decoder."""
     model = tiny_model("whisper", layers)
     ends = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)
-    config = GenerationConfig(max_length=40, suppress_tokens=[7, 9], begin_suppress_tokens=[11, 2], **ends)
+    # A text never has the pad token: Whisper's own generate counts those as the end.
+    config = GenerationConfig(max_length=40, suppress_tokens=[0, 7, 9], begin_suppress_tokens=[11, 2], **ends)
     for name, value in _TOKENS.items():
         setattr(config, name, value)
     model.generation_config = config

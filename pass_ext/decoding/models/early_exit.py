@@ -202,8 +202,10 @@ def first_layers(model: Any, count: int) -> Any:
     part = shadow_of(model)
     decoder = part.get_decoder()
     decoder.layers = decoder.layers[:count]
-    config = part.config.get_text_config(decoder=True)
-    setattr(config, "decoder_layers" if has_encoder(part) else "num_hidden_layers", count)
+    config = part.config.get_text_config(decoder=True)  # a copy, of a model with an encoder
+    if has_encoder(part):
+        part.config.decoder_layers = count
+    config.num_hidden_layers = count
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:count]
     for module in (part, decoder, *decoder.layers):

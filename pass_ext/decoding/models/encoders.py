@@ -26,6 +26,7 @@ from pass_ext.ops.attention import padded_widths
 
 ENCODER_INPUTS = INPUTS | {"encoder_outputs", "inputs", "decoder_input_ids", "decoder_attention_mask"}
 """What reaches a decoder by its encoder alone, and the decoder's beginning."""
+_CROSS = {"encoder_attn", "crossattention"}  # what transformers' layers call their attention to an encoder
 
 
 class Encoded:
@@ -80,10 +81,11 @@ class EncoderInputs:
     def of_processor(cls, given: Mapping[str, Any], model: Adapted) -> EncoderInputs:
         """Of what a processor gives."""
         inner = unwrapped(model.model)
-        known = set(signature(type(inner).forward).parameters) | {"input_ids", "attention_mask"}
+        encoder, forward = (signature(type(part).forward).parameters for part in (inner.get_encoder(), inner))
+        known = {*encoder, inner.main_input_name, "attention_mask", "encoder_outputs"} & {*forward}
         given = {name: value for name, value in given.items() if not is_nothing(value)}
         for name, value in given.items():
-            if name not in known or name.startswith("decoder_") or name in ("labels", "use_cache", "return_dict"):
+            if name not in known or name.startswith(("output_", "use_cache", "return_dict")):
                 raise ValueError(
                     f"generate: prompt: the input {name} of {model.name} is not supported, got {type(value).__name__}: leave "
                     "it out; the decoder's beginning is input_ids"
@@ -117,20 +119,24 @@ class EncoderInputs:
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
             forward = signature(type(shadow).forward).parameters
             has_mask = "encoder_attention_mask" in signature(type(decoder).forward).parameters
-            mask = self._mask if has_mask and self._mask is not None and self._mask.shape == (batch, rows) else None
-            more = {"attention_mask": mask} if mask is not None and "attention_mask" in forward else {}
+            mask = self._mask if has_mask and "attention_mask" in forward else None
+            if mask is not None and mask.shape != (batch, rows):
+                raise ValueError(
+                    f"attention_mask must be of the encoder's outputs, {[batch, rows]}, got {[*mask.shape]}"
+                )
             shadow(
                 decoder_input_ids=torch.zeros(batch, 1, dtype=torch.long, device=hidden.device),
                 encoder_outputs=(hidden,),
                 use_cache=True,
                 return_dict=True,
                 **{cache_name(type(shadow).forward): cache},
-                **more,
+                **({} if mask is None else {"attention_mask": mask}),
             )
         layers = [
-            (layer.keys.transpose(1, 2), layer.values.transpose(1, 2)) for layer in cache.cross_attention_cache.layers
+            (layer.keys.transpose(1, 2), layer.values.transpose(1, 2))  # type: ignore[union-attr]
+            for layer in cache.cross_attention_cache.layers
         ]
-        seen = torch.ones(batch, rows, dtype=torch.bool, device=hidden.device) if not more else mask != 0
+        seen = torch.ones(batch, rows, dtype=torch.bool, device=hidden.device) if mask is None else mask.bool()
         lengths = seen.sum(1, dtype=torch.int32)
         if not bool(seen.all()):  # padding comes last
             order = seen.to(torch.int8).sort(dim=1, descending=True, stable=True).indices[..., None, None]
@@ -145,6 +151,20 @@ class EncoderInputs:
         if main not in inputs and main in self._given:
             inputs[main] = self._given[main]
         return encoder(**inputs, return_dict=True)
+
+
+def check_draft(draft: Adapted, target: Adapted) -> None:
+    """Refuses a draft model that would miss what its layers attend to."""
+    if draft.has_encoder and not target.has_encoder:
+        raise ValueError(
+            f"draft_model must have no encoder for {target.name}, which has none, got {type(unwrapped(draft.model)).__name__}"
+        )
+    parts = draft.model.modules() if isinstance(draft.model, torch.nn.Module) else ()
+    if target.has_encoder and not draft.has_encoder and any(_CROSS & part._modules.keys() for part in parts):
+        raise ValueError(
+            f"draft_model must have the encoder that its layers attend to, got {type(unwrapped(draft.model)).__name__}: load "
+            "it with AutoModelForSpeechSeq2Seq or AutoModelForSeq2SeqLM"
+        )
 
 
 def some_inputs(model: Adapted) -> EncoderInputs:
@@ -174,7 +194,9 @@ def _passing_cache() -> Any:
     class PassingCache(DynamicCache):
         """A cache of the text that keeps nothing: attention has its keys elsewhere."""
 
-        def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        def update(  # type: ignore[override]
+            self, keys: Tensor, values: Tensor, *_: Any, **__: Any
+        ) -> tuple[Tensor, Tensor]:
             return keys, values
 
     return PassingCache
@@ -183,7 +205,7 @@ def _passing_cache() -> Any:
 def _cache_of(layers: list[Any]) -> Any:
     from transformers import DynamicCache, EncoderDecoderCache
 
-    cache = EncoderDecoderCache(_passing_cache()(), DynamicCache())
+    cache: Any = EncoderDecoderCache(_passing_cache()(), DynamicCache())
     cache.cross_attention_cache = SimpleNamespace(layers=layers)
     cache.is_updated = dict.fromkeys(range(len(layers)), True)
     return cache

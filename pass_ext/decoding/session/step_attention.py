@@ -29,6 +29,11 @@ class StepAttention(StepAttend):
         may_have_changed: bool = True,
         taps: Taps | None = None,
     ) -> None:
+        if session.model.has_encoder and session.encoded is None:
+            raise ValueError(
+                f"{session.model.name} has an encoder, and this call has nothing for it to read: it decodes with "
+                "generate(prompt=…), and drafts for models that have encoders too"
+            )
         self.layers = 0
         self.taps = taps
         self.options: list[dict[str, Any]] = []

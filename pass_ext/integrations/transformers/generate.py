@@ -30,7 +30,7 @@ from pass_ext.decoding.models.cache import (
     write_cache,
     write_states,
 )
-from pass_ext.decoding.models.encoders import ENCODER_INPUTS
+from pass_ext.decoding.models.encoders import ENCODER_INPUTS, EncoderInputs
 from pass_ext.decoding.models.features.table import FEATURES, places_of
 from pass_ext.decoding.models.limits import position_taker
 from pass_ext.decoding.models.packed import Adapted
@@ -114,7 +114,8 @@ class CustomGenerate:
         unnamed, embeds = 0, model_kwargs.get("inputs_embeds")  # columns that transformers has no ids for
         if embeds is not None and not input_ids.shape[1]:
             input_ids, unnamed = ids_of(embeds, adapted), embeds.shape[1]
-        streamer, whole = given.get("streamer"), None
+        streamer = given.get("streamer")
+        whole: WholePrompts | EncoderInputs | None = None
         mask = model_kwargs.get("decoder_attention_mask" if adapted.has_encoder else "attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids)
         if adapted.has_encoder:

@@ -23,6 +23,7 @@ from pass_ext import (  # noqa: E402
     generate,
 )
 from pass_ext.decoding.models.encoders import Encoded  # noqa: E402
+from pass_ext.decoding.planning.calibration import calibrate  # noqa: E402
 from pass_ext.integrations.transformers.processors import NotedRows  # noqa: E402
 from pass_ext.testing import assert_same_bits  # noqa: E402
 
@@ -49,14 +50,15 @@ def ours(model, inputs, method=None, ids=BEGUN, **options):
     return generate(model, ids, method, prompt=inputs, max_new_tokens=NEW, eos_token_id=[], **options).sequences
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "m2m_100"])
 def test_texts_are_transformers_own(name):
     model = model_of(name)
     inputs = inputs_of(model)
     want = own(model, inputs)
     for kind, method in methods(name, model).items():
         assert torch.equal(own(model, inputs, custom_generate=custom_generate(method)), want), kind
-    assert not torch.equal(own(model, inputs_of(model, seed=1)), want), "the encoder's input changes nothing"
+    texts = torch.cat([want, own(model, inputs_of(model, seed=1))])  # which begin alike
+    assert len(texts.unique(dim=0)) > 1, "the encoder's input changes nothing"
 
 
 @pytest.mark.parametrize("name", ["whisper", "bart"])
@@ -89,7 +91,7 @@ def test_the_encoder_and_its_keys_are_computed_once(monkeypatch):
     hooks = [model.model.encoder.register_forward_hook(count("encoder"))]
     hooks += [layer.encoder_attn.k_proj.register_forward_hook(count("keys")) for layer in model.model.decoder.layers]
     try:
-        ours(model, inputs_of(model), NGram(shortest=1), num_return_sequences=3)
+        ours(model, inputs_of(model), NGram(shortest=1), num_return_sequences=3, temperature=0.9, seeds=5)
     finally:
         for hook in hooks:
             hook.remove()
@@ -105,7 +107,7 @@ def test_a_right_draft_has_the_sound_too():
         model, BEGUN, Speculative(EarlyExitDraft(model, 2), 3), prompt=inputs, max_new_tokens=NEW, eos_token_id=[]
     )
     for stats in (method.stats, whole.stats):
-        assert stats.tokens / stats.model_calls > 3 * len(BEGUN)
+        assert stats.draft_acceptance_rate == 1 and stats.tokens_per_call > 2 * len(BEGUN), stats
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -218,7 +220,7 @@ def test_whispers_own_generate(asked):
         PaSS(slots, tree=Tree([-1, 0, 0, 1]), rows=12),
     ):
         assert torch.equal(transcribed(model, frames, custom_generate(method), **options), want), method
-    assert want.shape[1] > 5
+    assert len(want.unique()) > 3
 
 
 # ---- refusals ----
@@ -236,11 +238,22 @@ def test_whispers_own_generate(asked):
         ),
         ({"input_features": torch.randn(2, 8, 32), "pixel_values": torch.ones(1)}, "the input pixel_values of whisper"),
         ({"input_features": torch.randn(2, 8, 32), "decoder_input_ids": BEGUN}, "the decoder's beginning is input_ids"),
+        (
+            {"input_features": torch.randn(2, 8, 32), "input_ids": BEGUN},
+            "the input input_ids of whisper is not supported",
+        ),
     ],
 )
 def test_bad_inputs(prompt, message):
     with pytest.raises(ValueError, match=message):
         ours(model_of("whisper"), prompt)
+
+
+def test_a_mask_of_other_rows_than_the_encoders():
+    inputs = inputs_of(model_of("bart"))
+    outputs = torch.randn(2, 5, 32)
+    with pytest.raises(ValueError, match=r"attention_mask must be of the encoder's outputs, \[2, 5\], got \[2, 9\]"):
+        ours(model_of("bart"), {"encoder_outputs": outputs, "attention_mask": inputs["attention_mask"]})
 
 
 def test_a_batch_invariant_session_reads_one_input():
@@ -255,6 +268,33 @@ def test_a_cache_of_transformers():
     begun = own(model, inputs, **options)
     with pytest.raises(ValueError, match="caches of bart, which has an encoder, cannot be exchanged"):
         own(model, inputs, decoder_input_ids=begun.sequences, cache=begun.cache, custom_generate=custom_generate())
+
+
+def test_a_draft_must_hear_as_the_target_does():
+    from transformers import LlamaConfig, LlamaForCausalLM, WhisperForCausalLM
+
+    model = model_of("whisper")
+    deaf = WhisperForCausalLM(type(model.config)(**model.config.to_dict())).eval()
+    for draft in (Speculative(deaf, 2), Speculative(deaf, "auto")):
+        with pytest.raises(ValueError, match="must have the encoder that its layers attend to, got WhisperForCausalLM"):
+            ours(model, inputs_of(model), draft)
+    shape = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    text = LlamaForCausalLM(LlamaConfig(**shape)).eval()
+    with pytest.raises(ValueError, match="must have no encoder for llama, which has none, got WhisperForConditional"):
+        generate(text, BEGUN, Speculative(model, 2), max_new_tokens=2)
+    assert torch.equal(ours(model, inputs_of(model), Speculative(text, 2)), ours(model, inputs_of(model)))
+
+
+def test_texts_alone():
+    """Doors that have nothing for an encoder."""
+    with pytest.raises(ValueError, match="whisper has an encoder, and this call has nothing for it to read"):
+        calibrate(model_of("whisper"), model_of("whisper", layers=1), BEGUN.tolist(), ranks=2, levels=1)
+
+
+def test_the_model_that_takes_no_positions():
+    model = model_of("m2m_100")
+    with pytest.raises(ValueError, match=r"m2m_100: M2M100ForConditionalGeneration.forward takes no position_ids"):
+        ours(model, inputs_of(model))
 
 
 def test_an_adapter_of_an_early_exit():
