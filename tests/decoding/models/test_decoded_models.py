@@ -32,6 +32,7 @@ _DECODER = dict(
     decoder_ffn_dim=96,
     is_decoder=True,
     is_encoder_decoder=False,
+    forced_eos_token_id=None,
 )
 IDS = torch.tensor([[5, 6, 7]])
 
@@ -48,7 +49,7 @@ def model_of(architecture, **shape):
 def test_a_table_takes_the_positions_that_its_model_does_not(architecture):
     model = model_of(architecture, **_DECODER)
     options = dict(attention_mask=torch.ones_like(IDS), do_sample=False, eos_token_id=None, pad_token_id=0)
-    want = model.generate(IDS, max_new_tokens=12, forced_eos_token_id=None, **options)
+    want = model.generate(IDS, max_new_tokens=12, **options)
     for method in (None, pass_ext.NGram(shortest=1, branches=2)):
         assert torch.equal(generate(model, IDS, method, max_new_tokens=12, eos_token_id=[]).sequences, want)
 
