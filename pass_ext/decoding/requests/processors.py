@@ -243,6 +243,12 @@ def _config_processor(
                 f"generate: generation_config: {name} must be {' or '.join(map(str, reversed(neutral)))} (it is not "
                 f"implemented), got {getattr(config, name)}; give generate a generation_config without it"
             )
+    for name in ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size") if adapted.has_encoder else ():
+        if getattr(config, name, None) not in (None, 0, 1.0):
+            raise ValueError(
+                f"generate: generation_config: {name} reads the encoder's ids, which generate has not, got "
+                f"{getattr(config, name)}; use model.generate(custom_generate=…)"
+            )
     device = adapted.table.device
     ids = [[*padding, *text] for padding, text in zip(prompts.padding, prompts.texts, strict=True)]
     mask = [[0] * len(padding) + [1] * len(text) for padding, text in zip(prompts.padding, prompts.texts, strict=True)]
