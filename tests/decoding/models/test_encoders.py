@@ -270,14 +270,14 @@ def test_a_cache_of_transformers():
         own(model, inputs, decoder_input_ids=begun.sequences, cache=begun.cache, custom_generate=custom_generate())
 
 
-@pytest.mark.parametrize("name", ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size"])
-def test_processors_that_read_the_encoders_ids(name):
-    model, asked = model_of("bart"), transformers.GenerationConfig(**{name: 2})
+@pytest.mark.parametrize(("name", "value"), [("encoder_repetition_penalty", 2.0), ("encoder_no_repeat_ngram_size", 2)])
+def test_processors_that_read_the_encoders_ids(name, value):
+    model, asked = model_of("bart"), transformers.GenerationConfig(**{name: value})
     with pytest.raises(ValueError, match=f"generation_config: {name} reads the encoder's ids"):
         ours(model, inputs_of(model), generation_config=asked)
-    want = own(model, inputs_of(model), **{name: 2})
+    want = own(model, inputs_of(model), **{name: value})
     assert torch.equal(
-        own(model, inputs_of(model), **{name: 2}, custom_generate=custom_generate(NGram(shortest=1))), want
+        own(model, inputs_of(model), **{name: value}, custom_generate=custom_generate(NGram(shortest=1))), want
     )
 
 
