@@ -58,6 +58,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
+    "forced_eos_token_id": None,
     **dict.fromkeys(("image_token_id", "image_token_index", "boi_token_id", "boi_token_index", "sep_token_id"), 90),
     **dict.fromkeys(("video_token_id", "eoi_token_id", "eoi_token_index", "vision_start_token_id", "cls_token_id"), 91),
     **dict.fromkeys(("audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index", "vision_end_token_id"), 92),

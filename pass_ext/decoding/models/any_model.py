@@ -22,6 +22,6 @@ def packed_model(model: Any) -> Adapted:
     if isinstance(model, Callable) and hasattr(model, "embedding"):  # type: ignore[arg-type]
         return Adapted(model)
     raise TypeError(
-        "model must be a transformers decoder-only model, or a callable with an attribute `embedding` "
+        "model must be a transformers model that writes text, or a callable with an attribute `embedding` "
         f"(pass_ext.PackedModel), got {type_of(model)}"
     )

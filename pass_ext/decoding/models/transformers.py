@@ -1,4 +1,4 @@
-"""``TransformersModel``: an unmodified transformers decoder-only model as a packed model, run by one of two backends.
+"""``TransformersModel``: an unmodified transformers model that writes text as a packed model, run by one of two backends.
 
 fused          few rows, by our ops alone, once a comparison has shown the model's own bits
 module         all else: the forward of its shadow on one "batch" of all rows, ``inputs_embeds [1, N, d]`` with explicit
