@@ -338,7 +338,7 @@ def test_refusals(llama):
     ]:
         with pytest.raises(ValueError, match=message):
             generate(llama, strange, max_new_tokens=2)
-    with pytest.raises(TypeError, match="model must be a transformers decoder-only model"):
+    with pytest.raises(TypeError, match="model must be a transformers model that writes text"):
         generate(object(), ids, max_new_tokens=2)
     for make, message in [
         (lambda: PaSS(lookahead, passes=3), "PaSS: passes must be a whole number, 1 to 2, got 3"),

@@ -442,7 +442,7 @@ def test_refusals(llama, near):
     )
     refused(Speculative(near), "use MultiCandidate", rule="longest_branch")
     refused(MultiCandidate(near), "takes no logits_processor", rule="longest_branch", logits_processor=lambda i, x: x)
-    refused(Speculative("near"), "Speculative: draft_model: model must be a transformers decoder-only model")
+    refused(Speculative("near"), "Speculative: draft_model: model must be a transformers model that writes text")
     other = small_model("llama", vocab_size=VOCABULARY + 2000)
     refused(Speculative(other), "vocabulary has 2097 tokens, the target's 97: more than padding")
 
