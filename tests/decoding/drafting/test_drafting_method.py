@@ -15,7 +15,7 @@ from support.small_models import ragged_prompts, small_model, whole_prompts
 
 import pass_ext
 from pass_ext import Plain, Tree, generate
-from pass_ext.drafting import Candidates, Proposal
+from pass_ext.drafting import Candidates, HostDecides, Proposal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -282,6 +282,10 @@ def test_a_class_that_inherits_nothing_will_do():
 
     class Bare:
         name, rules, pace, prompt_slots, deepest_row, max_depth, taps = "bare", ("coupled",), None, 0, 0, 3, ()
+        is_silent = False
+
+        def device_rows(self, *, is_synthetic):
+            raise HostDecides("it looks a table up")
 
         @contextlib.contextmanager
         def attached(self):
