@@ -348,8 +348,8 @@ transformers {transformers}, torch {torch}, {date}: every causal language model 
 *generate*: `pass_ext.generate` by Plain, NGram, PaSS with one and two passes, Speculative and MultiCandidate; all of them also
 write the same sampled text for a seed. *custom_generate*: `model.generate(custom_generate=pass_ext.custom_generate(...))`, and
 transformers continues from the cache that it returns (*no caches*: caches cannot be exchanged). *attention*:
-`attn_implementation="pass_ext"`. *early exit*: drafts by `EarlyExitDraft`. *steps*: computed by an own forward of
-pass_ext's ops, or by the model as it is, and why so.
+`attn_implementation="pass_ext"`. *early exit*: drafts by `EarlyExitDraft`. *steps*: the backend, "fused", by our ops alone, or
+"module", the model's own forward, and why so.
 
 **yes**: tokens and logits are those of transformers' own greedy `generate`. **no**: refused with a sentence that names the
 model and the reason. **wrong**: neither, a bug. Where padding changes transformers' own text, its text of each prompt alone

@@ -64,7 +64,9 @@ def test_layers_that_see_the_last_tokens_only_do_so_in_training(architecture):
 def test_slots_are_not_trained_where_queries_are_scaled_by_row():
     model = small_model("llama4_text", floor_scale=64)
     assert with_states(model, 63) is model
-    with pytest.raises(SystemExit, match="slots cannot be trained for llama4_text: its attention takes distances or"):
+    with pytest.raises(
+        SystemExit, match="slots cannot be trained for llama4_text: its attention takes positions from the"
+    ):
         with_states(model, 64)
     untuned = small_model("llama4_text", floor_scale=64, attn_temperature_tuning=False)
     assert with_states(untuned, 64) is untuned
