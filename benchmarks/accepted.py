@@ -70,10 +70,7 @@ def main() -> int:
     options = parser.parse_args()
     file = demo_model()
     begun = {
-        "date": machine.now(),
-        "commit": machine.commit(),
-        "machine": machine.describe_cpu(),
-        "versions": machine.describe_versions(),
+        **machine.describe_run(),
         "model": file.name,
     }
     counts = measure(file)

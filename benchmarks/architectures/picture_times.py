@@ -79,10 +79,7 @@ def measured() -> dict[str, float]:
 def main() -> None:
     """Entry point of `python -m benchmarks.architectures.picture_times`."""
     result = {
-        "date": machine.now(),
-        "commit": machine.commit(),
-        "machine": machine.describe_cpu(),
-        "versions": machine.describe_versions(),
+        **machine.describe_run(),
         **measured(),
     }
     print(result)

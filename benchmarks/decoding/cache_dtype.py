@@ -115,12 +115,7 @@ def _common(text: list[int], other: list[int]) -> int:
 
 def main() -> None:
     """Entry point of `python -m benchmarks.decoding.cache_dtype`."""
-    begun = {
-        "date": machine.now(),
-        "commit": machine.commit(),
-        "machine": machine.describe_cpu(),
-        "versions": machine.describe_versions(),
-    }
+    begun = machine.describe_run()
     kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     if sys.argv[1:] == ["steps"]:
         result = kept | {"steps": {**begun, "rows": measure_steps()}}

@@ -89,10 +89,7 @@ def measure() -> dict[str, Any]:
         ratios = sorted(round(a / b, 3) for a, b in zip(file, huge, strict=True))
         rows.append({"method": name, "ms": {form: median(times[name][form]) for form in FORMS}, "ratios": ratios})
     return {
-        "date": machine.now(),
-        "commit": machine.commit(),
-        "machine": machine.describe_cpu(),
-        "versions": machine.describe_versions(),
+        **machine.describe_run(),
         "rows": rows,
     }
 

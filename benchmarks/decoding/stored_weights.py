@@ -141,10 +141,7 @@ if __name__ == "__main__":
         load(sys.argv[2])
     else:
         result = {
-            "date": machine.now(),
-            "commit": machine.commit(),
-            "machine": machine.describe_cpu(),
-            "versions": machine.describe_versions(),
+            **machine.describe_run(),
             "load": loads(),
             "texts": texts(),
             "products": products(),

@@ -23,6 +23,7 @@ from benchmarks.grammar.tasks import TASKS, Task
 from benchmarks.grammar.timed import Clock, Timed
 from benchmarks.harness import machine
 from benchmarks.harness.results import FORMAT, save
+from benchmarks.pages import by_machine
 from pass_ext import Grammar, LookaheadEmbedding, NGram, PaSS, Plain, generate
 from pass_ext.checkpoint import demo_model, load_checkpoint
 from pass_ext.integrations.grammar import LLGuidance, XGrammar
@@ -128,7 +129,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def main() -> int:
     """Entry point of `python -m benchmarks.grammar`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = by_machine.parser_of(__doc__)
     parser.add_argument("--model", help="GGUF file or folder; default: the demo's model")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--length", type=int, default=200, help="the most tokens of a text")
@@ -137,16 +138,10 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=Path(os.environ.get("PASS_EXT_OUT", ROOT / "benchmarks" / "results"))
     )
-    parser.add_argument(
-        "--render", action="store_true", help="write the pages of committed results, and measure nothing"
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page is out of date")
     options = parser.parse_args()
     if options.render or options.check:
-        wrong = page.write(ROOT, check=options.check)
-        for sentence in wrong:
-            print(f"{sentence}: run python -m benchmarks.grammar --render", file=sys.stderr)
-        return 1 if wrong else 0
+        wrong = by_machine.write_pages("grammar*", page.render, check=options.check)
+        return by_machine.say(wrong, "benchmarks.grammar --render")
     if options.model is None:
         options.model = str(demo_model())
     result = measure(options, Console())

@@ -1,8 +1,6 @@
 """The page of grammar results: valid texts, equal texts, calls per text, seconds, and the cost of the masks."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -80,15 +78,3 @@ def _tasks(rows: Sequence[dict[str, Any]]) -> list[str]:
             cells = [mean(row["calls"] for row in runs if row["method"] == name) for name in methods]
             lines.append([library, task, *(f"{cell:.1f}" for cell in cells)])
     return markdown.table(["library", "task", *methods], lines, left=2)
-
-
-def write(root: Path, *, check: bool) -> list[str]:
-    """Writes the page of every grammar*.json; with `check` returns a sentence for each that differs, and writes nothing."""
-    wrong = []
-    for file in sorted(root.glob("benchmarks/results/*/grammar*.json")):
-        page, text = file.with_suffix(".md"), render(json.loads(file.read_text()))
-        if not check:
-            page.write_text(text)
-        elif not page.exists() or page.read_text() != text:
-            wrong.append(f"{page.relative_to(root)} does not show {file.name}")
-    return wrong

@@ -122,6 +122,11 @@ def now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def describe_run() -> dict[str, Any]:
+    """What a result of this machine's CPU begins with: when it began, the commit, processor and versions."""
+    return {"date": now(), "commit": commit(), "machine": describe_cpu(), "versions": describe_versions()}
+
+
 def device_slug(device: str) -> str:
     """The name of a machine's results folder: cpu-<model>, or the GPU's name."""
     gpu = describe_gpu()

@@ -11,7 +11,6 @@ the pages.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from benchmarks.decoding.prompts import DOMAINS, Prompt, read_prompts
 from benchmarks.decoding.race import in_turn
 from benchmarks.harness import machine
 from benchmarks.harness.markdown import table
+from benchmarks.harness.template import page
 from benchmarks.pages import by_machine
 from pass_ext.checkpoint import demo_model, load_checkpoint
 
@@ -59,10 +59,7 @@ def measure(slots: str, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
                 calls[name].append(stats.model_calls)
         rows.append({"batch": size, "setting": setting, "seconds": seconds, "calls": calls})
     return {
-        "date": machine.now(),
-        "commit": machine.commit(),
-        "machine": machine.describe_cpu(),
-        "versions": machine.describe_versions(),
+        **machine.describe_run(),
         "model": path.name,
         "slots": slots,
         "rows": rows,
@@ -80,7 +77,6 @@ def written(model: Any, prompts: Sequence[Prompt], method: Any, setting: Mapping
 
 def render(result: dict[str, Any]) -> str:
     """The page."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     names = [name for name in result["rows"][0]["seconds"] if name != "Plain"]
     lines = []
     for row in result["rows"]:
@@ -95,35 +91,19 @@ def render(result: dict[str, Any]) -> str:
         )
     heads = ["batch", "texts", "Plain, tokens/s", *(f"rows {name}" if name != "PaSS" else name for name in names)]
     rounds = len(result["rows"][0]["seconds"]["Plain"])
-    return "\n".join([
-        "# Batches",
-        "",
-        "Written by `python -m benchmarks.pages.batches`; do not edit.",
-        "",
-        f"{result['model']} in bfloat16, slots {result['slots']}, {TOKENS} tokens of each held-out prompt; "
-        f"{result['machine']['model']}, {result['machine']['torch_threads']} threads. {result['date'][:10]}, commit "
-        f"{result['commit']}, {versions}. Speeds against Plain on the same prompts, medians of {rounds} rounds. In a batch "
-        "the slowest text decides how many calls there are.",
-        "",
-        *table(heads, lines, left=2),
-        "",
-    ])  # fmt: skip
+    return page(__file__, result, tokens=TOKENS, rounds=rounds, speeds=table(heads, lines, left=2))
 
 
 def main() -> int:
     """Entry point of `python -m benchmarks.pages.batches`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = by_machine.parser_of(__doc__)
     parser.add_argument(
         "--slots", default="smollm2-135m-instruct-slots", help="look-ahead embeddings: a name or a file"
     )
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="requests of a batch")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--render", action="store_true", help="measure nothing")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
     options = parser.parse_args()
-    if not (options.render or options.check):
-        by_machine.keep("batches", measure(options.slots, options.sizes, options.rounds))
-    return by_machine.write_pages("batches", render, check=options.check)
+    return by_machine.command("batches", options, lambda: measure(options.slots, options.sizes, options.rounds), render)
 
 
 if __name__ == "__main__":

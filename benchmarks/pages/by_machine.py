@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,27 +12,52 @@ from typing import Any
 from benchmarks import ROOT
 from benchmarks.harness import machine
 
-RESULTS = ROOT / "benchmarks/results"
+RESULTS = "benchmarks/results"
 
 
 def keep(name: str, result: dict[str, Any]) -> None:
     """Writes this machine's result."""
-    folder = RESULTS / machine.device_slug("cpu")
+    folder = ROOT / RESULTS / machine.device_slug("cpu")
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
-def write_pages(name: str, render: Callable[[dict[str, Any]], str], *, check: bool) -> int:
-    """Writes the pages of all machines; check: writes nothing, and returns 1 if one does not show its result."""
-    return max(write_page(path, render, check=check) for path in sorted(RESULTS.glob(f"*/{name}.json")))
+def write_pages(name: str, render: Callable[[Any], str], *, check: bool, root: Path = ROOT) -> list[str]:
+    """Writes the pages of all machines, whose results match the name; check: writes nothing, and returns a sentence for
+    each page that does not show its result."""
+    results = sorted(root.glob(f"{RESULTS}/*/{name}.json"))
+    return [words for result in results for words in write_page(result, render, check=check, root=root)]
 
 
-def write_page(result: Path, render: Callable[[Any], str], *, check: bool) -> int:
+def write_page(result: Path, render: Callable[[Any], str], *, check: bool, root: Path = ROOT) -> list[str]:
     """As ``write_pages``, the page beside this result."""
     page, text = result.with_suffix(".md"), render(json.loads(result.read_text()))
     if not check:
         page.write_text(text)
     elif not page.exists() or page.read_text() != text:
-        print(f"{page} does not show {result.name}")
-        return 1
-    return 0
+        return [f"{page.relative_to(root)} does not show {result.name}"]
+    return []
+
+
+def say(wrong: list[str], command: str | None = None) -> int:
+    """Prints the sentences, and how the pages are written: the exit status."""
+    for words in wrong:
+        print(f"{words}: run python -m {command}" if command else words, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """The options of every page's command: --render and --check measure nothing."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--render", action="store_true", help="measure nothing")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
+    return parser
+
+
+def command(
+    name: str, options: argparse.Namespace, measure: Callable[[], dict[str, Any]], render: Callable[[Any], str]
+) -> int:
+    """Measures and keeps a result unless an option says otherwise, and writes or checks the pages of all machines."""
+    if not (options.render or options.check):
+        keep(name, measure())
+    return say(write_pages(name, render, check=options.check))

@@ -6,7 +6,6 @@ length="auto", in shuffled order. Writes benchmarks/results/<device>/heads.json 
 measure nothing.
 """
 
-import argparse
 import random
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from benchmarks.decoding.prompts import read_prompts
 from benchmarks.decoding.steps import RANGES, timed_ranges
 from benchmarks.harness import machine
 from benchmarks.harness.markdown import table
+from benchmarks.harness.template import page
 from benchmarks.pages import by_machine
 from pass_ext.checkpoint import demo_model, load_checkpoint
 
@@ -59,10 +59,7 @@ def measure(names: Sequence[str], rounds: int) -> dict[str, Any]:
                 methods[name + AUTO] = replace(methods[name], length="auto")
             rows += _raced(title, model, methods, prompts)
     return {
-        "date": machine.now(),
-        "commit": machine.commit(),
-        "machine": machine.describe_cpu(),
-        "versions": machine.describe_versions(),
+        **machine.describe_run(),
         "settings": {"tokens": TOKENS, "steps": STEPS, "rounds": rounds},
         "rows": rows,
     }
@@ -105,7 +102,7 @@ def _raced(title: str, model: Any, methods: dict[str, Any], prompts: Sequence[to
 
 def render(result: dict[str, Any]) -> str:
     """The page."""
-    settings, rows = result["settings"], result["rows"]
+    rows = result["rows"]
     plain = {row["model"]: row for row in rows if row["method"] == PLAIN}
     steps, races = [], []
     for row in rows:
@@ -120,49 +117,25 @@ def render(result: dict[str, Any]) -> str:
             speed = f"{median(ratios):.3f} ({min(ratios):.3f}–{max(ratios):.3f})"
             met = "met" if median(ratios) >= AIM else "not met"
             races.append([row["model"], row["method"], speed, f"{row['drafts']} of {row['calls']}", met])
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return "\n".join([
-        "# Heads",
-        "",
-        "Written by `python -m benchmarks.pages.heads`; do not edit.",
-        "",
-        "Random heads of the forms that `load_drafter` reads, in bfloat16, greedy, one text: their drafts are never right, so "
-        "this is what drafting costs; what it gains depends on the head. EAGLE-3 and P-EAGLE (four layers) draft 8,192 "
-        "tokens, DFlash has five layers and blocks of 16, DSpark of 7, DFlash-2 of 8. "
-        f"{result['machine']['model']}, {result['machine']['torch_threads']} threads. {result['date'][:10]}, commit "
-        f"{result['commit']}, {versions}.",
-        "",
-        "## A step",
-        "",
-        "Milliseconds of the parts of a step that drafts with the method's usual length, medians; *against Plain*: tokens "
-        "that it must write to be as fast.",
-        "",
-        *table(["model", "method", *RANGES, "whole", "drafting", "against Plain"], steps, left=2),
-        "",
-        '## length="auto"',
-        "",
-        f"Speed of {settings['tokens']} tokens against Plain's, prompt included: median of {settings['rounds']} rounds in "
-        f"turn, lowest and highest; steps that drafted in the last one. Aim: at least {AIM}.",
-        "",
-        *table(["model", "method", "× Plain", "drafted", "aim"], races, left=2),
-        "",
-    ])  # fmt: skip
+    return page(
+        __file__, result, aim=AIM,
+        steps=table(["model", "method", *RANGES, "whole", "drafting", "against Plain"], steps, left=2),
+        races=table(["model", "method", "× Plain", "drafted", "aim"], races, left=2),
+    )  # fmt: skip
 
 
 def main() -> int:
     """Entry point of `python -m benchmarks.pages.heads`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = by_machine.parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--only", nargs="+", metavar="FORM", help="print the page of these forms, and write nothing")
-    parser.add_argument("--render", action="store_true", help="measure nothing")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
     options = parser.parse_args()
     if options.only:
         print(render(measure(options.only, options.rounds)))
         return 0
-    if not (options.render or options.check):
-        by_machine.keep("heads", measure([*random_heads.FORMS, ASSISTANT], options.rounds))
-    return by_machine.write_pages("heads", render, check=options.check)
+    return by_machine.command(
+        "heads", options, lambda: measure([*random_heads.FORMS, ASSISTANT], options.rounds), render
+    )
 
 
 if __name__ == "__main__":

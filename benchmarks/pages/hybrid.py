@@ -5,7 +5,6 @@ Their texts repeat, as the embeddings are large, and n-grams find that. Writes b
 page beside it. `--render` and `--check` measure nothing.
 """
 
-import argparse
 import random
 import sys
 import time
@@ -19,6 +18,7 @@ from torch import Tensor
 import pass_ext
 from benchmarks.harness import machine
 from benchmarks.harness.markdown import table
+from benchmarks.harness.template import page
 from benchmarks.pages import by_machine
 
 PROMPT, TOKENS, ROUNDS = 128, 128, 5
@@ -74,10 +74,7 @@ def measure(rounds: int) -> dict[str, Any]:
                 same[method] += bool(turn) and torch.equal(texts[method], texts["Plain"])
         rows.append({"model": name, "seconds": seconds, "calls": calls, "equal_to_plain": same})
     return {
-        "date": machine.now(),
-        "commit": machine.commit(),
-        "machine": machine.describe_cpu(),
-        "versions": machine.describe_versions(),
+        **machine.describe_run(),
         "settings": {"prompt": PROMPT, "tokens": TOKENS, "hidden": HIDDEN, "layers": LAYERS, "sizes": SIZES},
         "rows": rows,
     }
@@ -98,7 +95,6 @@ WRITERS: dict[str, Callable[..., tuple[Tensor, int | None]]] = {"transformers": 
 
 def render(result: dict[str, Any]) -> str:
     """The page."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     settings, lines = result["settings"], []
     for row in result["rows"]:
         theirs = row["seconds"]["transformers"]
@@ -115,33 +111,16 @@ def render(result: dict[str, Any]) -> str:
         "transformers, tokens/s",
         *(f"{m}{x}" for m in METHODS for x in (", tokens/s", "", ", tokens a call")),
     ]
-    return "\n".join([
-        "# Hybrid models",
-        "",
-        "Written by `python -m benchmarks.pages.hybrid`; do not edit.",
-        "",
-        f"Random weights in bfloat16, hidden size {settings['hidden']:,}, {settings['layers']} layers, heads of real sizes; "
-        f"{settings['tokens']} tokens after {settings['prompt']}, prompts included in the time, greedy. The embeddings are "
-        "large, so texts repeat: NGram's drafts are right as often as they can be, which real texts never reach. "
-        f"{result['machine']['model']}, {result['machine']['torch_threads']} threads. {result['date'][:10]}, commit "
-        f"{result['commit']}, {versions}. Ratios against transformers' generate on the same prompts, medians of "
-        f"{len(result['rows'][0]['seconds']['Plain'])} rounds in turn.",
-        "",
-        *table([*heads, "NGram's texts that are Plain's"], lines, left=1),
-        "",
-    ])  # fmt: skip
+    speeds = table([*heads, "NGram's texts that are Plain's"], lines)
+    return page(__file__, result, rounds=len(result["rows"][0]["seconds"]["Plain"]), speeds=speeds)
 
 
 def main() -> int:
     """Entry point of `python -m benchmarks.pages.hybrid`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = by_machine.parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--render", action="store_true", help="measure nothing")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
     options = parser.parse_args()
-    if not (options.render or options.check):
-        by_machine.keep("hybrid", measure(options.rounds))
-    return by_machine.write_pages("hybrid", render, check=options.check)
+    return by_machine.command("hybrid", options, lambda: measure(options.rounds), render)
 
 
 if __name__ == "__main__":

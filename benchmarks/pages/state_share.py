@@ -6,7 +6,6 @@ model's output layer is a small part of it. Writes benchmarks/results/<device>/s
 `--render` and `--check` measure nothing.
 """
 
-import argparse
 import sys
 from statistics import median
 from typing import Any
@@ -16,6 +15,7 @@ from torch.profiler import record_function
 
 from benchmarks.harness import machine
 from benchmarks.harness.markdown import table
+from benchmarks.harness.template import page
 from benchmarks.pages import by_machine
 from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.session.session import Session
@@ -41,10 +41,7 @@ def measure() -> dict[str, Any]:
     with torch.inference_mode(), model.attached():
         rows = [_step(model, count) for count in ROWS]
     return {
-        "date": machine.now(),
-        "commit": machine.commit(),
-        "machine": machine.describe_cpu(),
-        "versions": machine.describe_versions(),
+        **machine.describe_run(),
         "settings": {"sizes": SIZES, "prefix": PREFIX, "steps": STEPS},
         "rows": rows,
     }
@@ -78,7 +75,6 @@ def _advance(session: Session, tree: Tree) -> None:
 
 def render(result: dict[str, Any]) -> str:
     """The page."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     lines = []
     for row in result["rows"]:
         ops = [row[f"{op}_ms"] for op in OPS]
@@ -87,34 +83,14 @@ def render(result: dict[str, Any]) -> str:
         )
     last = result["rows"][-1]
     share = last["recurrent_tree_ms"] / last["step_ms"]
-    return "\n".join([
-        "# The share of layers that keep a state",
-        "",
-        "Written by `python -m benchmarks.pages.state_share`; do not edit.",
-        "",
-        "A step of a model of random weights in bfloat16: hidden size 2,048, four layers, three of them gated delta nets of "
-        "Qwen3-Next's widths (32 value heads, 16 key heads, 128 × 128); it verifies a binary tree of so many rows and commits "
-        f"its path to the last node. Milliseconds by torch's profiler, medians of {result['settings']['steps']} steps. "
-        f"{result['machine']['model']}, {result['machine']['torch_threads']} threads. {result['date'][:10]}, commit "
-        f"{result['commit']}, {versions}.",
-        "",
-        *table(["rows", "step", *(f"`{op}`" for op in OPS), "the ops' share"], lines, left=0),
-        "",
-        f"Aim: `recurrent_tree` at most {AIM:.0%} of a step of {last['rows']} rows: {share:.1%}, "
-        f"{'met' if share <= AIM else 'not met'}.",
-        "",
-    ])  # fmt: skip
+    times = table(["rows", "step", *(f"`{op}`" for op in OPS), "the ops' share"], lines, left=0)
+    met = "met" if share <= AIM else "not met"
+    return page(__file__, result, times=times, aim=AIM, last=last, share=share, met=met)
 
 
 def main() -> int:
     """Entry point of `python -m benchmarks.pages.state_share`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--render", action="store_true", help="measure nothing")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
-    options = parser.parse_args()
-    if not (options.render or options.check):
-        by_machine.keep("state-share", measure())
-    return by_machine.write_pages("state-share", render, check=options.check)
+    return by_machine.command("state-share", by_machine.parser_of(__doc__).parse_args(), measure, render)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.harness.markdown import table
-from benchmarks.pages.by_machine import write_page
+from benchmarks.harness.template import page
+from benchmarks.pages import by_machine
 
 RESULT = ROOT / "benchmarks/results/pretrained/runs.json"
 
@@ -100,20 +101,7 @@ def render(runs: list[dict[str, Any]]) -> str:
     for run in runs:
         settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in run["settings"].items())
         notes.append(f"- {run['name']}: {settings}; {run['date'][:10]}, own samples {run['own samples']}")
-    return "\n".join([
-        "# Training runs",
-        "",
-        "Written by `python -m benchmarks.pages.training_runs`; do not edit.",
-        "",
-        "Accepted candidates a step, of a chain of all slots and of the best tree of 8 nodes, on held-out texts that are cut "
-        "where they begin to loop. Overlap: mean sum of min(p, q) with the model's distribution at temperature 1. The runs of "
-        "a table were judged at the same places; those of two tables do not compare. Minutes: wall clock, pauses "
-        "included, on two cores that other programs shared at times.",
-        "",
-        *(line for lines in tables for line in (*lines, "")),
-        *notes,
-        "",
-    ])  # fmt: skip
+    return page(__file__, {}, tables=[line for lines in tables for line in (*lines, "")], notes=notes)
 
 
 def main() -> int:
@@ -127,7 +115,7 @@ def main() -> int:
         runs = {run["name"]: run for run in json.loads(RESULT.read_text())}
         runs |= {name: kept(name, json.loads(Path(path).read_text())) for name, _, path in pairs}
         RESULT.write_text(json.dumps(list(runs.values()), indent=1) + "\n")
-    return write_page(RESULT, render, check=options.check)
+    return by_machine.say(by_machine.write_page(RESULT, render, check=options.check))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from benchmarks.decoding.prompts import DOMAINS, read_prompts
 from benchmarks.decoding.race import in_turn
 from benchmarks.harness import machine
 from benchmarks.harness.markdown import table
+from benchmarks.harness.template import page
 
 RESULT, PAGE = ROOT / "benchmarks/results/samples.json", ROOT / "benchmarks/results/samples.md"
 PROMPTS, TOKENS, TEMPERATURE, MOST = 20, 64, 0.8, 8
@@ -91,20 +92,8 @@ def render(result: dict[str, Any]) -> str:
             name = f"one after the other: {'the first' if last == 1 else f'{first + 1} to {last}'}"
             lines.append(_line(domain, name, len(chosen), counts, result["tokens"]))
     same = [entry["same"] for row in result["rows"] for entry in row.values() if isinstance(entry, dict)]
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return "\n".join([
-        "# Samples that draft for each other",
-        "",
-        "Written by `python -m benchmarks.samples`; do not edit.",
-        "",
-        f"{result['model']} in bfloat16, {result['prompts']} held-out prompts, {result['tokens']} tokens a text, temperature "
-        f"{result['temperature']}. {result['date'][:10]}, commit {result['commit']}, {versions}. Tokens per call of the model: "
-        "in a batch the slowest text decides. Texts with a corpus equal to those without: "
-        f"{same.count(True)} of {len(same)} batches and series; in bfloat16 a batch of other shapes may round otherwise.",
-        "",
-        *table(["prompts", "samples", "number", "own text", "with a corpus", "ratio"], lines, left=2),
-        "",
-    ])  # fmt: skip
+    counts = table(["prompts", "samples", "number", "own text", "with a corpus", "ratio"], lines, left=2)
+    return page(__file__, result, counts=counts, same=same.count(True), of=len(same))
 
 
 def _line(domain: str, name: str, prompts: int, counts: list[dict[str, Any]], tokens: int) -> list[str]:

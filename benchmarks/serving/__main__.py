@@ -23,6 +23,7 @@ from benchmarks import ROOT
 from benchmarks.decoding.prompts import read_prompts
 from benchmarks.harness import machine
 from benchmarks.harness.results import FORMAT, save
+from benchmarks.pages import by_machine
 from benchmarks.serving import page
 from benchmarks.serving.client import Client
 from benchmarks.serving.server import Server
@@ -141,7 +142,7 @@ def versions(python: Path) -> dict[str, str]:
 
 def main() -> int:
     """Entry point of `python -m benchmarks.serving`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = by_machine.parser_of(__doc__)
     parser.add_argument("--vllm-python", type=Path, help="Python of an environment with vLLM and pass_ext")
     parser.add_argument("--model", help="GGUF file or folder; default: the demo's model")
     parser.add_argument("--drafts", type=int, default=2, help="num_speculative_tokens of the PaSS that never pauses")
@@ -151,16 +152,10 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=Path(os.environ.get("PASS_EXT_OUT", ROOT / "benchmarks" / "results"))
     )
-    parser.add_argument(
-        "--render", action="store_true", help="write the pages of committed results, and measure nothing"
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a page is out of date")
     options = parser.parse_args()
     if options.render or options.check:
-        wrong = page.write(ROOT, check=options.check)
-        for sentence in wrong:
-            print(f"{sentence}: run python -m benchmarks.serving --render", file=sys.stderr)
-        return 1 if wrong else 0
+        wrong = by_machine.write_pages("serving", page.render, check=options.check)
+        return by_machine.say(wrong, "benchmarks.serving --render")
     if options.vllm_python is None:
         parser.error("--vllm-python is needed to measure")
     options.vllm_python = options.vllm_python.absolute()  # not resolved: a link to a Python names its environment

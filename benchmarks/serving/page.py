@@ -1,8 +1,6 @@
 """The page of serving results: tokens per second and time per token of each contender, beside plain serving."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -66,15 +64,3 @@ def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _spread(values: Sequence[float], digits: int) -> str:
     return f"{median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
-
-
-def write(root: Path, *, check: bool) -> list[str]:
-    """Writes the page of every serving.json; with `check` returns a sentence for each that differs, and writes nothing."""
-    wrong = []
-    for file in sorted(root.glob("benchmarks/results/*/serving.json")):
-        page, text = file.with_suffix(".md"), render(json.loads(file.read_text()))
-        if not check:
-            page.write_text(text)
-        elif not page.exists() or page.read_text() != text:
-            wrong.append(f"{page.relative_to(root)} does not show serving.json")
-    return wrong

@@ -14,7 +14,6 @@ machine: the page shows what share of the cores other programs had.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -32,6 +31,7 @@ from benchmarks.decoding.race import in_turn
 from benchmarks.grammar.tasks import TASKS
 from benchmarks.harness import machine
 from benchmarks.harness.markdown import table
+from benchmarks.harness.template import page
 from benchmarks.pages import by_machine
 from pass_ext.checkpoint import demo_model, load_checkpoint, safetensors_folder
 
@@ -151,11 +151,8 @@ def measure(other: Path, rounds: int, only: str) -> dict[str, Any]:
             version.stop()
     elapsed, busy = time.monotonic() - started, _busy_seconds() - used
     return {
-        "date": machine.now(),
-        "commit": machine.commit(),
+        **machine.describe_run(),
         "other": _commit_of(other),
-        "machine": machine.describe_cpu(),
-        "versions": machine.describe_versions(),
         "model": path.name,
         "rounds": rounds,
         "cores_in_use": round(busy / elapsed, 2),
@@ -165,7 +162,6 @@ def measure(other: Path, rounds: int, only: str) -> dict[str, Any]:
 
 def render(result: dict[str, Any]) -> str:
     """The page."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     lines = []
     for row in result["rows"]:
         this, other = row["seconds"][THIS], row["seconds"][OTHER]
@@ -182,19 +178,7 @@ def render(result: dict[str, Any]) -> str:
         "case", "method", f"{result['other']}, tokens/s", "this, tokens/s", "ratio", "this beside itself",
         f"below {WANTED} and below itself", "its calls", "calls", "texts",
     ]  # fmt: skip
-    return "\n".join([
-        "# This version beside an earlier one",
-        "",
-        "Written by `python -m benchmarks.versions FOLDER`; do not edit.",
-        "",
-        f"{result['model']} in bfloat16, {result['rounds']} rounds in turn, each of new processes, in one run; "
-        f"{result['machine']['model']}, {result['machine']['torch_threads']} threads, of which all programs together used "
-        f"{result['cores_in_use']:.2f}. {result['date'][:10]}, commit {result['commit']} beside {result['other']}, {versions}. "
-        "Medians; in brackets the lowest and the highest ratio.",
-        "",
-        *table(heads, lines, left=2),
-        "",
-    ])  # fmt: skip
+    return page(__file__, result, cases=table(heads, lines, left=2))
 
 
 def _ratio(ratios: list[float]) -> str:
@@ -218,23 +202,18 @@ def _busy_seconds() -> float:
 
 def main() -> int:
     """Entry point of `python -m benchmarks.versions`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = by_machine.parser_of(__doc__)
     parser.add_argument("other", nargs="?", type=Path, help="a checkout of the version to compare with")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="cases whose name and method hold this text; nothing is kept")
-    parser.add_argument("--render", action="store_true", help="measure nothing")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
     options = parser.parse_args()
-    if options.render or options.check:
-        return by_machine.write_pages("versions", render, check=options.check)
-    if options.other is None:
+    if not (options.render or options.check or options.other):
         parser.error("name the folder of the other version")
-    result = measure(options.other.resolve(), options.rounds, options.only)
+    measured = lambda: measure(options.other.resolve(), options.rounds, options.only)  # noqa: E731
     if options.only:
-        print(render(result))
+        print(render(measured()))
         return 0
-    by_machine.keep("versions", result)
-    return by_machine.write_pages("versions", render, check=False)
+    return by_machine.command("versions", options, measured, render)
 
 
 if __name__ == "__main__":

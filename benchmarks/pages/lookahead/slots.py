@@ -23,6 +23,7 @@ from benchmarks.decoding.prompts import DOMAINS, read_prompts
 from benchmarks.decoding.texts import DEFINITION, loops
 from benchmarks.harness import machine
 from benchmarks.harness.markdown import table
+from benchmarks.harness.template import page
 from benchmarks.pages import by_machine
 from benchmarks.pages.lookahead import slot_aims, slot_texts
 from pass_ext.checkpoint import load_checkpoint
@@ -117,10 +118,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         model, options.files, {name: some for name, some in prompts.items() if some}, options.tokens
     )
     return {
-        "machine": machine.describe_cpu(),
-        "date": machine.now(),
-        "commit": machine.commit(),
-        "versions": machine.describe_versions(),
+        **machine.describe_run(),
         "model": Path(options.model).name,
         "tokens": options.tokens,
         "rows": rows,
@@ -136,7 +134,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def render(result: dict[str, Any]) -> str:
     """The page."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     lines = []
     for row in result["rows"]:
         tops, overlaps = (" ".join(f"{share:.3f}" for share in row[name]) for name in ("top 1", "overlap"))
@@ -146,47 +143,25 @@ def render(result: dict[str, Any]) -> str:
         )
     lines.sort(key=lambda line: (line[1], line[2] != "all", line[2], line[3]))
     heads = ["file", "texts", "domain", "scores", "number", "places", "top 1 of slots 1 to 4", "chain", "overlap"]
-    return "\n".join([
-        "# How near slots come to the model",
-        "",
-        "Written by `python -m benchmarks.pages.lookahead.slots`; do not edit.",
-        "",
-        f"{result['model']} in bfloat16; its own continuations, {result['tokens']} tokens at most, of prompts that training "
-        f"never read. {result['date'][:10]}, commit {result['commit']}, {versions}. Texts loop by this rule: {DEFINITION}. "
-        "Chain: the mean number of slots, counted from the first, that hold the token which the model wrote. Overlap: mean "
-        "sum of min(p, q) of the slot's distribution and the model's at temperature 1, which is the chance that a token "
-        "drawn from the slot is accepted.",
-        "",
-        *table(heads, lines, left=4),
-        "",
-        "# Texts that they draft for",
-        "",
-        f"{result['machine']['model']}, {result['machine']['torch_threads']} threads. One text at a time, "
-        f"{result['tokens']} tokens, of the prompts above whose greedy texts do not loop. Tokens per call of the model, "
-        "without the call on the prompt; speed against Plain, in turn in one run.",
-        "",
-        *slot_texts.lines_of(result["written"]),
-        *slot_aims.lines_of(result),
-    ])  # fmt: skip
+    return page(
+        __file__, result, definition=DEFINITION, nearness=table(heads, lines, left=4),
+        drafted=[*slot_texts.lines_of(result["written"]), *slot_aims.lines_of(result)],
+    )  # fmt: skip
 
 
 def main() -> int:
     """Entry point of `python -m benchmarks.pages.lookahead.slots`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = by_machine.parser_of(__doc__)
     parser.add_argument("files", nargs="*", help="files of look-ahead embeddings, or names that come with the package")
     parser.add_argument("--model", help="a GGUF file, or a transformers model folder or name")
     parser.add_argument("--texts", type=int, default=8, help="of each domain and kind, at most")
     parser.add_argument(
         "--tokens", type=int, default=48, help="of a continuation; with more, few prose texts are without a loop"
     )
-    parser.add_argument("--render", action="store_true", help="measure nothing")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
     options = parser.parse_args()
-    if not (options.render or options.check):
-        if not options.files or options.model is None:
-            raise SystemExit("give --model and the files")
-        by_machine.keep("slots", measure(options))
-    return by_machine.write_pages("slots", render, check=options.check)
+    if not (options.render or options.check or (options.files and options.model)):
+        raise SystemExit("give --model and the files")
+    return by_machine.command("slots", options, lambda: measure(options), render)
 
 
 if __name__ == "__main__":
