@@ -21,9 +21,8 @@ from benchmarks import ROOT
 from benchmarks.grammar import page
 from benchmarks.grammar.tasks import TASKS, Task
 from benchmarks.grammar.timed import Clock, Timed
-from benchmarks.harness import machine
+from benchmarks.harness import by_machine, machine
 from benchmarks.harness.results import FORMAT, save
-from benchmarks.pages import by_machine
 from pass_ext import Grammar, LookaheadEmbedding, NGram, PaSS, Plain, generate
 from pass_ext.checkpoint import demo_model, load_checkpoint
 from pass_ext.integrations.grammar import LLGuidance, XGrammar

@@ -22,10 +22,9 @@ import torch
 import pass_ext
 from benchmarks.decoding.prompts import DOMAINS, Prompt, read_prompts
 from benchmarks.decoding.race import in_turn
-from benchmarks.harness import machine
+from benchmarks.harness import by_machine, machine
 from benchmarks.harness.markdown import table
 from benchmarks.harness.template import page
-from benchmarks.pages import by_machine
 from pass_ext.checkpoint import demo_model, load_checkpoint
 
 SIZES, TOKENS, ROUNDS = (1, 2, 4, 8, 16), 96, 6

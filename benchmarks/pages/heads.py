@@ -22,10 +22,9 @@ import pass_ext
 from benchmarks.decoding import random_heads
 from benchmarks.decoding.prompts import read_prompts
 from benchmarks.decoding.steps import RANGES, timed_ranges
-from benchmarks.harness import machine
+from benchmarks.harness import by_machine, machine
 from benchmarks.harness.markdown import table
 from benchmarks.harness.template import page
-from benchmarks.pages import by_machine
 from pass_ext.checkpoint import demo_model, load_checkpoint
 
 PLAIN, ASSISTANT, AUTO = "Plain", "Assistant", ', "auto"'

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 import pass_ext
-from benchmarks.harness import machine
+from benchmarks.harness import by_machine, machine
 from benchmarks.harness.markdown import table
 from benchmarks.harness.template import page
-from benchmarks.pages import by_machine
 
 PROMPT, TOKENS, ROUNDS = 128, 128, 5
 WIDE = 100.0

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from benchmarks.harness import machine
+from benchmarks.harness import by_machine, machine
 from benchmarks.harness.markdown import table
 from benchmarks.harness.template import page
-from benchmarks.pages import by_machine
 from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.session.session import Session
 from pass_ext.tree import Tree, pack_trees

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
+from benchmarks.harness import by_machine
 from benchmarks.harness.markdown import table
 from benchmarks.harness.template import page
-from benchmarks.pages import by_machine
 
 RESULT = ROOT / "benchmarks/results/pretrained/runs.json"
 

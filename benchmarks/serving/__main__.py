@@ -21,9 +21,8 @@ from rich.console import Console
 
 from benchmarks import ROOT
 from benchmarks.decoding.prompts import read_prompts
-from benchmarks.harness import machine
+from benchmarks.harness import by_machine, machine
 from benchmarks.harness.results import FORMAT, save
-from benchmarks.pages import by_machine
 from benchmarks.serving import page
 from benchmarks.serving.client import Client
 from benchmarks.serving.server import Server

@@ -29,10 +29,9 @@ from benchmarks import CORES, ROOT
 from benchmarks.decoding.prompts import DOMAINS, read_prompts
 from benchmarks.decoding.race import in_turn
 from benchmarks.grammar.tasks import TASKS
-from benchmarks.harness import machine
+from benchmarks.harness import by_machine, machine
 from benchmarks.harness.markdown import table
 from benchmarks.harness.template import page
-from benchmarks.pages import by_machine
 from pass_ext.checkpoint import demo_model, load_checkpoint, safetensors_folder
 
 WANTED = 0.98

@@ -7,7 +7,8 @@ if not (ROOT / "benchmarks").exists():
     pytest.skip("an sdist has no benchmarks", allow_module_level=True)
 
 from benchmarks.grammar import page as grammar
-from benchmarks.pages import batches, by_machine, heads, hybrid, state_share
+from benchmarks.harness import by_machine
+from benchmarks.pages import batches, heads, hybrid, state_share
 from benchmarks.pages.lookahead import slots
 from benchmarks.serving import page as serving
 from benchmarks.versions import __main__ as versions

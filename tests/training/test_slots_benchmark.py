@@ -12,8 +12,8 @@ from support.paths import ROOT
 from support.small_models import small_model
 
 from benchmarks.decoding.prompts import Prompt
-from benchmarks.harness import picture
-from benchmarks.pages import batches, by_machine, second_model, training_runs
+from benchmarks.harness import by_machine, picture
+from benchmarks.pages import batches, second_model, training_runs
 from benchmarks.pages.lookahead import slot_aims, slot_texts, slots
 from benchmarks.pages.lookahead.slots import Text, judged
 

@@ -21,10 +21,9 @@ import torch
 import pass_ext
 from benchmarks.decoding.prompts import DOMAINS, read_prompts
 from benchmarks.decoding.texts import DEFINITION, loops
-from benchmarks.harness import machine
+from benchmarks.harness import by_machine, machine
 from benchmarks.harness.markdown import table
 from benchmarks.harness.template import page
-from benchmarks.pages import by_machine
 from benchmarks.pages.lookahead import slot_aims, slot_texts
 from pass_ext.checkpoint import load_checkpoint
 from pass_ext.training.lookahead.evaluation import hits_of
