@@ -115,7 +115,7 @@ def without_experts(model: Any) -> Any:
 
 DENSE = dict(mlp_layer_types=["dense"] * 2)
 _TABLE = (
-    Kind("falcon", falcon, exits=False, sessions=(True,)),
+    Kind("falcon", falcon, exits=False),
     Kind("deepseek_v3", by_latents),
     Kind(
         "deepseek_v32",

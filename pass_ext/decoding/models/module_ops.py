@@ -1,8 +1,9 @@
 """``computes_by_ops``: gives linear layers, norms, gated MLPs and attention of a model's shadow forwards that use our ops.
 
-A linear layer is recognised by its class. PyTorch's matrix product is slow for few rows on the CPU; without instructions for
-bf16 or fp16 for any number of them. On a GPU a measurement decides (``product_times.py``); light weights are read in less time
-than a launch takes, and the layer ops, which need fewer launches, have the bits of ``linear_rows``.
+A linear layer is recognised by its class, or a subclass by what it computes, as Falcon's. PyTorch's matrix product is slow for
+few rows on the CPU; without instructions for bf16 or fp16 for any number of them. On a GPU a measurement decides
+(``product_times.py``); light weights are read in less time than a launch takes, and the layer ops, which need fewer launches,
+have the bits of ``linear_rows``.
 A norm or gated MLP is recognised by what it computes: its class's code runs on random numbers, with a stand-in in place of the
 module, and must give the op's numbers. Whatever is not recognised stays as it is.
 Attention whose code calls ``apply_rotary_pos_emb`` calls the op there, if the function has the op's bits: for the many rows of
@@ -21,7 +22,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pass_ext.decoding.models.product_times import FLOATS, torch_is_faster
 from pass_ext.decoding.models.rebound import globals_of, rebound
@@ -129,8 +129,39 @@ def are_few(rows: int, most: int, text_rows: int = sys.maxsize) -> bool:
     return min(rows, text_rows) <= most
 
 
+def _is_linear(part: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """True for an ``nn.Linear``, and for a subclass that has nothing else and whose code computes the same."""
+    kind: Any = type(part)
+    if kind is nn.Linear or not isinstance(part, nn.Linear) or not vars(part).keys() <= _OF_A_LINEAR:
+        return kind is nn.Linear
+    weight = part._parameters.get("weight")
+    return weight is not None and _multiplies(kind, kind.forward, weight.dtype, part.bias is not None)
+
+
+_OF_A_LINEAR = {*vars(nn.Linear(1, 1)), "_is_hf_initialized"}
+
+
+@cache
+def _multiplies(kind: Any, forward: Callable[..., Tensor], dtype: torch.dtype, has_bias: bool) -> bool:
+    """True if modules of this class compute ``linear_rows``. By whole numbers, whose sums are exact in any order."""
+    if dtype not in FLOATS:
+        return False
+    x, weight, bias = ((_random(*shape) * 3).round().to(dtype) for shape in ((3, 4, 96), (64, 96), (64,)))
+    try:
+        stand_in = kind.__new__(kind)
+        nn.Module.__init__(stand_in)
+        stand_in.in_features, stand_in.out_features = 96, 64
+        stand_in.weight = nn.Parameter(weight, requires_grad=False)
+        stand_in.bias = nn.Parameter(bias, requires_grad=False) if has_bias else None
+        with torch.no_grad():
+            computed = forward(stand_in, x)
+    except Exception:  # it needs more than these
+        return False
+    return _is_close(_linear(x, weight, stand_in.bias), computed)
+
+
 def _linear_layers(module: nn.Module) -> list[nn.Linear]:
-    return [part for part in module.modules() if type(part) is nn.Linear and "weight" in part._parameters]
+    return [part for part in module.modules() if _is_linear(part) and "weight" in part._parameters]
 
 
 def _products_of_torch(module: nn.Module) -> set[nn.Module]:
@@ -144,9 +175,9 @@ def _products_of_torch(module: nn.Module) -> set[nn.Module]:
 
 
 def is_plain_linear(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """True for exactly an ``nn.Linear`` without hooks, without a forward of its own, and with plain weights that
-    ``linear_rows`` takes."""
-    if type(layer) is not nn.Linear:
+    """True for a linear layer without hooks, without a forward of its own, and with plain weights that ``linear_rows``
+    takes."""
+    if not _is_linear(layer):
         return False
     weight = layer._parameters.get("weight")  # missing where a parametrization computes it
     return (
@@ -166,14 +197,14 @@ def are_of_torch(part: nn.Module) -> bool:
 
 
 def _linear_forward(layer: nn.Module, takes: Callable[..., bool]) -> Callable[[Tensor], Tensor] | None:
-    """``linear_rows`` for rows that it takes, ``torch.nn.functional.linear`` otherwise."""
+    """``linear_rows`` for rows that it takes, the class's own code otherwise."""
     if not is_plain_linear(layer):
         return None
     # Looking up `layer.weight` in each call would cost as much as a small product. The dictionary is quick to read, and shows
     # whether a weight was replaced.
     parameters = layer._parameters
     weight, bias, dtype, width = layer.weight, layer.bias, layer.weight.dtype, max(1, layer.in_features)
-    is_cpu = weight.is_cpu
+    is_cpu, original = weight.is_cpu, type(layer).forward
     most = most_few_rows(dtype, is_cpu)
 
     def forward(input: Tensor) -> Tensor:
@@ -186,7 +217,7 @@ def _linear_forward(layer: nn.Module, takes: Callable[..., bool]) -> Callable[[T
             and takes(input.numel() // width, most)
         ):
             return _linear(input, weight, bias)
-        return functional.linear(input, layer.weight, layer.bias)
+        return original(layer, input)
 
     return forward
 

@@ -141,6 +141,52 @@ def test_the_callers_random_numbers_stay():
     assert torch.equal(drawn, torch.rand(4))
 
 
+# ---- linear layers ----
+
+
+class OfAMatrix(nn.Linear):
+    def forward(self, input):
+        product = input @ self.weight.T
+        return product if self.bias is None else product + self.bias
+
+
+class Halved(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) / 2
+
+
+class InCodes(nn.Linear):
+    def forward(self, input):
+        scale = input.abs().amax(-1, keepdim=True) / 127
+        return super().forward((input / scale).round() * scale)
+
+
+class WithFactor(OfAMatrix):
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, **options)
+        self.factor = 2.0
+
+    def forward(self, input):
+        return super().forward(input) * getattr(self, "factor", 1.0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_layers_are_recognised_by_what_they_compute(bias):
+    """Then a row has the bits that it has alone."""
+    x = torch.randn(70, 97)
+    for kind, count in ((nn.Linear, 1), (OfAMatrix, 1), *((kind, 0) for kind in (Halved, InCodes, WithFactor))):
+        layer = kind(97, 41, bias=bias).requires_grad_(False)
+        before = layer(x)
+        module_ops.computes_by_ops(layer, lambda *_, **__: True)
+        assert ("forward" in vars(layer)) == count, kind
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x), before, rtol=1e-5, atol=1e-5)
+            if count:
+                assert_same_bits(layer(x), torch.cat([layer(row) for row in x.split(1)]))
+        with torch.enable_grad():
+            assert_same_bits(layer(x), before)  # as before
+
+
 # ---- parts that must be left alone ----
 
 
