@@ -17,8 +17,9 @@ from pass_ext import (
     generate,
 )
 from pass_ext.decoding import generation
+from pass_ext.decoding.drafting.candidates import Candidates, Proposal
 from pass_ext.decoding.drafting.from_slots import LookaheadDrafter
-from pass_ext.decoding.drafting.slot_tokens import Filled, TreeFiller
+from pass_ext.decoding.drafting.slot_tokens import TreeFiller
 from pass_ext.modules.exit_adapter import ExitAdapter
 
 BUSHY = Tree([-1, 0, 0, 0, 1, 1, 2, 4, 4, 7])
@@ -66,9 +67,8 @@ class Prophet:
         prophet = self
 
         def fill(self, slots, requests, roots, positions, text=None):
-            return Filled(
-                [prophet.tokens(self.tree, b, at) for b, at in zip(requests, positions, strict=True)], None, None
-            )
+            drafts = (prophet.tokens(self.tree, b, at) for b, at in zip(requests, positions, strict=True))
+            return Proposal([Candidates(self.tree, own, groups=self._groups) for own in drafts])
 
         def offered(self, batch, active, predicting):
             return prophet.offered(self.prompt_slots, [batch.texts[b] for b in active], active, predicting)

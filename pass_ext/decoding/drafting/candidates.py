@@ -1,8 +1,8 @@
 """The values of one step.
 
 Batch        all requests between two steps
-Candidates   the drafts of one request        Proposal   the drafts of all requests
-StepRows     the rows of one request in the model's call: its root, candidates, and look-ahead slots
+Candidates   the drafts of one request, and with its root and look-ahead slots its rows in the model's call
+Proposal     those of all requests
 Level        the nodes of a tree that have children at one depth
 
 Children are drawn in a mode of ``draft_sample``; each accept rule judges the candidates of one of them:
@@ -64,6 +64,11 @@ class Candidates:
         return cls(Tree(parents), tokens[1:])
 
     @property
+    def rows(self) -> Tree:
+        """The tree with its look-ahead slots: the rows of the model's call."""
+        return with_groups(self.tree, self.groups)
+
+    @property
     def chains(self) -> list[list[int]]:
         """The tokens on the path to each leaf, up to the first node without a token."""
         paths = ([self.tokens[node - 1] for node in self.tree.path(leaf)[1:]] for leaf in self.tree.leaves)
@@ -86,47 +91,17 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class StepRows:
-    """One request's rows in one call."""
-
-    root: int
-    candidates: Candidates
-
-    @property
-    def tree(self) -> Tree:
-        """The candidates with their look-ahead slots."""
-        return with_groups(self.candidates.tree, self.candidates.groups)
-
-    @property
-    def ids(self) -> list[int]:
-        """The ids of all rows, as ``lookahead_embed`` takes them."""
-        slots = self.tree.slots[self.candidates.tree.num_nodes :]
-        return [self.root, *(max(token, 0) for token in self.candidates.tokens), *(-1 - slot for slot in slots)]
-
-    @property
-    def accept_tokens(self) -> list[int]:
-        """The tokens of all rows, as ``accept_tree`` takes them; look-ahead rows have -1 and are never accepted."""
-        return [self.root, *self.candidates.tokens, *[-1] * (len(self.tree) - self.candidates.tree.num_nodes)]
-
-    @property
-    def accept_draft_rows(self) -> list[int]:
-        """``draft_rows`` as ``accept_tree`` takes them."""
-        rows = self.candidates.draft_rows or []
-        return [*rows, *[-1] * (len(self.tree) - len(rows))]
-
-
-@dataclass(frozen=True)
 class Batch:
     """All requests between two steps: their texts, and the model's call just made."""
 
     texts: Sequence[Sequence[int]]
     """The tokens of each request, its prompt included."""
-    steps: Sequence[StepRows | None]
-    """Each request's step in the call; None: it was not in the call."""
+    candidates: Sequence[Candidates | None]
+    """Each request's in the call; None: it was not in the call."""
     logits: Tensor
-    """``[N, V]``, of the rows of ``steps``, request by request. Valid until the next call."""
+    """``[N, V]``, of the rows of ``candidates``, request by request. Valid until the next call."""
     last_nodes: Sequence[int]
-    """The last accepted node of each step."""
+    """The last accepted node of each request."""
     remaining: Sequence[int]
     """Tokens that each request still has to write; 0: it has ended."""
     levels: Sequence[int]
@@ -138,14 +113,14 @@ class Batch:
 
     @property
     def first_rows(self) -> list[int]:
-        """The row of ``logits`` at which each step's rows begin."""
-        sizes = [0 if step is None else len(step.tree) for step in self.steps]
+        """The row of ``logits`` at which each request's rows begin."""
+        sizes = [0 if part is None else len(part.rows) for part in self.candidates]
         return list(accumulate(sizes, initial=0))[:-1]
 
     def last_logits(self) -> Tensor:
         """``[B, V]``, the logits of each last accepted node; an arbitrary row for requests that were not in the call."""
-        places = zip(self.steps, self.first_rows, self.last_nodes, strict=True)
-        rows = [0 if step is None else first + node for step, first, node in places]
+        places = zip(self.candidates, self.first_rows, self.last_nodes, strict=True)
+        rows = [0 if part is None else first + node for part, first, node in places]
         return self.logits[torch.tensor(rows, device=self.logits.device)]
 
 

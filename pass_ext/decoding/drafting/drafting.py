@@ -11,10 +11,8 @@ from dataclasses import replace
 from functools import singledispatch
 from typing import Any
 
-from torch import Tensor
-
 from pass_ext.decoding.arguments import type_of
-from pass_ext.decoding.drafting.candidates import Batch, Candidates, Proposal, StepRows, join
+from pass_ext.decoding.drafting.candidates import Batch, Candidates, Proposal, join
 from pass_ext.decoding.drafting.device_rows import DeviceRows, HostDecides
 from pass_ext.decoding.drafting.drafter import DraftContext, Drafter, DraftingMethod
 from pass_ext.decoding.drafting.from_draft_model import multi_candidate_drafters, speculative_drafters
@@ -57,10 +55,6 @@ class Drafting:
                     f"generate: rule must be {' or '.join(map(repr, drafter.rules))} for {drafter.name} candidates, got "
                     f"{context.rule!r}"
                 )
-        self.draft_logits: Tensor | None = None
-        """``[R, V]``, the logits that the last candidates were drawn from."""
-        self.draft_allowed: Tensor | None = None
-        """The masks that they were drawn under."""
         self._most_forced = _MOST_FORCED if context.guides is not None and getattr(method, "drafts", True) else 0
         self.max_depth = max((drafter.max_depth for drafter in self.drafters), default=0) + self._most_forced
         self.deepest_row = max([self.max_depth, *(drafter.deepest_row for drafter in self.drafters)])
@@ -78,9 +72,10 @@ class Drafting:
         for drafter in self.drafters:
             drafter.begin(session)
 
-    def first(self, text: Sequence[int]) -> StepRows:
-        """The step of a prompt: its last token, with look-ahead slots after it."""
-        return StepRows(text[-1], Candidates(_ROOT, groups=((0, self.prompt_slots),) if self.prompt_slots else ()))
+    def of_prompts(self) -> Proposal:
+        """No candidates, with look-ahead slots after the last token of each prompt."""
+        none = Candidates(_ROOT, groups=((0, self.prompt_slots),) if self.prompt_slots else ())
+        return Proposal([none] * len(self._context.texts))
 
     def device_rows(self, *, is_synthetic: bool) -> DeviceRows:
         """The rows of steps that the device makes; raises ``HostDecides`` where it cannot."""
@@ -95,27 +90,26 @@ class Drafting:
         columns = [self.taps.index(place) for place in drafter.taps]
         return replace(batch, hidden=[states[:, columns] for states in batch.hidden] if columns else ())
 
-    def propose(self, batch: Batch) -> list[StepRows | None]:
-        """The next step of each request that still has to write; None for the others."""
+    def propose(self, batch: Batch) -> Proposal:
+        """The candidates of each request that still has to write; None for the others."""
         proposals = [drafter.propose(self._seen_by(drafter, batch)) for drafter in self.drafters]
         for drafter, proposal in zip(self.drafters, proposals, strict=True):
             _check(drafter, proposal, len(batch.texts))
         # Where the rule needs draft logits, all candidates are of one drafter: check_origins.
-        self.draft_logits = proposals[0].draft_logits if proposals and self._context.needs_draft_logits else None
-        self.draft_allowed = proposals[0].draft_allowed if self.draft_logits is not None else None
-        steps: list[StepRows | None] = []
+        draft_logits = proposals[0].draft_logits if proposals and self._context.needs_draft_logits else None
+        found: list[Candidates | None] = []
         for b, text in enumerate(batch.texts):
             if not batch.remaining[b]:
-                steps.append(None)
+                found.append(None)
                 continue
             candidates = merged(text[-1], [proposal.candidates[b] for proposal in proposals])
             guide = None if self._context.guides is None else self._context.guides.of(b)
             if guide is not None:
-                drawn, levels = self.draft_logits is not None, batch.remaining[b] - 1
+                drawn, levels = draft_logits is not None, batch.remaining[b] - 1
                 leaves_only = drawn or self._context.chains_only
                 candidates = guided(guide, candidates, levels, self._most_forced, drawn=drawn, leaves_only=leaves_only)
-            steps.append(StepRows(text[-1], candidates))
-        return steps
+            found.append(candidates)
+        return Proposal(found, draft_logits, None if draft_logits is None else proposals[0].draft_allowed)
 
 
 def merged(root: int, parts: Iterable[Candidates | None]) -> Candidates:

@@ -7,6 +7,7 @@ tree and groups) where the last accepted node had a group, and a probe (the root
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +17,6 @@ from pass_ext.decoding.drafting.candidates import (
     Batch,
     Candidates,
     Proposal,
-    StepRows,
     drawing_mode,
     filled,
     with_groups,
@@ -72,7 +72,7 @@ class LookaheadDrafter(Drafter):
         self._probe = Candidates(_ROOT, groups=((0, slots),))
         options = context.sampling, context.rule, context.target.logit_shards, context.guides
         stored = context.target.stored_table
-        self._filler = TreeFiller(lookahead, self.tree, table, *options, recalls=recalls, stored=stored)
+        self._filler = TreeFiller(lookahead, self.tree, table, *options, self.groups, recalls=recalls, stored=stored)
         self._offers = self._filler.offers
         self._texts = GrowingTexts(table.device) if self._offers.recalls else None
         if choice is not None:
@@ -103,10 +103,9 @@ class LookaheadDrafter(Drafter):
         roots, places = [text[-1] for text in texts], [len(text) - 1 for text in texts]
         known = None if self._texts is None else self._texts.of(batch.texts, requests)
         full = self._filler.fill(rows_of(batch.logits, rows), requests, roots, places, known)
-        for i, b in enumerate(requests):
-            draft_rows = full.draft_rows[i] if full.draft_rows else None
-            candidates[b] = Candidates(self.tree, full.tokens[i], draft_rows, self.groups)
-        return Proposal(candidates, full.draft_logits, full.draft_allowed)
+        for b, part in zip(requests, full.candidates, strict=True):
+            candidates[b] = part
+        return replace(full, candidates=candidates)
 
     def _chosen(self, batch: Batch, choice: RowChoice) -> list[Candidates | None]:
         """The rows that suit the place of each request; None: the root alone."""
@@ -119,7 +118,7 @@ class LookaheadDrafter(Drafter):
         if not active:
             return chosen
         count, most, device = len(active), choice.rows, self._context.device
-        predicting = [_slots_after(batch.steps[b], batch.last_nodes[b]) for b in active]
+        predicting = [_slots_after(batch.candidates[b], batch.last_nodes[b]) for b in active]
         # For the op the step before was each root with the slots that predict what follows it.
         ids = [
             [batch.texts[b][-1], *(-1 - slot for slot in range(len(rows)))]
@@ -177,21 +176,21 @@ class LookaheadDrafter(Drafter):
 def groups_after(batch: Batch) -> tuple[list[int], list[list[int]]]:
     """The requests whose last accepted node had look-ahead slots, and the rows of these in the logits."""
     rows: dict[int, list[int]] = {}
-    for b, (step, first) in enumerate(zip(batch.steps, batch.first_rows, strict=True)):
-        group = step.tree.group_rows(batch.last_nodes[b]) if step is not None else ()
+    for b, (part, first) in enumerate(zip(batch.candidates, batch.first_rows, strict=True)):
+        group = part.rows.group_rows(batch.last_nodes[b]) if part is not None else ()
         if batch.levels[b] and len(group):
             rows[b] = [first + row for row in group]
     return list(rows), list(rows.values())
 
 
-def _slots_after(step: StepRows | None, node: int) -> Sequence[int]:
+def _slots_after(part: Candidates | None, node: int) -> Sequence[int]:
     """The rows of the look-ahead slots that predict what follows a node: its own, or those of the nearest node above it that
     has some, without the ones already passed."""
     passed = 0
-    while step is not None and node >= 0:
-        if len(rows := step.tree.group_rows(node)):
+    while part is not None and node >= 0:
+        if len(rows := part.rows.group_rows(node)):
             return rows[passed:]
-        node, passed = step.tree.parents[node], passed + 1
+        node, passed = part.rows.parents[node], passed + 1
     return ()
 
 

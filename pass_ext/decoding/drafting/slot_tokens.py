@@ -14,14 +14,23 @@ the target's own noise. For rules that need the drafts' distribution q they are 
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from pass_ext.decoding.drafting.candidates import Level, are_judged_by_logits, draw_children, drawing_mode, levels_of
+from pass_ext.decoding.drafting.candidates import (
+    Candidates,
+    Groups,
+    Level,
+    Proposal,
+    are_judged_by_logits,
+    draw_children,
+    drawing_mode,
+    levels_of,
+)
 from pass_ext.decoding.models.vocabulary import LogitShards
 from pass_ext.decoding.requests.guides import Guides
 from pass_ext.decoding.sampling import BatchSampling
@@ -87,19 +96,6 @@ class SlotTokens:
         return {"offered": tokens.view(shape), "scores": scores.view(shape), "left": left, "right": right}
 
 
-class Filled(NamedTuple):
-    """The tokens of some requests' trees."""
-
-    tokens: list[list[int]]
-    """For each request the tokens of nodes 1, 2, …; -1: no token."""
-    draft_logits: Tensor | None
-    """``[R, V]``, the logits that tokens were drawn from, for rules that need them."""
-    draft_rows: list[list[int]] | None
-    """For each request and node the row of ``draft_logits`` that its children were drawn from, or -1."""
-    draft_allowed: Tensor | None = None
-    """``[R, ceil(V / 32)]``, the masks that tokens were drawn under."""
-
-
 class TreeFiller:
     """Fills a tree of candidates from the logits of look-ahead slots.
 
@@ -107,6 +103,7 @@ class TreeFiller:
         lookahead, tree, table, shards, recalls, stored: as for ``SlotTokens``.
         sampling, rule: of the generation.
         guides: the grammars of the texts; None: none has one.
+        groups: of the candidates.
     """
 
     def __init__(
@@ -118,11 +115,12 @@ class TreeFiller:
         rule: str,
         shards: LogitShards | None = None,
         guides: Guides | None = None,
+        groups: Groups = (),
         *,
         recalls: bool = False,
         stored: Tensor | None = None,
     ) -> None:
-        self.tree = tree
+        self.tree, self._groups = tree, groups
         self.offers = SlotTokens(lookahead, tree, table, shards, recalls=recalls, stored=stored)
         self._sampling, self._shards, self._guides = sampling, shards, guides
         self._mode = drawing_mode(sampling, rule)
@@ -143,8 +141,8 @@ class TreeFiller:
         roots: Sequence[int],
         positions: Sequence[int],
         text: Tensor | None = None,
-    ) -> Filled:
-        """Fills the trees of these requests. Logits hold until the next fill.
+    ) -> Proposal:
+        """The candidates of these requests. Logits hold until the next fill.
 
         Args:
             slots: ``[len(requests), L, V]``, logits of their look-ahead groups, slot 0 first.
@@ -163,7 +161,7 @@ class TreeFiller:
 
     def _best(
         self, slots: Tensor, requests: Sequence[int], roots: Sequence[int], places: Tensor, text: Tensor | None
-    ) -> Filled:
+    ) -> Proposal:
         """The best of the offered tokens below every parent: ``next_tree_`` moves each request to its root. Under a grammar the
         first level has tokens that it allows; deeper ones that it forbids are left out where all drafters' candidates meet."""
         count, nodes, depth = len(roots), self.tree.num_nodes, self.tree.max_depth
@@ -191,11 +189,11 @@ class TreeFiller:
             **self.offers.top_of_rows(logits, count, allowed),
             **self._sampling.of_requests(places.new_tensor(requests)).keywords(),
         )
-        return Filled(rows[1, :, 1:nodes].tolist(), None, None)
+        return Proposal([Candidates(self.tree, own, groups=self._groups) for own in rows[1, :, 1:nodes].tolist()])
 
     def _drawn(
         self, slots: Tensor, requests: Sequence[int], roots: Sequence[int], places: Tensor, text: Tensor | None
-    ) -> Filled:
+    ) -> Proposal:
         """Draws separately below every parent, under its mask, and keeps the logits of the draws for rules that need them."""
         device, nodes = slots.device, self.tree.num_nodes
         sampling = self._sampling.of_requests(places.new_tensor(requests))
@@ -229,8 +227,10 @@ class TreeFiller:
             first += len(logits)
         filled = tokens[:, 1:nodes].tolist()
         if not self._are_judged_by_logits:
-            return Filled(filled, None, None)
-        return Filled(filled, whole, rows.tolist(), torch.cat(drawn_under) if drawn_under else None)
+            return Proposal([Candidates(self.tree, own, groups=self._groups) for own in filled])
+        each = zip(filled, rows.tolist(), strict=True)
+        candidates = [Candidates(self.tree, own, draft_rows, self._groups) for own, draft_rows in each]
+        return Proposal(candidates, whole, torch.cat(drawn_under) if drawn_under else None)
 
     def _empty_rows(self, slots: Tensor) -> Tensor:
         """``[R, V]``, a row for each parent; of -inf where they will be scored. Filling memory anew would take torch's threads,

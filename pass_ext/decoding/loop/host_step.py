@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from pass_ext.decoding.accept import AcceptFunction, JudgedRows
-from pass_ext.decoding.drafting.candidates import Batch, StepRows
+from pass_ext.decoding.drafting.candidates import Batch, Candidates, Proposal
 from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.drafting import Drafting
 from pass_ext.decoding.loop.loop import Step
@@ -26,16 +26,12 @@ from pass_ext.decoding.session.reading import read_prompts
 from pass_ext.decoding.session.session import Session, uploaded
 from pass_ext.decoding.stats import profiled
 from pass_ext.ops.accept import AcceptResult
-from pass_ext.tree import Tree
-
-Steps = Sequence[StepRows | None]
 
 
 class _Rows(NamedTuple):
     """The rows of a step. One upload has all its numbers: each costs the host as much as an op."""
 
-    steps: Steps
-    trees: list[Tree | None]
+    proposal: Proposal
     ids: Tensor
     """``[N]``, as ``lookahead_embed`` takes them."""
     tokens: Tensor
@@ -48,9 +44,9 @@ class _Rows(NamedTuple):
 class _Done(NamedTuple):
     """A step that has run."""
 
-    steps: Steps
+    candidates: Sequence[Candidates | None]
     logits: Tensor
-    """``[N, V]``, the model's, of the rows of ``steps``."""
+    """``[N, V]``, the model's, of the rows of ``candidates``."""
     processed: Tensor
     """The same after the logits processors."""
     result: AcceptResult | None
@@ -84,11 +80,11 @@ class HostStep(Step):
         self._texts = texts
         are_silent = all(drafter.is_silent for drafter in self._drafting.drafters)
         self._session.is_undisturbed = texts.are_silent and are_silent and not self._processors
-        steps = [self._drafting.first(text) for text in texts.tokens]
+        rows = self._rows_of(self._drafting.of_prompts())
         logits, calls = read_prompts(self._session, texts.tokens, known, self._drafting.prompt_slots)
         logits = self._usable(logits)
         if self._function.target_adds:
-            self._accept(self._rows_of(steps), logits)
+            self._accept(rows, logits)
         elif self._session.states:
             raise ValueError(
                 f"rule {self._context.rule!r} reads each prompt's last token again, which the layers of "
@@ -98,14 +94,15 @@ class HostStep(Step):
             self._session.prefix_lens.sub_(1)
             if self._session.text_states is not None:
                 self._session.text_states.drop_last()
-            self._done = _Done(steps, logits, logits, None)
-            self._last_nodes = [0] * len(steps)
+            self._done = _Done(rows.proposal.candidates, logits, logits, None)
+            self._last_nodes = [0] * len(texts)
         return calls
 
     def __call__(self, *, drafts: bool) -> None:
         with profiled("draft"):
             rows = self._rows_of(self._drafting.propose(self._batch(drafts=drafts)))
-        self.rows, trees = len(rows.ids), self._session.packed(rows.trees)
+        trees = self._session.packed([part.rows if part else None for part in rows.proposal.candidates])
+        self.rows = len(rows.ids)
         with profiled("verify"):
             logits = self._usable(self._session.call(trees, rows.ids))
         result = self._accept(rows, logits)
@@ -113,21 +110,21 @@ class HostStep(Step):
             self._session.commit(trees, result.path, result.num_accepted)
 
     def read(self) -> list[Report]:
-        steps, result = self._done.steps, self._done.result
+        candidates, result = self._done.candidates, self._done.result
         assert result is not None
         accepted, status = result.num_accepted.tolist(), result.status.tolist()
         emitted, path = result.emitted.tolist(), result.path.tolist()
-        drafted = [sum(token != -1 for token in step.candidates.tokens) if step else 0 for step in steps]
+        drafted = [sum(token != -1 for token in part.tokens) if part else 0 for part in candidates]
         last = 0 if self._function.target_adds else 1
-        paths = zip(steps, path, accepted, strict=True)
-        self._last_nodes = [nodes[count + last] if step else 0 for step, nodes, count in paths]
+        paths = zip(candidates, path, accepted, strict=True)
+        self._last_nodes = [nodes[count + last] if part else 0 for part, nodes, count in paths]
         self._is_read = True
         return list(map(Report, accepted, status, drafted, emitted))
 
     def follow(self, gained: Sequence[int]) -> None:
         done = self._done
         if self._scores is not None and done.result is not None:
-            self._scores.add(done.steps, done.logits, done.processed, done.result, gained)
+            self._scores.add(done.candidates, done.logits, done.processed, done.result, gained)
 
     def _batch(self, *, drafts: bool) -> Batch:
         remaining = list(self._texts.remaining)
@@ -136,21 +133,26 @@ class HostStep(Step):
         states = self._session.text_states
         hidden = () if states is None else states.take()
         return Batch(
-            self._texts.tokens, self._done.steps, self._done.logits, self._last_nodes, remaining, levels, hidden
+            self._texts.tokens, self._done.candidates, self._done.logits, self._last_nodes, remaining, levels, hidden
         )
 
-    def _rows_of(self, steps: Steps) -> _Rows:
-        called = [step for step in steps if step]
-        # A rule that divides by the drafts' distribution cannot judge look-ahead rows: they have none.
-        count = [step.candidates.tree.num_nodes if self._context.needs_draft_logits else None for step in called]
-        numbers = (
-            [token for step in called for token in step.ids],
-            [token for step, nodes in zip(called, count, strict=True) for token in step.accept_tokens[:nodes]],
-            [row for step, nodes in zip(called, count, strict=True) for row in step.accept_draft_rows[:nodes]],
-            [len(text) for text in self._texts.tokens],
-        )
-        parts = uploaded([*chain(*numbers)], self._session.device).split(list(map(len, numbers)))
-        return _Rows(steps, [step.tree if step else None for step in steps], *parts)
+    def _rows_of(self, proposal: Proposal) -> _Rows:
+        ids: list[int] = []
+        tokens: list[int] = []
+        draft_rows: list[int] = []
+        for text, part in zip(self._texts.tokens, proposal.candidates, strict=True):
+            if part is None:
+                continue
+            slots = part.rows.slots[part.tree.num_nodes :]
+            ids += [text[-1], *(max(token, 0) for token in part.tokens), *(-1 - slot for slot in slots)]
+            judged = [text[-1], *part.tokens]
+            # A rule that divides by the drafts' distribution cannot judge look-ahead rows: they have none.
+            judged += [] if self._context.needs_draft_logits else [-1] * len(slots)
+            drawn = part.draft_rows or ()
+            tokens += judged
+            draft_rows += [*drawn, *[-1] * (len(judged) - len(drawn))]
+        numbers = ids, tokens, draft_rows, list(map(len, self._texts.tokens))
+        return _Rows(proposal, *uploaded([*chain(*numbers)], self._session.device).split(list(map(len, numbers))))
 
     def _usable(self, logits: Tensor) -> Tensor:
         """The logits, with the columns of all ranks where something reads whole rows."""
@@ -159,35 +161,37 @@ class HostStep(Step):
         return self._shards.whole(logits) if self._shards is not None and reads_rows else logits
 
     def _accept(self, rows: _Rows, logits: Tensor) -> AcceptResult:
-        drawn_from, steps = logits, rows.steps
+        drawn_from, candidates = logits, rows.proposal.candidates
         if self._processors:
-            texts = [text if step else None for text, step in zip(self._texts.tokens, steps, strict=True)]
-            tokens = [step.candidates.tokens if step else [] for step in steps]
-            drawn_from = processed(logits, self._processors, texts, rows.trees, tokens)
+            texts = [text if part else None for text, part in zip(self._texts.tokens, candidates, strict=True)]
+            tokens = [part.tokens if part else [] for part in candidates]
+            trees = [part.rows if part else None for part in candidates]
+            drawn_from = processed(logits, self._processors, texts, trees, tokens)
         with profiled("accept"):
             result = self._judged(rows, drawn_from)
-        self._done, self._is_read = _Done(steps, logits, drawn_from, result), False
+        self._done, self._is_read = _Done(candidates, logits, drawn_from, result), False
         return result
 
     def _judged(self, rows: _Rows, logits: Tensor) -> AcceptResult:
-        steps, trees, needs_draft_logits = rows.steps, rows.trees, self._context.needs_draft_logits
-        if needs_draft_logits:
-            slots = [slot for step in steps if step for slot in step.tree.slots]
-            nodes = [row for row, slot in enumerate(slots) if slot < 0]
-            trees = [step.candidates.tree if step else None for step in steps]
+        proposal, guides = rows.proposal, self._context.guides
+        candidates, draft_logits = proposal.candidates, proposal.draft_logits
+        trees = [part.rows if part else None for part in candidates]
+        if self._context.needs_draft_logits:
+            nodes = [row for row, slot in enumerate(slot for tree in trees if tree for slot in tree.slots) if slot < 0]
+            trees = [part.tree if part else None for part in candidates]
             is_front = nodes[-1] == len(nodes) - 1
             logits = logits[: len(nodes)] if is_front else logits[uploaded(nodes, logits.device)]
         options: dict[str, Any] = {} if self._scores is None else dict(self._scores.options)
-        guides, draft_logits = self._context.guides, self._drafting.draft_logits
         if guides is not None:
-            judged = [step.accept_tokens if step else [] for step in steps]
-            options["allowed"] = guides.of_nodes(trees, judged, slots=not needs_draft_logits)
-            options["draft_allowed"] = self._drafting.draft_allowed
+            each = zip(self._texts.tokens, candidates, strict=True)
+            judged = [[text[-1], *part.tokens] if part else [] for text, part in each]
+            options["allowed"] = guides.of_nodes(trees, judged, slots=not self._context.needs_draft_logits)
+            options["draft_allowed"] = proposal.draft_allowed
         judged_rows = JudgedRows(
             logits,
             rows.tokens,
             self._session.packed(trees),
-            max(step.candidates.tree.max_depth for step in steps if step),
+            max(part.tree.max_depth for part in candidates if part),
             rows.lengths,
             self._sampling,
             draft_logits,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pass_ext.decoding.accept import AcceptFunction
 from pass_ext.decoding.arguments import instance, whole_number
-from pass_ext.decoding.drafting.candidates import StepRows
+from pass_ext.decoding.drafting.candidates import Candidates
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.ops.accept import MAX_TOP_LOGPROBS, AcceptResult, TokenLogprobs, TokenSupport, accept_chain
 
@@ -73,18 +73,18 @@ class Scores:
 
     def add(
         self,
-        steps: Sequence[StepRows | None],
+        candidates: Sequence[Candidates | None],
         logits: Tensor,
         drawn_from: Tensor,
         result: AcceptResult,
         gained: Sequence[int],
     ) -> None:
-        """Adds a step with its logits ``[N, V]`` before and after the logits processors, and the number of emitted tokens that
-        each text has gained."""
+        """Adds a step of these candidates: its logits ``[N, V]`` before and after the logits processors, and the number of
+        emitted tokens that each text has gained."""
         places = [(b, j) for b, count in enumerate(gained) for j in range(count)]
         if not places:
             return
-        sizes = torch.tensor([0, *(0 if step is None else len(step.tree) for step in steps)], device=logits.device)
+        sizes = torch.tensor([0, *(0 if part is None else len(part.rows) for part in candidates)], device=logits.device)
         owners, depths = (torch.tensor(numbers, device=logits.device) for numbers in zip(*places, strict=True))
         rows = sizes.cumsum(0)[owners] + result.path[owners, depths]
         self._owners += [b for b, _ in places]

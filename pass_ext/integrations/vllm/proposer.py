@@ -200,7 +200,7 @@ class PaSS:
                 roots,
                 known.to(rows.device),
             )
-            guesses |= {b: [t for t in line if t >= 0] for b, line in zip(requests, filled.tokens, strict=True)}
+            guesses |= {b: part.chains[0] for b, part in zip(requests, filled.candidates, strict=True) if part}
         return guesses
 
     def _measured_length(self, step: SampledStep, sampled: list[list[int]]) -> int:

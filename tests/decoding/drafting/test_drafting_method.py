@@ -196,7 +196,7 @@ def test_batch_holds_the_logits_after_each_text(llama):
     class Watching(DictionaryDrafter):
         def propose(self, batch):
             best = batch.last_logits().argmax(1).tolist()
-            seen.extend(best[b] == text[-1] for b, text in enumerate(batch.texts) if batch.steps[b] is not None)
+            seen.extend(best[b] == text[-1] for b, text in enumerate(batch.texts) if batch.candidates[b] is not None)
             assert all(0 <= levels <= left for levels, left in zip(batch.levels, batch.remaining, strict=True))
             return super().propose(batch)
 

@@ -36,8 +36,9 @@ def test_more_children_than_a_shortlist_or_a_vocabulary_has(vocabulary, rank, te
     sampling = SamplingParams(temperature=temperature, seeds=3).for_batch(2, torch.device("cpu"))
     filler = TreeFiller(lookahead, STAR, table, sampling, "coupled")
     with torch.no_grad():
-        drafted = filler.fill(slots, [0, 1], [3, 4], [5, 6]).tokens
-    for own, logits in zip(drafted, slots, strict=True):
+        drafted = filler.fill(slots, [0, 1], [3, 4], [5, 6]).candidates
+    for part, logits in zip(drafted, slots, strict=True):
+        own = part.tokens
         known = [token for token in own[:70] if token >= 0]
         assert len(set(known)) == len(known) == min(70, vocabulary), (
             "every child is another token, while there are some"
@@ -58,8 +59,9 @@ def test_candidates_use_the_noise_of_their_own_positions(rank):
     sampling = SamplingParams(temperature=1.0, seeds=[3, 8]).for_batch(2, torch.device("cpu"))
     filler = TreeFiller(lookahead, Tree.from_branching((2, 2, 1)), table, sampling, "coupled")
     with torch.no_grad():
-        drafted = filler.fill(slots, [0, 1], [3, 4], positions).tokens
-    for tokens, logits, position, seed in zip(drafted, slots, positions, (3, 8), strict=True):
+        drafted = filler.fill(slots, [0, 1], [3, 4], positions).candidates
+    for part, logits, position, seed in zip(drafted, slots, positions, (3, 8), strict=True):
+        tokens = part.tokens
         at = position + 1 + torch.arange(depth)
         drawn = draft_sample(logits, 1, mode="coupled", temperature=1.0, seeds=seed, positions=at)[0]
         assert [tokens[0], tokens[2], tokens[6]] == drawn[:, 0].tolist()
@@ -90,11 +92,11 @@ def test_rules_that_divide_by_the_drafts_distribution_get_its_logits(rank):
     with torch.no_grad():
         for rule in ("coupled", "typical", "coupled_inverse"):
             told = TreeFiller(lookahead, tree, table, sampling, rule).fill(slots, [0, 1], [3, 4], [5, 6])
-            assert told.draft_logits is None and told.draft_rows is None, rule
+            assert told.draft_logits is None and all(part.draft_rows is None for part in told.candidates), rule
         told = TreeFiller(lookahead, tree, table, sampling, "rejection").fill(slots, [0, 1], [3, 4], [5, 6])
         left, right = lookahead.transition_tables(table) if rank else (torch.zeros(50, 1), torch.zeros(50, 1))
-    for own, rows, roots, logits in zip(told.tokens, told.draft_rows, (3, 4), slots, strict=True):
-        tokens = [roots, *own]
+    for part, root, logits in zip(told.candidates, (3, 4), slots, strict=True):
+        tokens, rows = [root, *part.tokens], part.draft_rows
         for node, depth in ((0, 0), (1, 1), (2, 1)):
             expected = (logits[depth] + left[tokens[node]] @ right.t()).log_softmax(0)
             torch.testing.assert_close(told.draft_logits[rows[node]].log_softmax(0), expected)
@@ -122,9 +124,10 @@ def test_with_transitions_candidates_are_drawn_among_the_best_of_their_slot(reca
             roots = [text[n - 1] for text, n in zip(texts.tolist(), lengths, strict=True)]
             told = filler.fill(slots, [0, 1], roots, [n - 1 for n in lengths], texts)
             raised = 0
-            each = zip(told.tokens, told.draft_rows, roots, slots, texts.tolist(), lengths, strict=True)
-            for own, rows, root, logits, text, length in each:
-                tokens, known = [root, *own], text[:length]
+            for part, root, logits, text, length in zip(
+                told.candidates, roots, slots, texts.tolist(), lengths, strict=True
+            ):
+                rows, tokens, known = part.draft_rows, [root, *part.tokens], text[:length]
                 for node in range(tree.num_nodes):
                     if not tree.children(node):
                         assert rows[node] == -1
@@ -152,7 +155,8 @@ def test_transition_scores_are_made_anew_when_their_parameters_change():
     sampling = SamplingParams(temperature=0.0).for_batch(1, torch.device("cpu"))
 
     def draft():
-        return TreeFiller(lookahead, Tree.chain(2), table, sampling, "coupled").fill(slots, [0], [3], [5]).tokens
+        filled = TreeFiller(lookahead, Tree.chain(2), table, sampling, "coupled").fill(slots, [0], [3], [5])
+        return filled.candidates[0].tokens
 
     with torch.no_grad():
         first = draft()

@@ -25,7 +25,8 @@ from pass_ext import (
     generate,
 )
 from pass_ext.decoding.accept import accept_function
-from pass_ext.decoding.drafting.slot_tokens import Filled, SlotTokens, TreeFiller
+from pass_ext.decoding.drafting.candidates import Candidates, Proposal
+from pass_ext.decoding.drafting.slot_tokens import SlotTokens, TreeFiller
 from pass_ext.decoding.loop import device_step
 from pass_ext.decoding.loop.device_step import DeviceStep
 from pass_ext.decoding.models.any_model import packed_model
@@ -83,9 +84,8 @@ class Seer:
         seer, op = self, device_step.next_tree_
 
         def fill(self, slots, requests, roots, positions, text=None):
-            return Filled(
-                [seer.tokens(self.tree, *place) for place in zip(requests, positions, strict=True)], None, None
-            )
+            drafts = (seer.tokens(self.tree, *place) for place in zip(requests, positions, strict=True))
+            return Proposal([Candidates(self.tree, own, groups=self._groups) for own in drafts])
 
         def next_tree_(rows, parents, lengths, *more, rates, **options):
             op(rows, parents, lengths, *more, rates=rates, **options)

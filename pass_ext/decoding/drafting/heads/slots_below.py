@@ -66,8 +66,10 @@ class SlotsBelow(Drafter):
             text = torch.tensor(filled(texts, 0), device=batch.logits.device)
             slots = rows_of(batch.logits, [own[self._above :] for _, own in going])
             ends, places = [text[-1] for text in texts], [len(text) - 1 for text in texts]
-            for b, tokens in zip(requests, self._filler.fill(slots, requests, ends, places, text).tokens, strict=True):
-                chains[b] += tokens[: batch.levels[b] - self._above]
+            below = self._filler.fill(slots, requests, ends, places, text).candidates
+            for b, part in zip(requests, below, strict=True):
+                if part is not None:
+                    chains[b] += part.tokens[: batch.levels[b] - self._above]
         return Proposal([self._with_slots(chain) if chain else None for chain in chains])
 
     def _with_slots(self, chain: Sequence[int]) -> Candidates:
