@@ -213,7 +213,7 @@ _PYTHON: dict[str, list[str]] = {
     },
     **{f"models/features/{name}": _laws("deepseek_v32 deepseek_v4 qwen4", "latents") for name in ("feature", "table")},
     **{
-        f"models/features/{name}": ["tests/decoding/models/test_own_attention.py"]
+        f"models/features/{name}": _laws("gpt_neo bloom [mpt", "own_attention")
         for name in ("own_attention", "key_biases")
     },
     "models/encoders": ["tests/decoding/models/test_encoders.py"],

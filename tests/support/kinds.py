@@ -45,6 +45,8 @@ class Kind(NamedTuple):
     """Why caches in 8 bits are refused; "": they are not."""
     exchange: str = ""
     """Why transformers' caches are neither written nor read; "": they are written."""
+    pieces: Mapping[str, int] = {}
+    """Numbers of the package, by their places, that have a long prompt cut in more pieces."""
     is_read: bool = True
     """Nor are they only written: those that transformers wrote are read."""
     untrained: str = ""
@@ -114,13 +116,19 @@ def without_experts(model: Any) -> Any:
 
 
 DENSE = dict(mlp_layer_types=["dense"] * 2)
+FEW_SCORES = {"pass_ext.decoding.models.features.indexed._MOST_PRODUCTS": 20_000}  # of some rows at once
+BIASED_KEYS = r"Session\(cache_dtype=None\) alone decodes this model: the biases of its keys"
 _TABLE = (
     Kind("falcon", falcon, exits=False),
+    Kind("gpt_neo", exits=False),
+    Kind("bloom", exits=False, coded=BIASED_KEYS),
+    Kind("mpt", exits=False, coded=BIASED_KEYS, long=(dict(max_seq_len=1024),)),
     Kind("deepseek_v3", by_latents),
     Kind(
         "deepseek_v32",
         of_bits=DENSE,
         long=({"index_topk": 100},),
+        pieces=FEW_SCORES,
         graphless="choice of keys",
         emulated=True,
     ),
@@ -131,6 +139,7 @@ _TABLE = (
         for_bits=without_experts,
         of_bits=dict(hc_count=32, linear_num_value_heads=32),
         long=tuple(dict(indexer_budget=most, indexer_compress_ratio=4) for most in (100, 500)),
+        pieces=FEW_SCORES,
         untrained="its indexers choose blocks of columns",
         emulated=True,
     ),
@@ -139,6 +148,7 @@ _TABLE = (
         sparse,
         alone=True,
         long=tuple(dict(index_block_size=4, index_topk_blocks=most) for most in (20, 100)),
+        pieces=FEW_SCORES,
         untrained="its indexers choose blocks of columns",
         emulated=True,
     ),
@@ -148,6 +158,7 @@ _TABLE = (
         alone=True,
         sessions=(True,),
         long=(dict(sparse=4, heavy=16, index_topk=8),),
+        pieces=FEW_SCORES,
         coded=r"deepseek_v4: Session\(cache_dtype=None\) alone decodes this model",
         exchange="windows, and entries that its compressors have made",
         untrained="its layers attend to entries",

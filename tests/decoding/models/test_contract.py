@@ -22,7 +22,6 @@ from support.small_models import prompts, ragged_prompts
 
 import pass_ext
 from pass_ext import NGram, PaSS, Plain, Session, Tree, generate, testing
-from pass_ext.decoding.models.features import indexed
 from pass_ext.decoding.models.parts import cache_name
 from pass_ext.decoding.session import session as sessions
 from pass_ext.integrations.transformers.processors import NotedRows
@@ -70,7 +69,8 @@ def test_several_texts_of_one_prompt(kind):
 def test_long_prompts_are_read_in_pieces(kind, monkeypatch):
     """150 tokens at once; the shorter prompt begins and ends inside of pieces."""
     monkeypatch.setattr("pass_ext.decoding.session.reading.MAX_TREE_NODES", 150)
-    monkeypatch.setattr(indexed, "_MOST_PRODUCTS", 20_000)  # scores of some rows at once
+    for place, number in kind.pieces.items():
+        monkeypatch.setattr(place, number)
     ids = torch.randint(3, 90, (2, 400), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[1, :199] = 0

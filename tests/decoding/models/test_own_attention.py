@@ -7,42 +7,25 @@ pytest.importorskip("transformers")
 
 import transformers
 from packaging.version import Version
-from support.generation import greedy_of_transformers, methods_for
+from support.generation import greedy_of_transformers
+from support.kinds import GREEDY
 from support.small_models import ragged_prompts
 from transformers.models.mpt.configuration_mpt import MptAttentionConfig
 
 from benchmarks.architectures.models import tiny_model
-from pass_ext import MultiCandidate, NGram, Session, Speculative, custom_generate, generate
+from pass_ext import NGram, generate
 from pass_ext.decoding.models.features.key_biases import KeyBias, key_biases
-from pass_ext.decoding.models.parts import cache_name
-from pass_ext.integrations.transformers.processors import NotedRows
-from pass_ext.testing import assert_same_bits
 
 if Version(transformers.__version__) < Version("5.24"):
     pytest.skip("the layers are those of transformers 5.24", allow_module_level=True)
 
 NAMES = ("gpt_neo", "bloom", "mpt")
 NEW = 12
-GREEDY = dict(eos_token_id=None, pad_token_id=0)
 IDS, MASK = ragged_prompts(9)
 
 
 def ours(model, method=None, **options):
     return generate(model, IDS, method, max_new_tokens=NEW, attention_mask=MASK, eos_token_id=[], **options).sequences
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_method(name):
-    model = tiny_model(name)
-    want, drawn = greedy_of_transformers(model, IDS, MASK, NEW, **GREEDY), ours(model, temperature=0.8, seeds=3)
-    methods = methods_for(model) | {
-        "speculative": Speculative(tiny_model(name, seed=1), 3),
-        "right drafts": MultiCandidate(model, (2, 2, 1)),
-    }
-    for kind, method in methods.items():
-        assert torch.equal(ours(model, method), want), kind
-        assert torch.equal(ours(model, method, temperature=0.8, seeds=3), drawn), kind
-    assert len(want[:, -NEW:].unique()) > 10
 
 
 @pytest.mark.parametrize(
@@ -58,35 +41,6 @@ def test_every_method(name):
 def test_other_forms(name, changes):
     model = tiny_model(name, **changes)
     assert torch.equal(ours(model, NGram(shortest=1)), greedy_of_transformers(model, IDS, MASK, NEW, **GREEDY))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_transformers_goes_on_with_our_cache_and_we_with_theirs(name):
-    model, half = tiny_model(name), NEW // 2
-    options = dict(do_sample=False, max_new_tokens=half, return_dict_in_generate=True, use_cache=True, **GREEDY)
-    want, of_cache = greedy_of_transformers(model, IDS, MASK, NEW, **GREEDY), cache_name(type(model).forward)
-    method = custom_generate(NGram(shortest=1))
-    for first, then in ((method, None), (None, method)):
-        begun = model.generate(IDS, attention_mask=MASK, custom_generate=first, **options)
-        mask = torch.cat((MASK, MASK.new_ones(len(MASK), half)), 1)
-        options_then = {**options, of_cache: begun[of_cache]}
-        ended = model.generate(begun.sequences, attention_mask=mask, custom_generate=then, **options_then)
-        assert torch.equal(ended.sequences, want)
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", NAMES)
-def test_a_row_has_the_bits_that_it_has_alone(name):
-    model = tiny_model(name).bfloat16()
-    together, session = NotedRows(), Session(model, batch_invariant=True)
-    options = dict(max_new_tokens=NEW, eos_token_id=[], logits_processor=together, session=session)
-    batch = generate(model, IDS, MultiCandidate(model, (2, 2)), attention_mask=MASK, **options)
-    for row, seen in enumerate(MASK.bool()):
-        alone, session = NotedRows(), Session(model, batch_invariant=True)
-        options = dict(max_new_tokens=NEW, eos_token_id=[], logits_processor=alone, session=session)
-        text = generate(model, IDS[row][seen][None], **options)
-        for mine, theirs in zip(together.of(batch), alone.of(text), strict=True):
-            assert_same_bits(mine[row], theirs[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -106,21 +60,6 @@ def test_mpts_slopes_are_those_of_its_form_for_any_number_of_heads():
 
 
 # ---- refusals ----
-
-
-@pytest.mark.parametrize("name", ["bloom", "mpt"])
-def test_caches_of_8_bits(name):
-    model = tiny_model(name)
-    with pytest.raises(ValueError, match=rf"^{name}: Session\(cache_dtype=None\) alone decodes this model: the biases"):
-        ours(model, session=Session(model, cache_dtype=torch.int8))
-
-
-def test_gpt_neo_in_a_cache_of_8_bits():
-    model = tiny_model("gpt_neo")
-    texts = [
-        ours(model, method, session=Session(model, cache_dtype=torch.int8)) for method in (None, NGram(shortest=1))
-    ]
-    assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize("name", NAMES)
