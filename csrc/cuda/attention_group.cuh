@@ -111,10 +111,11 @@ PASS_EXT_DEVICE void weigh(const AttentionProblem& problem, uint32_t seen, RowTo
 #pragma unroll
     for (float& score : scores) score = softcapped(score, problem.softcap) * kLog2E;
   }
-  float highest = totals.maximum;  // `larger` ignores NaN; a score that is NaN still makes its row's sums NaN
+  const uint32_t own_seen = seen >> first;  // shifted once: masks of all scores would stay in registers
+  float highest = totals.maximum;           // `larger` ignores NaN; a score that is NaN still makes its row's sums NaN
 #pragma unroll
   for (int i = 0; i < kScores; ++i) {
-    if (!(seen >> (first + i) & 1)) scores[i] = float_of(0xff800000u);
+    if (!(own_seen >> i & 1)) scores[i] = float_of(0xff800000u);
     highest = larger(highest, scores[i]);
   }
 #pragma unroll
@@ -184,11 +185,12 @@ PASS_EXT_DEVICE void add_values(GroupSums<Shape>& sums, const typename Shape::T*
   }
 }
 
-// Adds up the places from `from` to below `end`. One tile is on its way while another is multiplied: of latents the
+// Adds up some places. One tile is on its way while another is multiplied: of latents the
 // next one; else, with one tile for keys and one for values, the values and then the next keys.
 template <typename Shape>
 PASS_EXT_DEVICE void add_places(const GroupAttention& group, const PlacedRow& row, const GroupQueries<Shape>& queries,
-                                int32_t from, int32_t end, GroupSums<Shape>& sums, RowTotals& totals) {
+                                const PlaceRange& places, GroupSums<Shape>& sums, RowTotals& totals) {
+  const int32_t from = places.begin, end = places.end;
   const int32_t lane = static_cast<int32_t>(lane_index());
   PlacedKey placed = placed_key(group, row, from + lane, end);
   copy_keys<Shape>(group, row, placed, 0);
@@ -256,20 +258,16 @@ PASS_EXT_DEVICE ShareWeights weights_of_share(const RowTotals& before, const Row
 // Writes what a block computes. All threads call it together.
 template <typename Shape>
 PASS_EXT_DEVICE void set_item(const GroupAttention& group, const Task& task, GroupItem& item) {
-  const AttentionProblem& problem = group.problem;
-  const int32_t tiles_of_head = (problem.group + Shape::kRows - 1) / Shape::kRows;
-  const int32_t head = task.tile / tiles_of_head, first = task.tile % tiles_of_head * Shape::kRows;
-  const PlacedRow row = placed_row(problem, group.lists, task.owner, task.row, head);
   if (thread_rank() == 0) {
-    item.row = row;
+    const AttentionProblem& problem = group.problem;
+    const int32_t tiles_of_head = (problem.group + Shape::kRows - 1) / Shape::kRows;
+    const int32_t head = task.tile / tiles_of_head, first = task.tile % tiles_of_head * Shape::kRows;
+    const RowTasks tasks = group.tasks.rows[task.row];
+    item.row = placed_row(problem, tasks.owner, tasks.node, tasks.seen, head);
     item.head = head * problem.group + first;
     item.count = problem.group - first < Shape::kRows ? problem.group - first : Shape::kRows;
   }
   sync_block();  // the item is there
-}
-
-PASS_EXT_DEVICE bool sees_shares(const GroupAttention& group, const PlacedRow& row, int32_t first, int32_t last) {
-  return row.sees_any(first_place_of_share(group.tasks.grid, first), first_place_of_share(group.tasks.grid, last));
 }
 
 // Adds up one share. Totals are those of the thread's row.
@@ -283,10 +281,7 @@ PASS_EXT_DEVICE RowTotals add_share(const GroupAttention& group, const GroupItem
 #pragma unroll
       for (float& sum : block) sum = 0.0f;
   RowTotals totals;
-  const int64_t from = first_place_of_share(group.tasks.grid, share);
-  const int64_t end = first_place_of_share(group.tasks.grid, share + 1);
-  add_places<Shape>(group, item.row, queries, from > item.row.begin ? static_cast<int32_t>(from) : item.row.begin,
-                    end < item.row.places ? static_cast<int32_t>(end) : item.row.places, sums, totals);
+  add_places<Shape>(group, item.row, queries, group.tasks.places_of_share(item.row.seen, share), sums, totals);
 #pragma unroll
   for (int step = 1; step < kLanesOfRow<Shape>; step *= 2) {
     totals.rounded += shuffle_xor(totals.rounded, step);
@@ -349,7 +344,7 @@ PASS_EXT_DEVICE void add_to_shares_before(const GroupAttention& group, GroupSums
   }
   sync_block();  // the totals and the weights are there
   if (!has_before && !has_next) return;
-  float* own = group.sums_before + int64_t{block_index().x} * (Shape::kRows * Shape::kValueDim) + 4 * thread_rank();
+  uint32_t own = block_index().x * (Shape::kRows * Shape::kValueDim) + 4 * thread_rank();
 #pragma unroll
   for (int tile = 0; tile < Shape::kRowTiles; ++tile) {
     const int row = 16 * tile + static_cast<int>(lane_index()) / 4;
@@ -358,11 +353,13 @@ PASS_EXT_DEVICE void add_to_shares_before(const GroupAttention& group, GroupSums
 #pragma unroll
     for (auto& block : sums[tile]) {
       if (has_before) {
-        const Bytes16 bytes = load16(own);
+        const Bytes16 bytes = load16(group.sums_before + own);
 #pragma unroll
         for (int i = 0; i < 4; ++i) block[i] = fused(float_of(bytes.word[i]), before[i / 2], block[i] * share[i / 2]);
       }
-      if (has_next) store16(own, {{bits_of(block[0]), bits_of(block[1]), bits_of(block[2]), bits_of(block[3])}});
+      if (has_next)
+        store16(group.sums_before + own,
+                {{bits_of(block[0]), bits_of(block[1]), bits_of(block[2]), bits_of(block[3])}});
       own += 4 * kGroupThreads;
     }
   }
@@ -393,28 +390,22 @@ PASS_EXT_DEVICE void write_item(const AttentionProblem& problem, int64_t index, 
 template <typename Shape>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kGroupThreads, Shape::kResidentBlocks)
     group_attention_kernel(PASS_EXT_PARAMETER GroupAttention group) {
+  using T = typename Shape::T;
   begin_kernel(group);
-  const auto* const q = static_cast<const typename Shape::T*>(group.problem.q);
-  for_each_task(group.problem, group.lists, group.tasks, group_scratch<Shape>().tasks, [&](const Task& task) {
+  for_each_task(group.tasks, group_scratch<Shape>().task, [&](const Task& task) {
     GroupItem& item = group_scratch<Shape>().item;
     set_item<Shape>(group, task, item);
-    const bool is_seen = sees_shares(group, item.row, task.first, task.last);
-    if (task.part >= 0 && !is_seen) return;  // group_combine_kernel does not ask for it
-    const int64_t index = task.row * group.problem.heads + item.head;
+    const int64_t index = int64_t{task.row} * group.problem.heads + item.head;
     GroupQueries<Shape> queries;
-    load_queries<Shape>(queries, q + index * Shape::kKeyDim, item.count);
+    load_queries<Shape>(queries, static_cast<const T*>(group.problem.q) + index * Shape::kKeyDim, item.count);
     if (writes_totals<Shape>()) group_scratch<Shape>().sums[row_of_thread<Shape>()] = {};
     GroupSums<Shape> sums = {};
-    bool has_before = false;
 #pragma unroll 1
     for (int32_t share = task.first; share < task.last; ++share) {
-      if (!sees_shares(group, item.row, share, share + 1)) continue;
       const RowTotals totals = add_share<Shape>(group, item, queries, share, sums);
-      add_to_shares_before<Shape>(group, sums, totals, has_before,
-                                  share + 1 < task.last && sees_shares(group, item.row, share + 1, share + 2));
-      has_before = true;
+      add_to_shares_before<Shape>(group, sums, totals, share > task.first, share + 1 < task.last);
     }
-    if (!has_before) sync_block();  // the totals are there
+    if (task.first >= task.last) sync_block();  // the totals are there
     if (task.part >= 0)
       store_part<Shape>(group, item, task.part, sums);
     else
@@ -428,34 +419,27 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(value_dim / 4) group_combine_kernel(PASS_
   begin_kernel(group);
   constexpr int kAtOnce = 8;  // parts on their way
   const AttentionProblem& problem = group.problem;
-  const int64_t index = block_index().x, owner = owner_of(problem, index / problem.heads);
+  const int32_t index = static_cast<int32_t>(block_index().x), heads = problem.heads;
   const int column = 4 * static_cast<int>(thread_rank());
-  const PlacedRow row = placed_row(problem, group.lists, owner, index / problem.heads, 0);
-  const RowParts parts = parts_of(problem, group.lists, group.tasks, owner, row);
-  if (parts.is_written) return;
+  const RowTasks row = group.tasks.rows[index / heads];
+  if (!row.is_left()) return;
   RowTotals totals;
   float sums[4] = {};
   bool has_before = false;
-  const RequestTasks& own = parts.own;
-  const int32_t has_first = own.has_first_part() ? 1 : 0, count = own.parts();
+  const int64_t stride = int64_t{heads} * (value_dim + 4);
+  const float* part = group.parts + (int64_t{row.part} * heads + index % heads) * (value_dim + 4) + column;
 #pragma unroll 1
-  for (int32_t first = 0; first < count; first += kAtOnce) {
+  for (int32_t first = row.has_first_part() ? row.cut - 1 : row.cut; first < row.last; first += kAtOnce) {
     Bytes16 columns[kAtOnce], ends[kAtOnce];
-    bool is_there[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int32_t share = own.cut + first + i - has_first;  // of the first part: the last before the cut
-      columns[i] = ends[i] = {};
-      is_there[i] = first + i < count && sees_shares(group, row, share < own.cut ? own.first : share, share + 1);
-      if (!is_there[i]) continue;
-      const float* const part =
-          group.parts + ((parts.first + first + i) * problem.heads + index % problem.heads) * int64_t{value_dim + 4};
-      columns[i] = load16(part + column);
-      ends[i] = load16(part + value_dim);
+    for (int i = 0; i < kAtOnce; ++i, part += stride) {
+      if (first + i >= row.last) break;
+      columns[i] = load16(part);
+      ends[i] = load16(part - column + value_dim);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (!is_there[i]) continue;
+      if (first + i >= row.last) break;
       const RowTotals share = {float_of(ends[i].word[0]), float_of(ends[i].word[1]), float_of(ends[i].word[2])};
       const ShareWeights weights = weights_of_share(totals, share);
       totals = has_before ? weights.totals : share;
@@ -468,7 +452,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(value_dim / 4) group_combine_kernel(PASS_
     }
   }
   const float inverse = inverse_of(totals.rounded);
-  *reinterpret_cast<uint64_t*>(static_cast<T*>(problem.out) + index * value_dim + column) =
+  *reinterpret_cast<uint64_t*>(static_cast<T*>(problem.out) + int64_t{index} * value_dim + column) =
       pack2<T>(sums[0] * inverse, sums[1] * inverse) | uint64_t{pack2<T>(sums[2] * inverse, sums[3] * inverse)} << 32;
   if (thread_rank() == 0) problem.lse[index] = log_of_total(totals.maximum, totals.exact);
 }

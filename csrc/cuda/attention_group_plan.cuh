@@ -10,6 +10,7 @@
 #include "core/quantize.h"
 #include "cuda/attention_group_tile.cuh"
 #include "cuda/attention_places.cuh"
+#include "cuda/attention_tasks_plan.cuh"
 #include "cuda/primitives.cuh"
 
 namespace pass_ext::gpu {
@@ -57,7 +58,7 @@ inline GroupPlan plan_group_attention(const AttentionProblem& problem, const Key
     const int32_t tiles = problem.kv_heads * ((problem.group + Shape::kRows - 1) / Shape::kRows);
     plan.grid = plan_tasks(problem, lists, tiles, kGroupUnit, int64_t{Shape::kResidentBlocks} * multiprocessors);
     plan.parts = plan.grid.most_parts * problem.heads * Shape::kPartStride;
-    plan.workspace = plan.grid.header_floats(problem.requests) + plan.parts;
+    plan.workspace = plan.grid.floats(problem.rows) + plan.parts;
     if (plan.grid.is_split) plan.workspace += plan.grid.blocks * Shape::kRows * Shape::kValueDim;
   });
   return plan;
@@ -70,14 +71,15 @@ inline bool are_same_rows(const KeyRows& k, const KeyRows& v, int32_t heads) {
 // `counter`: zero before and after.
 inline void launch_group_attention(const AttentionProblem& problem, const KeyLists& lists, const GroupPlan& plan,
                                    float* workspace, int32_t* counter, Stream stream) {
-  float* const parts = workspace + plan.grid.header_floats(problem.requests);
+  float* const parts = workspace + plan.grid.floats(problem.rows);
   const GroupAttention group{problem,
                              lists,
                              are_same_rows(problem.k_cache, problem.v_cache, problem.kv_heads) &&
                                  are_same_rows(problem.k_new, problem.v_new, problem.kv_heads),
-                             {plan.grid, reinterpret_cast<int64_t*>(workspace), counter},
+                             plan.grid.tasks_in(workspace, problem.rows, counter),
                              parts,
                              parts + plan.parts};
+  launch_plan(problem, lists, plan.grid, group.tasks, stream);
   with_group_shape(problem, [&](auto shape) {
     using Shape = decltype(shape);
     launch("attention_tree", group_kernel_of<Shape>(),

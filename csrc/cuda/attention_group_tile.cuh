@@ -18,7 +18,6 @@ constexpr int kGroupThreads = 32 * kGroupWarps;
 constexpr int kGroupKeys = 32;  // of a tile: a key to a lane
 
 constexpr int32_t kGroupUnit = 2;  // of shares: to add one up costs as much as to read 256 keys
-static_assert(kGroupThreads == kTaskThreads, "they plan the tasks");
 
 // What a block computes at a time: rows of its tile are heads of one row of q.
 struct GroupItem {
@@ -50,7 +49,7 @@ struct GroupShape {
     float shrink[kRows];                                 // of the sums of a share, at a tile
     RowTotals sums[kRows];                               // of all shares
     float weight_before[kRows], weight_of_share[kRows];  // of their sums, and of those of one more
-    TaskScratch tasks;
+    Task task;
     GroupItem item;  // here, and not in registers, which sums and queries fill
   };
   static constexpr int kTilesBytes = kGroupWarps * 2 * kTile * static_cast<int>(sizeof(T));
@@ -99,13 +98,13 @@ PASS_EXT_DEVICE int column_of_chunk(int chunk) {
 // The key of a lane, of the 32 of a tile.
 struct PlacedKey {
   int32_t key;  // -1: none
-  int64_t outer;
+  int32_t outer;
 };
 
 PASS_EXT_DEVICE PlacedKey placed_key(const GroupAttention& group, const PlacedRow& row, int32_t place, int32_t end) {
   if (place >= end) return {-1, 0};
   const int32_t key = key_at(group.problem, row.request, group.lists, row.node, place);
-  return {key, key < 0 ? 0 : outer_of(group.problem, row.request, key)};
+  return {key, key < 0 ? 0 : static_cast<int32_t>(outer_of(group.problem, row.request, key))};
 }
 
 // Starts the copies of some chunks of the warp's slice of a tile. `from`: of each lane's key, its row; 0: zeros.

@@ -17,23 +17,27 @@ namespace pass_ext::gpu {
 
 constexpr int32_t kPlacesOfStep = 128;
 
-PASS_EXT_HOST_DEVICE int64_t first_place_of_share(int32_t share) {
-  constexpr int32_t kEqual = 32, kOfDoubling = 16;
-  if (share < kEqual) return int64_t{kPlacesOfStep} * share;
-  const int32_t doubling = (share - kEqual) / kOfDoubling, place = (share - kEqual) % kOfDoubling;
-  return (int64_t{4096} << doubling) + place * (int64_t{256} << doubling);
+PASS_EXT_HOST_DEVICE uint32_t first_place_of_share(int32_t share) {
+  constexpr uint32_t kEqual = 32, kOfDoubling = 16;
+  const uint32_t index = static_cast<uint32_t>(share);
+  if (index < kEqual) return kPlacesOfStep * index;
+  const uint32_t doubling = (index - kEqual) / kOfDoubling, place = (index - kEqual) % kOfDoubling;
+  return (4096 + 256 * place) << doubling;
 }
 
 // The share of a place.
-PASS_EXT_HOST_DEVICE int32_t share_with(int64_t place) {
+PASS_EXT_HOST_DEVICE int32_t share_with(uint32_t place) {
   if (place < 4096) return static_cast<int32_t>(place / kPlacesOfStep);
   int32_t doubling = 0;
+#pragma unroll 1
   while (place >> doubling >= 8192) ++doubling;
-  return 32 + 16 * doubling + static_cast<int32_t>((place - (int64_t{4096} << doubling)) / (int64_t{256} << doubling));
+  return 32 + 16 * doubling + static_cast<int32_t>((place >> doubling) - 4096) / 256;
 }
 
 // The shares of so many places.
-PASS_EXT_HOST_DEVICE int32_t shares_of(int64_t places) { return places <= 0 ? 0 : share_with(places - 1) + 1; }
+PASS_EXT_HOST_DEVICE int32_t shares_of(int64_t places) {
+  return places <= 0 ? 0 : share_with(static_cast<uint32_t>(places - 1)) + 1;
+}
 
 PASS_EXT_HOST_DEVICE int32_t count_bits(uint64_t bits) {
   bits -= bits >> 1 & 0x5555555555555555u;  // of pairs, then of four, then of bytes, which the product adds up
@@ -76,41 +80,26 @@ PASS_EXT_HOST_DEVICE int32_t first_place_in_reach(const AttentionRequest& reques
   return lists.keys ? 0 : request.begin / kPlacesOfStep * kPlacesOfStep;
 }
 
-// The request that owns a row of q, or -1: the last that begins at or before it, if it reaches so far.
-PASS_EXT_DEVICE int64_t owner_of(const AttentionProblem& problem, int64_t row) {
-  int64_t low = 0, high = problem.requests;
-  if (high == 0) return -1;
-#pragma unroll 1
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (problem.cu_nodes[middle] <= row ? low : high) = middle;
-  }
-  const AttentionRequest request = request_of<true>(problem, low);
-  return row >= request.first && row < int64_t{request.first} + request.nodes ? low : -1;
-}
+struct PlaceRange {
+  int32_t begin, end;
+};
 
 // A row of q, for one key head.
 struct PlacedRow {
   AttentionRequest request;
-  int32_t node, head;     // head: of keys
-  int32_t begin, places;  // it sees nothing before `begin`, the first place of a step
-
-  // True if it may see a place from `from` to below `to`.
-  PASS_EXT_DEVICE bool sees_any(int64_t from, int64_t to) const {
-    return begin < places && from < places && to > begin;
-  }
+  PlaceRange seen;     // no place before is one of it, and its begin is that of a step
+  int32_t node, head;  // head: of keys
 };
 
 // A row of no request, `owner` -1, has no places.
-PASS_EXT_DEVICE PlacedRow placed_row(const AttentionProblem& problem, const KeyLists& lists, int64_t owner, int64_t row,
-                                     int32_t head) {
+PASS_EXT_DEVICE PlacedRow placed_row(const AttentionProblem& problem, int32_t owner, int32_t node,
+                                     const PlaceRange& seen, int32_t head) {
   PlacedRow found{};
   if (owner < 0) return found;
   found.request = request_of<true>(problem, owner);
-  found.node = static_cast<int32_t>(row - found.request.first);
+  found.seen = seen;
+  found.node = node;
   found.head = head;
-  found.begin = first_place_in_reach(found.request, lists);
-  found.places = places_of(problem, found.request, lists, found.node);
   return found;
 }
 

@@ -15,6 +15,7 @@
 #include "core/quantize.h"
 #include "cuda/attention_places.cuh"
 #include "cuda/attention_tasks.cuh"
+#include "cuda/attention_tasks_plan.cuh"
 #include "cuda/attention_tile.cuh"
 #include "cuda/numbers.cuh"
 #include "cuda/primitives.cuh"
@@ -22,7 +23,6 @@
 namespace pass_ext::gpu {
 
 constexpr int kPlainThreads = kPlacesOfStep;
-static_assert(kPlainThreads == kTaskThreads, "they plan the tasks");
 constexpr int kPlainWarps = kPlainThreads / 32;
 constexpr int kWidthRead = 16;  // numbers of a key at a time
 static_assert(kWidthRead == kWidthStep, "every width is whole");
@@ -120,11 +120,6 @@ struct PlainScratch {
   float highest[kPlainWarps][kHeads], totals[kPlainWarps][kHeads];
 };
 
-// True if the row may see places of these shares. Others change no sum.
-PASS_EXT_DEVICE bool sees_shares(const PlacedRow& row, int32_t first, int32_t last) {
-  return row.sees_any(first_place_of_share(first), first_place_of_share(last));
-}
-
 // Adds the step of places from `first` on. T: of numbers, or uint8_t of codes. queries: [kHeads, head_dim], shared
 // memory.
 template <typename T, int kHeads, int kColumns>
@@ -134,7 +129,7 @@ PASS_EXT_DEVICE void add_step(const PlainAttention& plain, const PlacedRow& row,
   const AttentionProblem& problem = plain.problem;
   const int32_t thread = static_cast<int32_t>(thread_rank());
   const int32_t place = first + thread;
-  const int32_t key = place < row.places ? key_at(problem, row.request, plain.lists, row.node, place) : -1;
+  const int32_t key = place < row.seen.end ? key_at(problem, row.request, plain.lists, row.node, place) : -1;
   float scores[kHeads];
 #pragma unroll
   for (float& score : scores) score = float_of(0xff800000u);
@@ -235,18 +230,18 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads, resident_plain_blocks(kHea
     plain_attention_kernel(PASS_EXT_PARAMETER PlainAttention plain) {
   begin_kernel(plain);
   PASS_EXT_SHARED(PlainScratch<kHeads>, scratches, 1);
-  PASS_EXT_SHARED(TaskScratch, task_scratches, 1);
+  PASS_EXT_SHARED(Task, own_task, 1);
   const AttentionProblem& problem = plain.problem;
   float* const queries = dynamic_shared<float>();
   const int32_t thread = static_cast<int32_t>(thread_rank());
   const int32_t tiles_of_head = (problem.group + kHeads - 1) / kHeads;
-  for_each_task(problem, plain.lists, plain.tasks, task_scratches[0], [&](const Task& task) {
+  for_each_task(plain.tasks, own_task[0], [&](const Task& task) {
     const int32_t head = task.tile / tiles_of_head, first = task.tile % tiles_of_head * kHeads;  // of the key head's
     const int32_t count = problem.group - first < kHeads ? problem.group - first : kHeads;
-    const PlacedRow row = placed_row(problem, plain.lists, task.owner, task.row, head);
-    if (task.part >= 0 && !sees_shares(row, task.first, task.last)) return;  // plain_combine_kernel does not ask for it
+    const RowTasks own = plain.tasks.rows[task.row];
+    const PlacedRow row = placed_row(problem, own.owner, own.node, own.seen, head);
     const int32_t first_head = head * problem.group + first;
-    const int64_t index = task.row * problem.heads + first_head;
+    const int64_t index = int64_t{task.row} * problem.heads + first_head;
     const T* const q = static_cast<const T*>(problem.q) + index * problem.head_dim;
     for (int32_t i = thread; i < kHeads * problem.head_dim; i += kPlainThreads)
       queries[i] = i < count * problem.head_dim ? to_float(q[i]) : 0.0f;
@@ -255,13 +250,11 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads, resident_plain_blocks(kHea
     sums.clear();
 #pragma unroll 1
     for (int32_t share = task.first; share < task.last; ++share) {
-      if (!sees_shares(row, share, share + 1)) continue;
-      const int64_t from = first_place_of_share(share), to = first_place_of_share(share + 1);
-      const int32_t end = to < row.places ? static_cast<int32_t>(to) : row.places;
+      const PlaceRange places = plain.tasks.places_of_share(own.seen, share);
       PlainSums<kHeads, kColumns> part;
       part.clear();
 #pragma unroll 1
-      for (int32_t step = from > row.begin ? static_cast<int32_t>(from) : row.begin; step < end; step += kPlacesOfStep)
+      for (int32_t step = places.begin; step < places.end; step += kPlacesOfStep)
         add_step<Stored>(plain, row, queries, scratches[0], step, part);
 #pragma unroll
       for (int r = 0; r < kHeads; ++r)
@@ -274,7 +267,8 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads, resident_plain_blocks(kHea
         sums.template write<T>(problem, index + r, r);
         continue;
       }
-      float* const part = plain.parts + (task.part * problem.heads + first_head + r) * (problem.value_dim + int64_t{2});
+      float* const part =
+          plain.parts + (int64_t{task.part} * problem.heads + first_head + r) * (problem.value_dim + int64_t{2});
 #pragma unroll
       for (int c = 0; c < kColumns; ++c)
         if (thread + kPlainThreads * c < problem.value_dim) part[thread + kPlainThreads * c] = sums.sums[r][c];
@@ -292,20 +286,16 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads) plain_combine_kernel(PASS_
   begin_kernel(plain);
   const AttentionProblem& problem = plain.problem;
   constexpr int kColumns = kMostValueDim / kPlainThreads;
-  const int64_t index = block_index().x, stride = problem.value_dim + int64_t{2};
-  const int64_t owner = owner_of(problem, index / problem.heads);
-  const PlacedRow row = placed_row(problem, plain.lists, owner, index / problem.heads, 0);
-  const RowParts parts = parts_of(problem, plain.lists, plain.tasks, owner, row);
-  if (parts.is_written) return;
-  const RequestTasks& own = parts.own;
-  const int32_t has_first = own.has_first_part() ? 1 : 0, count = own.parts();
+  const int32_t heads = problem.heads, index = static_cast<int32_t>(block_index().x);
+  const int64_t stride = problem.value_dim + int64_t{2};
+  const RowTasks row = plain.tasks.rows[index / heads];
+  if (!row.is_left()) return;
   PlainSums<1, kColumns> sums;
   sums.clear();
+  const float* part = plain.parts + (int64_t{row.part} * heads + index % heads) * stride;
 #pragma unroll 4
-  for (int32_t i = 0; i < count; ++i) {
-    const int32_t share = own.cut + i - has_first;  // of the first part: the last before the cut
-    if (!sees_shares(row, share < own.cut ? own.first : share, share + 1)) continue;
-    const float* const part = plain.parts + ((parts.first + i) * problem.heads + index % problem.heads) * stride;
+  for (int32_t share = row.has_first_part() ? row.cut - 1 : row.cut; share < row.last;
+       ++share, part += heads * stride) {
     sums.add(0, part[problem.value_dim], part[problem.value_dim + 1], [&](int c) {
       const int32_t column = static_cast<int32_t>(thread_rank()) + kPlainThreads * c;
       return column < problem.value_dim ? part[column] : 0.0f;
@@ -331,8 +321,8 @@ inline PlainPlan plan_plain_attention(const AttentionProblem& problem, const Key
   PlainPlan plan{};
   plan.grid = plan_tasks(problem, lists, problem.kv_heads * ((problem.group + heads - 1) / heads), 1,
                          int64_t{resident_plain_blocks(heads)} * multiprocessors);
-  plan.workspace = plan.grid.header_floats(problem.requests) +
-                   plan.grid.most_parts * problem.heads * (problem.value_dim + int64_t{2});
+  plan.workspace =
+      plan.grid.floats(problem.rows) + plan.grid.most_parts * problem.heads * (problem.value_dim + int64_t{2});
   return plan;
 }
 
@@ -365,8 +355,9 @@ inline void launch_plain_attention(const AttentionProblem& problem, CodeType cod
                              codes,
                              lists,
                              are_rows_wide(problem.k_cache, bytes) && are_rows_wide(problem.k_new, bytes),
-                             {plan.grid, reinterpret_cast<int64_t*>(workspace), counter},
-                             workspace + plan.grid.header_floats(problem.requests)};
+                             plan.grid.tasks_in(workspace, problem.rows, counter),
+                             workspace + plan.grid.floats(problem.rows)};
+  launch_plan(problem, lists, plan.grid, plain.tasks, stream);
   const auto run = [&](auto number) {
     using T = decltype(number);
     codes == CodeType::none ? launch_plain_attention_of<T, T>(plain, plan, stream)

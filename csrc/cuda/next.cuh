@@ -32,6 +32,7 @@ struct TreeShared {
   TreeNodes nodes;
   TreeOpening open[kMostChosenRows];
   TreeWorth worth;
+  NextRoot root;
 };
 
 inline size_t next_tree_bytes(const NextTreeProblem& problem) {
@@ -224,8 +225,8 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kTreeThreads) next_tree_kernel(PASS_EXT_P
   const int64_t request = block_index().x;
   const int32_t thread = static_cast<int32_t>(thread_rank()), row_count = step.row_count;
   constexpr int32_t kWorths = kMostChosenSlots + 1;
-  const NextRoot root = next_root(step, request);
-  const int32_t levels = levels_left(problem, request, root);
+  const NextRoot& root = shared.root;  // not in registers, of which a tree takes many
+  if (thread == 0) shared.root = next_root(step, request);
   if (thread < row_count) {
     read_judged(problem, request, thread, shared.judged);
     if constexpr (!kKeeps) shared.prices[thread] = price_of_rows(problem, thread + 1);
@@ -235,6 +236,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kTreeThreads) next_tree_kernel(PASS_EXT_P
   if (!kKeeps && thread == 0) begin_tree(shared.nodes, root);
   const int32_t drafted = sync_block_count(thread > 0 && thread < row_count && *token_of(step, request, thread) >= 0);
   if (thread < row_count) shared.first_slots[thread] = first_slot_behind(shared.judged, thread, row_count);
+  const int32_t levels = levels_left(problem, request, root);
   report_step<kTreeThreads>(step, request, root, drafted);
   if (kKeeps && thread == 0) keep_tree(shared.nodes, root, shared.judged, row_count);
   if (step.text != nullptr && root.moves)

@@ -108,20 +108,18 @@ void attention_tree(const Arguments& given) {
 
 using pass_ext::gpu::AttentionTasks;
 using pass_ext::gpu::Task;
-using pass_ext::gpu::TaskScratch;
 
 // The tasks of a problem in their order, listed: [row, first tile's head, its first place, behind its last, part or
 // -1].
-PASS_EXT_KERNEL list_tasks_kernel(pass_ext::AttentionProblem problem, pass_ext::KeyLists lists, AttentionTasks tasks,
-                                  int64_t* listed) {
-  PASS_EXT_SHARED(TaskScratch, scratches, 1);
-  for_each_task(problem, lists, tasks, scratches[0], [&](const Task& task) {
+PASS_EXT_KERNEL list_tasks_kernel(AttentionTasks tasks, int64_t* listed) {
+  PASS_EXT_SHARED(Task, scratches, 1);
+  for_each_task(tasks, scratches[0], [&](const Task& task) {
     if (pass_ext::gpu::thread_rank() != 0) return;
     int64_t* const line = listed + 5 * pass_ext::gpu::atomic_add(tasks.counter + 1, 1);
     line[0] = task.row;
     line[1] = task.tile;
-    line[2] = first_place_of_share(tasks.grid, task.first);
-    line[3] = first_place_of_share(tasks.grid, task.last);
+    line[2] = tasks.unit * pass_ext::gpu::first_place_of_share(task.first);
+    line[3] = tasks.unit * pass_ext::gpu::first_place_of_share(task.last);
     line[4] = task.part;
   });
 }
@@ -130,14 +128,15 @@ PASS_EXT_KERNEL list_tasks_kernel(pass_ext::AttentionProblem problem, pass_ext::
 // most_parts.
 void attention_tasks(const Arguments& given) {
   const pass_ext::AttentionProblem problem = attention_problem(given);
-  AttentionTasks tasks{is_group(given, problem) ? group_plan(given, problem).grid : plain_plan(given, problem).grid,
-                       given.at<int64_t>("header"), given.at<int32_t>("counters")};
+  const pass_ext::gpu::TaskGrid plan =
+      is_group(given, problem) ? group_plan(given, problem).grid : plain_plan(given, problem).grid;
+  const AttentionTasks tasks = plan.tasks_in(given.at<float>("memory"), problem.rows, given.at<int32_t>("counters"));
   int64_t* const grid = given.at<int64_t>("grid");
-  grid[0] = tasks.grid.blocks;
-  grid[1] = tasks.grid.resident;
-  grid[2] = tasks.grid.most_parts;
-  pass_ext::gpu::launch("attention_tasks", list_tasks_kernel, {{1}, {pass_ext::gpu::kTaskThreads}}, {}, problem,
-                        key_lists(given), tasks, given.at<int64_t>("listed"));
+  grid[0] = plan.blocks;
+  grid[1] = plan.resident;
+  grid[2] = plan.most_parts;
+  pass_ext::gpu::launch_plan(problem, key_lists(given), plan, tasks, {});
+  pass_ext::gpu::launch("attention_tasks", list_tasks_kernel, {{1}, {32}}, {}, tasks, given.at<int64_t>("listed"));
 }
 
 void attention_merge(const Arguments& given) {

@@ -23,14 +23,15 @@ def tasks_of(shape, slots, texts):
     """The tasks [row, tile, first place, after the last, part] of texts of (places, rows), and their grid."""
     bounds = torch.tensor([0, *(rows for _, rows in texts)]).cumsum(0).int()
     prefixes = torch.tensor([places - rows for places, rows in texts], dtype=torch.int32)
-    rows = int(bounds[-1])
+    rows, nodes = int(bounds[-1]), max(rows for _, rows in texts)
     numbers = shape | dict(
         rows=rows, requests=len(texts), slots=slots, page_size=slots, pages=len(texts), window=-1, chunk=-1,
-        max_nodes=max(rows for _, rows in texts), batch_invariant=1, multiprocessors=MULTIPROCESSORS,
+        max_nodes=nodes, visible_stride=-(-nodes // 64), batch_invariant=1, multiprocessors=MULTIPROCESSORS,
     )  # fmt: skip
     tensors = dict(
         cu_nodes=bounds, prefix_lens=prefixes, counters=torch.zeros(COUNTERS, dtype=torch.int32),
-        header=torch.zeros(1 + len(texts), dtype=torch.int64), grid=torch.zeros(3, dtype=torch.int64),
+        memory=torch.zeros(100_000 + 8 * rows),
+        visible=torch.full((rows, -(-nodes // 64)), -1), grid=torch.zeros(3, dtype=torch.int64),
         listed=torch.zeros(40_000, 5, dtype=torch.int64),
     )  # fmt: skip
     numbers |= {name: tensor.data_ptr() for name, tensor in tensors.items()}
