@@ -15,15 +15,14 @@
 
 namespace pass_ext::gpu {
 
-constexpr int32_t kLeastGroup = 8;  // heads that share a key; a tile of fragments has 16
-
-// True if there is a kernel for the type and the widths, and heads enough to be worth it: the batch does not decide.
+// True if there is a kernel for the type and the widths: the batch does not decide. A tile of fragments has 16 rows;
+// even one head alone has its keys from memory no sooner than their products are done.
 inline bool has_group_kernel(const AttentionProblem& problem, CodeType codes) {
   const auto has = [&](int32_t key_dim, int32_t value_dim) {
     return problem.head_dim == key_dim && problem.value_dim == value_dim;
   };
-  return problem.type != FloatType::float32 && codes == CodeType::none && problem.group >= kLeastGroup &&
-         (has(576, 512) || has(512, 512) || has(192, 128) || has(128, 128));
+  return problem.type != FloatType::float32 && codes == CodeType::none &&
+         (has(576, 512) || has(512, 512) || has(256, 256) || has(192, 128) || has(128, 128) || has(64, 64));
 }
 
 // use(GroupShape), for problems that have one.
@@ -32,15 +31,19 @@ void with_group_shape(const AttentionProblem& problem, const Use& use) {
   const auto with_widths = [&](auto element, auto key_dim, auto value_dim) {
     using T = decltype(element);
     constexpr int kKeyDim = decltype(key_dim)::value, kValueDim = decltype(value_dim)::value;
-    problem.group <= 16 ? use(GroupShape<T, kKeyDim, kValueDim, 1>{}) : use(GroupShape<T, kKeyDim, kValueDim, 2>{});
+    if constexpr (kValueDim == 512)  // 128 heads of a latent; others have more than 16 heads a key only rarely
+      if (problem.group > 16) return use(GroupShape<T, kKeyDim, kValueDim, 2>{});
+    use(GroupShape<T, kKeyDim, kValueDim, 1>{});
   };
   const auto with_type = [&](auto element) {
     using std::integral_constant;
     switch (problem.head_dim) {
       case 576: return with_widths(element, integral_constant<int, 576>{}, integral_constant<int, 512>{});
       case 512: return with_widths(element, integral_constant<int, 512>{}, integral_constant<int, 512>{});
+      case 256: return with_widths(element, integral_constant<int, 256>{}, integral_constant<int, 256>{});
       case 192: return with_widths(element, integral_constant<int, 192>{}, integral_constant<int, 128>{});
-      default: return with_widths(element, integral_constant<int, 128>{}, integral_constant<int, 128>{});
+      case 128: return with_widths(element, integral_constant<int, 128>{}, integral_constant<int, 128>{});
+      default: return with_widths(element, integral_constant<int, 64>{}, integral_constant<int, 64>{});
     }
   };
   problem.type == FloatType::bfloat16 ? with_type(bfloat16{}) : with_type(float16{});

@@ -54,7 +54,7 @@ struct GroupShape {
   };
   static constexpr int kTilesBytes = kGroupWarps * 2 * kTile * static_cast<int>(sizeof(T));
   static constexpr int kSharedBytes = kTilesBytes + static_cast<int>(sizeof(Scratch));
-  static constexpr int kResidentBlocks = value_dim <= 128 ? 3 : 2;  // on one multiprocessor, as registers allow
+  static constexpr int kResidentBlocks = value_dim <= 128 ? 4 : value_dim <= 256 ? 3 : 2;  // as registers allow
   static_assert(kSharedBytes <= 99 * 1024, "every GPU from sm_80 on has so much");
 };
 
