@@ -45,8 +45,6 @@ PARTS = (
     Part("tests", ("tests/ops/test_{family}.py", "tests/ops/{family}/test_*.py"), r"\b{op}\b"),
     Part("samples", ("tests/support/samples.py",), r"\ndef {op}\("),
     Part("random calls", ("tests/sanitize/fuzz_ops.py",), r"\ndef {op}\("),
-    Part("emulator's launch", ("tests/emulator/launches/{family}.cpp",), on_gpu=True),
-    Part("emulator's op", ("tests/emulator/ops/{family}.py",), QUOTED, on_gpu=True),
     Part("benchmark", ("benchmarks/ops/{family}.py",), r"\b{forward}\b"),
 )
 ROWS = "its loops over a row of logits are csrc/cpu/rows_kernels-inl.h"

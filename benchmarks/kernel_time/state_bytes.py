@@ -95,8 +95,8 @@ def count(layer: str, rows: int) -> Counts:
         step["states"][0],
         sum(loaded for name, (loaded, _) in step.items() if name != "states"),
         sum(stored for _, stored in step.values()),
-        *commit["recurrent 0"],
-        sum(loaded for name, (loaded, _) in commit.items() if name != "recurrent 0"),
+        *commit["states[0]"],
+        sum(loaded for name, (loaded, _) in commit.items() if name != "states[0]"),
     )
     return Counts(*(number * key_heads for number in numbers))
 

@@ -6,17 +6,27 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+import torch
 from support.native import ROOT, build_module, quote
 from torch import Tensor
 
 HERE = Path(__file__).parent
+NAMESPACE = "pass_ext_emulated"
+ATTENTION = "attention"  # its launches are launches/attention*.cpp
+CUDA = sorted(
+    path for path in (ROOT / "csrc/cuda").glob("*.cu") if path.stem != "debug" and not path.stem.startswith(ATTENTION)
+)
 # These hold kernels: every access is reported.
 CHECKED = (
-    "primitives.cpp",
-    "planted_faults.cpp",
-    *sorted(f"launches/{path.name}" for path in HERE.glob("launches/*.cpp")),
+    *(HERE / name for name in ("primitives.cpp", "planted_faults.cpp")),
+    *sorted(HERE.glob("launches/*.cpp")),
+    *CUDA,
 )
-PLAIN = ("engine.cpp", "memory.cpp", "critical_path.cpp", "hooks.cpp", "module.cpp")
+PLAIN = (
+    *(HERE / name for name in ("engine.cpp", "memory.cpp", "critical_path.cpp", "hooks.cpp", "module.cpp")),
+    ROOT / "csrc/schema.cpp",
+)
+TORCH = Path(torch.__file__).parent
 
 
 @cache
@@ -24,15 +34,17 @@ def load() -> ModuleType:
     """The compiled module, built if need be."""
     # Plain ones first: the linker takes the first copy of std::string and its like, and the engine must not check itself.
     # -O1 keeps accesses as the kernel wrote them; the instrumentation is the sanitizer's, the functions it calls are ours.
-    sources = {HERE / name: "-O2" for name in PLAIN} | {
-        HERE / name: "-O1 -fsanitize=thread -fsanitize-coverage=trace-pc -fno-threadsafe-statics "
-        f"-include {quote(HERE / 'checked_memory.h')}"
-        for name in CHECKED
+    sources = dict.fromkeys(PLAIN, "-O2") | {
+        path: "-O1 -fsanitize=thread -fsanitize-coverage=trace-pc -fno-threadsafe-statics "
+        f"-include {quote(HERE / 'checked_memory.h')}{' -x c++' if path.suffix == '.cu' else ''}"
+        for path in CHECKED
     }
     return build_module(
         "_emulator",
         sources,
-        f"-g1 -Wall -Wno-unknown-pragmas -I{quote(HERE)} -I{quote(HERE / 'launches')} -I{quote(ROOT / 'csrc')}",
+        f"-g1 -Wall -Wno-unknown-pragmas -I{quote(HERE)} -I{quote(HERE / 'launches')} -I{quote(ROOT / 'csrc')} "
+        f"-isystem {quote(TORCH / 'include')} -DTORCH_TARGET_VERSION=0x020a000000000000 -DTORCH_EXTENSION_NAME={NAMESPACE}",
+        f"-L{quote(TORCH / 'lib')} -ltorch_cpu",
     )
 
 

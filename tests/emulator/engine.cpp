@@ -69,6 +69,8 @@ struct Engine {
   std::vector<CopyRecord> copies;
   PathRecorder paths;
   Exp2Error exp2_error = Exp2Error::none;
+  int multiprocessors = 0;
+  std::vector<int32_t> counters;
   bool is_inside_operation = false;  // whose accesses are no loads of their own
   bool looks_again = false;          // at an access that was counted
   std::map<std::string, Traffic> traffic;
@@ -363,10 +365,29 @@ void begin_session(uint64_t seed) {
   e.random.seed(seed);
   e.accesses = 0;
   e.looks_again = false;
+  e.counters.assign(kCounters, 0);
 }
 
 void add_buffer(const std::string& name, void* address, size_t bytes, Content content) {
   if (bytes > 0) engine().memory->add_buffer(name, address, bytes, content);
+}
+
+void tell_buffer(const std::string& name, void* address, size_t bytes, Content content) {
+  engine().memory->tell_buffer(name, address, bytes, content);
+}
+
+void set_multiprocessors(int count) { engine().multiprocessors = count; }
+int multiprocessors() { return engine().multiprocessors; }
+
+int32_t* counters() {
+  std::vector<int32_t>& counters = engine().counters;
+  tell_buffer("counters", counters.data(), kCounters * sizeof(int32_t), Content::initialised);
+  return counters.data();
+}
+
+bool counters_are_zero() {
+  const std::vector<int32_t>& counters = engine().counters;
+  return std::all_of(counters.begin(), counters.end(), [](int32_t counter) { return counter == 0; });
 }
 
 void record_copies() { engine().records_copies = true; }

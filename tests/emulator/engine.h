@@ -24,6 +24,16 @@ void begin_session(uint64_t seed);
 void add_buffer(const std::string& name, void* address, size_t bytes, Content content);
 void end_session();
 
+// From an op's host code: an argument that is told twice is one buffer, written to if it may be; new memory is unnamed.
+void tell_buffer(const std::string& name, void* address, size_t bytes, Content content);
+
+// The GPU of the session's ops.
+constexpr int64_t kCounters = 4096;
+void set_multiprocessors(int count);
+int multiprocessors();
+int32_t* counters();  // kCounters of them, zero at first
+bool counters_are_zero();
+
 // An asynchronous copy of one launch: who read what, and how many groups of copies its thread had committed before.
 struct CopyRecord {
   uint32_t block, group;

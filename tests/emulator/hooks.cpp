@@ -39,6 +39,11 @@ void __tsan_vptr_update(void*, void*) {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_init() {}
+// A tensor's owners, counted by an op's host code. Kernels have atomics of primitives.cuh.
+int __tsan_atomic32_fetch_add(volatile int* address, int value, int) {
+  check_access(const_cast<int*>(address), sizeof value, Access::atomic, true);
+  return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
+}
 void __sanitizer_cov_trace_pc() {
   if (emulator::enters_code) emulator::enter_code(__builtin_return_address(0));
 }

@@ -46,6 +46,26 @@ void Memory::add_buffer(const std::string& name, void* address, size_t bytes, Co
   last_ = nullptr;
 }
 
+void Memory::tell_buffer(const std::string& name, void* address, size_t bytes, Content content) {
+  char* const begin = static_cast<char*>(address);
+  if (content == Content::uninitialised) {  // what lay there was freed
+    const auto is_gone = [=](const auto& r) { return r->begin < begin + bytes && begin < r->begin + r->size; };
+    for (auto& region : regions_)
+      if (is_gone(region)) release_bytes(*region);
+    regions_.erase(std::remove_if(regions_.begin(), regions_.end(), is_gone), regions_.end());
+  } else {
+    for (auto& region : regions_) {
+      if (region->begin != begin || region->size < bytes) continue;
+      if (content == Content::initialised && region->content == Content::read_only) {
+        region->content = content;
+        region->bytes = reserve_bytes(region->size);
+      }
+      return;
+    }
+  }
+  add_buffer(name.empty() ? "output " + std::to_string(unnamed_++) : name, address, bytes, content);
+}
+
 void Memory::add_shared(const std::string& name, void* address, size_t bytes) {
   char* const begin = static_cast<char*>(address);
   regions_.push_back(std::make_unique<Region>(Region{name, begin, bytes, Content::uninitialised, true,
@@ -81,7 +101,7 @@ void Memory::forget_temporary() {
 }
 
 void Memory::forget_all() {
-  permanent_ = 0;
+  permanent_ = unnamed_ = 0;
   forget_temporary();
   published_.clear();
   acquired_.clear();

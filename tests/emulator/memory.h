@@ -63,6 +63,7 @@ class Memory {
   Memory(char* shared, size_t shared_bytes);
 
   void add_buffer(const std::string& name, void* address, size_t bytes, Content content);
+  void tell_buffer(const std::string& name, void* address, size_t bytes, Content content);
   void add_shared(const std::string& name, void* address, size_t bytes);
   void forget_shared();     // a block ended
   void forget_order();      // a launch ended: everything before is ordered before everything after
@@ -114,6 +115,7 @@ class Memory {
   Byte* shared_stamps_;
   std::vector<std::unique_ptr<Region>> regions_;
   size_t permanent_ = 0;
+  size_t unnamed_ = 0;
   Region* last_ = nullptr;
   std::string wrong_;
   std::map<const void*, std::map<unsigned, Past>> published_;  // address -> block -> what it published there

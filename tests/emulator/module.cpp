@@ -87,6 +87,8 @@ PYBIND11_MODULE(_emulator, module) {
                };
                emulator::add_buffer(name, emulator::as<void>(address), bytes, kContents.at(content));
              });
+  module.def("set_multiprocessors", &emulator::set_multiprocessors);
+  module.def("counters_are_zero", &emulator::counters_are_zero);
   module.def("count_launches", &emulator::count_launches);
   module.def("count_accesses", &emulator::count_accesses);
   module.def("count_bytes", [] {

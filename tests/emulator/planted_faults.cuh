@@ -7,7 +7,7 @@
 namespace pass_ext::gpu {
 
 // Reverses 64 values through shared memory.
-inline PASS_EXT_KERNEL block_barrier_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL block_barrier_kernel(const int* in, int* out, bool broken) {
   PASS_EXT_SHARED(int, tile, 64);
   const unsigned i = thread_index().x;
   tile[i] = in[i];
@@ -16,7 +16,7 @@ inline PASS_EXT_KERNEL block_barrier_kernel(const int* in, int* out, bool broken
 }
 
 // The neighbour's value within a warp; a shuffle meanwhile orders no memory.
-inline PASS_EXT_KERNEL warp_barrier_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL warp_barrier_kernel(const int* in, int* out, bool broken) {
   PASS_EXT_SHARED(int, tile, 64);
   const unsigned i = thread_index().x;
   tile[i] = in[i];
@@ -25,7 +25,7 @@ inline PASS_EXT_KERNEL warp_barrier_kernel(const int* in, int* out, bool broken)
   out[i] = tile[i ^ 1] + zero;
 }
 
-inline PASS_EXT_KERNEL shared_bounds_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL shared_bounds_kernel(const int* in, int* out, bool broken) {
   PASS_EXT_SHARED(int, tile, 64);
   PASS_EXT_SHARED(int, other, 64);
   const unsigned i = thread_index().x;
@@ -34,26 +34,26 @@ inline PASS_EXT_KERNEL shared_bounds_kernel(const int* in, int* out, bool broken
   out[i] = tile[i + (broken ? 1 : 0)] + other[i];
 }
 
-inline PASS_EXT_KERNEL dynamic_bounds_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL dynamic_bounds_kernel(const int* in, int* out, bool broken) {
   int* tile = dynamic_shared<int>();  // 64 ints
   const unsigned i = thread_index().x;
   tile[broken && i == 63 ? 64 : i] = in[i];
   out[i] = in[i];
 }
 
-inline PASS_EXT_KERNEL uninitialised_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL uninitialised_kernel(const int* in, int* out, bool broken) {
   PASS_EXT_SHARED(int, tile, 64);
   const unsigned i = thread_index().x;
   if (!broken || i != 17) tile[i] = in[i];
   out[i] = tile[i];
 }
 
-inline PASS_EXT_KERNEL one_word_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL one_word_kernel(const int* in, int* out, bool broken) {
   const unsigned i = thread_index().x;
   out[broken ? i / 2 : i] = in[0];  // both write the same value: still a race
 }
 
-inline PASS_EXT_KERNEL shared_word_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL shared_word_kernel(const int* in, int* out, bool broken) {
   PASS_EXT_SHARED(int, flag, 1);
   const unsigned i = thread_index().x;
   if (broken ? i < 2 : i == 0) flag[0] = in[i];
@@ -62,7 +62,7 @@ inline PASS_EXT_KERNEL shared_word_kernel(const int* in, int* out, bool broken) 
 }
 
 // A second pass over a tile must not start before everybody has read the first.
-inline PASS_EXT_KERNEL overwrite_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL overwrite_kernel(const int* in, int* out, bool broken) {
   PASS_EXT_SHARED(int, tile, 64);
   const unsigned i = thread_index().x;
   int sum = 0;
@@ -75,24 +75,24 @@ inline PASS_EXT_KERNEL overwrite_kernel(const int* in, int* out, bool broken) {
   out[i] = sum;
 }
 
-inline PASS_EXT_KERNEL global_bounds_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL global_bounds_kernel(const int* in, int* out, bool broken) {
   const unsigned i = thread_index().x;
   out[i] = in[i + (broken ? 1 : 0)];
 }
 
-inline PASS_EXT_KERNEL read_only_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL read_only_kernel(const int* in, int* out, bool broken) {
   const unsigned i = thread_index().x;
   if (broken) const_cast<int*>(in)[i] = 1;
   out[i] = in[i];
 }
 
-inline PASS_EXT_KERNEL misaligned_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL misaligned_kernel(const int* in, int* out, bool broken) {
   const unsigned i = thread_index().x;
   if (i < 15) store16(out + 4 * i, load16(in + 4 * i + (broken ? 1 : 0)));
 }
 
 // Two blocks; the last to arrive adds both partial sums.
-inline PASS_EXT_KERNEL device_fence_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL device_fence_kernel(const int* in, int* out, bool broken) {
   PASS_EXT_SHARED(int, ticket, 1);
   const unsigned i = thread_index().x, block = block_index().x;
   if (i < 31) out[1 + 31 * block + i] = in[i];
@@ -105,7 +105,7 @@ inline PASS_EXT_KERNEL device_fence_kernel(const int* in, int* out, bool broken)
 }
 
 // As above, with one fence behind a barrier instead of every thread's own; before the barrier it covers thread 0 alone.
-inline PASS_EXT_KERNEL device_fence_order_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL device_fence_order_kernel(const int* in, int* out, bool broken) {
   PASS_EXT_SHARED(int, ticket, 1);
   const unsigned i = thread_index().x, block = block_index().x;
   if (broken && i == 0) fence_device();
@@ -119,7 +119,7 @@ inline PASS_EXT_KERNEL device_fence_order_kernel(const int* in, int* out, bool b
 }
 
 // What a thread writes behind its ticket is not published by it.
-inline PASS_EXT_KERNEL device_late_write_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL device_late_write_kernel(const int* in, int* out, bool broken) {
   const unsigned block = block_index().x;
   if (thread_index().x != 0) return;
   if (!broken) out[1 + block] = in[0];
@@ -130,7 +130,7 @@ inline PASS_EXT_KERNEL device_late_write_kernel(const int* in, int* out, bool br
 }
 
 // One warp a block, ordered by sync_warp alone: before the fence of lane 0, and behind its ticket.
-inline PASS_EXT_KERNEL device_warp_release_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL device_warp_release_kernel(const int* in, int* out, bool broken) {
   const unsigned i = thread_index().x, block = block_index().x;
   if (i >= 31) return;
   out[1 + 31 * block + i] = in[i];
@@ -143,7 +143,7 @@ inline PASS_EXT_KERNEL device_warp_release_kernel(const int* in, int* out, bool 
   sync_warp(0x7fffffffu);
   if (shuffle(ticket, 0, 0x7fffffffu) == 1) out[1 + i] = out[1 + i] + out[32 + i];
 }
-inline PASS_EXT_KERNEL device_warp_acquire_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL device_warp_acquire_kernel(const int* in, int* out, bool broken) {
   const unsigned i = thread_index().x, block = block_index().x;
   if (i >= 31) return;
   out[1 + 31 * block + i] = in[i];
@@ -158,7 +158,7 @@ inline PASS_EXT_KERNEL device_warp_acquire_kernel(const int* in, int* out, bool 
 }
 
 // A sum by relaxed atomics, read plainly by the last block: its own atomic on it orders nothing.
-inline PASS_EXT_KERNEL device_sum_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL device_sum_kernel(const int* in, int* out, bool broken) {
   if (thread_index().x != 0) return;
   atomic_add(&out[1], in[block_index().x]);
   if (!broken) fence_device();
@@ -166,7 +166,7 @@ inline PASS_EXT_KERNEL device_sum_kernel(const int* in, int* out, bool broken) {
 }
 
 // Waiting for another block in a loop; blocks need not run at the same time.
-inline PASS_EXT_KERNEL endless_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL endless_kernel(const int* in, int* out, bool broken) {
   const unsigned i = thread_index().x;
   if (i > 0) out[i] = in[i];
   while (broken && i == 0 && atomic_add(out, 0) == 0) {
@@ -174,16 +174,16 @@ inline PASS_EXT_KERNEL endless_kernel(const int* in, int* out, bool broken) {
 }
 
 // Copies that the compiler does not turn into loads and stores are checked too.
-inline PASS_EXT_KERNEL copy_bounds_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL copy_bounds_kernel(const int* in, int* out, bool broken) {
   if (thread_index().x == 0) memcpy(out, in + (broken ? 60 : 58), 24);
 }
-inline PASS_EXT_KERNEL fill_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL fill_kernel(const int* in, int* out, bool broken) {
   const unsigned i = thread_index().x;
   if (i < 2) memset(out + 4 * i, 0, (broken ? 16 : 12) + in[0]);  // in[0] is 1
 }
 
 // The source of a copy must stay as it is until the copy is waited for.
-inline PASS_EXT_KERNEL async_source_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL async_source_kernel(const int* in, int* out, bool broken) {
   PASS_EXT_SHARED(int, tile, 64);
   const unsigned i = thread_index().x;
   out[i] = in[i];
@@ -195,7 +195,7 @@ inline PASS_EXT_KERNEL async_source_kernel(const int* in, int* out, bool broken)
 }
 
 // A copy may land at once, on what a neighbour still reads.
-inline PASS_EXT_KERNEL async_target_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL async_target_kernel(const int* in, int* out, bool broken) {
   PASS_EXT_SHARED(int, tile, 64);
   const unsigned i = thread_index().x;
   tile[i] = in[i];
@@ -208,18 +208,18 @@ inline PASS_EXT_KERNEL async_target_kernel(const int* in, int* out, bool broken)
   out[i] = tile[i] + other;
 }
 
-inline PASS_EXT_KERNEL different_masks_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL different_masks_kernel(const int* in, int* out, bool broken) {
   const unsigned i = thread_index().x;
   sync_warp(broken && i % 32 < 16 ? 0xffffu : kFullWarp);
   out[i] = in[i];
 }
 
-inline PASS_EXT_KERNEL own_lane_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL own_lane_kernel(const int* in, int* out, bool broken) {
   const unsigned i = thread_index().x;
   if (i < (broken ? 17 : 16)) out[i] = any(in[i] > 0, 0xffffu);
 }
 
-inline PASS_EXT_KERNEL async_wait_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL async_wait_kernel(const int* in, int* out, bool broken) {
   PASS_EXT_SHARED(int, tile, 64);
   const unsigned i = thread_index().x;
   copy_async4(&tile[i], in + i);
@@ -228,7 +228,7 @@ inline PASS_EXT_KERNEL async_wait_kernel(const int* in, int* out, bool broken) {
   out[i] = tile[i];
 }
 
-inline PASS_EXT_KERNEL async_commit_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL async_commit_kernel(const int* in, int* out, bool broken) {
   PASS_EXT_SHARED(int, tile, 64);
   const unsigned i = thread_index().x;
   copy_async4(&tile[i], in + i);
@@ -237,7 +237,7 @@ inline PASS_EXT_KERNEL async_commit_kernel(const int* in, int* out, bool broken)
   out[i] = tile[i];
 }
 
-inline PASS_EXT_KERNEL async_barrier_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL async_barrier_kernel(const int* in, int* out, bool broken) {
   PASS_EXT_SHARED(int, tile, 64);
   const unsigned i = thread_index().x;
   copy_async4(&tile[i], in + i);
@@ -247,34 +247,34 @@ inline PASS_EXT_KERNEL async_barrier_kernel(const int* in, int* out, bool broken
   out[i] = tile[63 - i];
 }
 
-inline PASS_EXT_KERNEL divergent_barrier_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL divergent_barrier_kernel(const int* in, int* out, bool broken) {
   const unsigned i = thread_index().x;
   if (!broken || i < 32) sync_block();
   if (broken && i >= 32) sync_block_count(true);
   out[i] = in[i];
 }
 
-inline PASS_EXT_KERNEL divergent_shuffle_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL divergent_shuffle_kernel(const int* in, int* out, bool broken) {
   const unsigned i = thread_index().x;
   out[i] = in[i];
   if (broken && i == 5) return;
   out[i] = shuffle(in[i], 0);
 }
 
-inline PASS_EXT_KERNEL absent_lane_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL absent_lane_kernel(const int* in, int* out, bool broken) {
   const unsigned i = thread_index().x;
   out[i] = in[i];
   if (i < 16) out[i] = shuffle(in[i], broken ? 20 : 3, 0xffffu);
 }
 
-inline PASS_EXT_KERNEL streaming_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL streaming_kernel(const int* in, int* out, bool broken) {
   const unsigned i = thread_index().x;
   if (i >= 16) return;
   store16(out + 4 * i, load16(in + 4 * i));
   load16_streaming((broken ? out : in) + 4 * i);
 }
 
-inline PASS_EXT_KERNEL global_store_kernel(const int* in, int* out, bool broken) {
+PASS_EXT_KERNEL global_store_kernel(const int* in, int* out, bool broken) {
   PASS_EXT_SHARED(Bytes16, tile, 16);
   const unsigned i = thread_index().x;
   if (i >= 16) return;

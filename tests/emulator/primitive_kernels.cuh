@@ -9,7 +9,7 @@
 namespace pass_ext::gpu {
 
 // out[linear thread of the grid] = {thread x y z, block x y z, block size x, grid size x, rank, lane}
-inline PASS_EXT_KERNEL indices_kernel(int* out) {
+PASS_EXT_KERNEL indices_kernel(int* out) {
   const Index3 t = thread_index(), b = block_index(), bs = block_size(), gs = grid_size();
   const unsigned block = b.x + gs.x * (b.y + gs.y * b.z);
   int* to = out + (block * bs.x * bs.y * bs.z + thread_rank()) * 10;
@@ -18,7 +18,7 @@ inline PASS_EXT_KERNEL indices_kernel(int* out) {
 }
 
 // kind 0 shuffle from (lane * 7 + 3) % 32, 1 xor 5, 2 up 3, 3 down 3; only lanes of `mask` take part.
-inline PASS_EXT_KERNEL shuffle_kernel(const double* in, double* out, int kind, unsigned mask, int from) {
+PASS_EXT_KERNEL shuffle_kernel(const double* in, double* out, int kind, unsigned mask, int from) {
   const unsigned lane = lane_index();
   if (!(mask >> lane & 1)) return;
   const double value = in[lane];
@@ -28,7 +28,7 @@ inline PASS_EXT_KERNEL shuffle_kernel(const double* in, double* out, int kind, u
                           : shuffle_down(value, 3u, mask);
 }
 
-inline PASS_EXT_KERNEL votes_kernel(const int* in, int* out, unsigned mask) {
+PASS_EXT_KERNEL votes_kernel(const int* in, int* out, unsigned mask) {
   const unsigned lane = lane_index();
   if (!(mask >> lane & 1)) return;
   const bool vote = in[lane] != 0;
@@ -39,7 +39,7 @@ inline PASS_EXT_KERNEL votes_kernel(const int* in, int* out, unsigned mask) {
 }
 
 // out[lane] = {the largest input of the lanes of `mask`, the smallest}; only these take part.
-inline PASS_EXT_KERNEL reductions_kernel(const uint32_t* in, uint32_t* out, unsigned mask) {
+PASS_EXT_KERNEL reductions_kernel(const uint32_t* in, uint32_t* out, unsigned mask) {
   const unsigned lane = lane_index();
   if (!(mask >> lane & 1)) return;
   out[2 * lane] = reduce_max(in[lane], mask);
@@ -47,7 +47,7 @@ inline PASS_EXT_KERNEL reductions_kernel(const uint32_t* in, uint32_t* out, unsi
 }
 
 // out = the block's reversed input, through static and dynamic shared memory; votes[block] = how many inputs are odd.
-inline PASS_EXT_KERNEL reverse_kernel(const int* in, int* out, int* votes) {
+PASS_EXT_KERNEL reverse_kernel(const int* in, int* out, int* votes) {
   PASS_EXT_SHARED(int, first, 256);
   int* second = dynamic_shared<int>();
   const unsigned n = block_size().x, i = thread_index().x, base = block_index().x * n;
@@ -60,7 +60,7 @@ inline PASS_EXT_KERNEL reverse_kernel(const int* in, int* out, int* votes) {
 }
 
 // A butterfly sum over each warp through shared memory, ordered by sync_warp alone.
-inline PASS_EXT_KERNEL warp_sum_kernel(const int* in, int* out) {
+PASS_EXT_KERNEL warp_sum_kernel(const int* in, int* out) {
   PASS_EXT_SHARED(int, sums, 64);
   const unsigned i = thread_index().x;
   sums[i] = in[i];
@@ -73,7 +73,7 @@ inline PASS_EXT_KERNEL warp_sum_kernel(const int* in, int* out) {
   out[i] = sums[i];
 }
 
-inline PASS_EXT_KERNEL atomics_kernel(const int* in, int* ints, float* sum, unsigned long long* wide) {
+PASS_EXT_KERNEL atomics_kernel(const int* in, int* ints, float* sum, unsigned long long* wide) {
   PASS_EXT_SHARED(int, count, 1);
   const unsigned i = thread_index().x;
   if (i == 0) count[0] = 0;
@@ -90,13 +90,13 @@ inline PASS_EXT_KERNEL atomics_kernel(const int* in, int* ints, float* sum, unsi
 }
 
 // Each thread counts once and keeps the number that it found.
-inline PASS_EXT_KERNEL counter_kernel(int* counter, int* found, int count) {
+PASS_EXT_KERNEL counter_kernel(int* counter, int* found, int count) {
   found[thread_index().x] = count_arrival(counter, count);
 }
 
 // Sum over blocks by the last block to arrive: each block's partial sum, fence, ticket; the last one adds them in
 // order.
-inline PASS_EXT_KERNEL last_arriver_kernel(const float* in, float* partial, unsigned* tickets, float* out) {
+PASS_EXT_KERNEL last_arriver_kernel(const float* in, float* partial, unsigned* tickets, float* out) {
   PASS_EXT_SHARED(unsigned, ticket, 1);
   if (thread_index().x == 0) {
     float sum = 0;
@@ -116,7 +116,7 @@ inline PASS_EXT_KERNEL last_arriver_kernel(const float* in, float* partial, unsi
 }
 
 // The same by count_arrival alone; each block also writes how many came before it.
-inline PASS_EXT_KERNEL arrivals_kernel(const int* in, int* partial, int32_t* counter, int* out) {
+PASS_EXT_KERNEL arrivals_kernel(const int* in, int* partial, int32_t* counter, int* out) {
   PASS_EXT_SHARED(int, before, 1);
   const unsigned block = block_index().x, blocks = grid_size().x;
   if (thread_index().x == 1) partial[block] = in[block];
@@ -131,7 +131,7 @@ inline PASS_EXT_KERNEL arrivals_kernel(const int* in, int* partial, int32_t* cou
   out[0] = total;
 }
 
-inline PASS_EXT_KERNEL copy16_kernel(const int* in, int* out) {
+PASS_EXT_KERNEL copy16_kernel(const int* in, int* out) {
   const unsigned i = 4 * thread_rank();
   const Bytes16 a = load16(in + i), b = load16_streaming(in + i);
   Bytes16 sum;
@@ -143,7 +143,7 @@ inline PASS_EXT_KERNEL copy16_kernel(const int* in, int* out) {
 }
 
 // A three-stage pipeline: stage s is copied while stage s - 2 is used; every third chunk is filled with zeros.
-inline PASS_EXT_KERNEL pipeline_kernel(const int* in, int* out, int stages) {
+PASS_EXT_KERNEL pipeline_kernel(const int* in, int* out, int stages) {
   int* buffer = dynamic_shared<int>();  // [3, 128]
   const unsigned i = thread_index().x;  // 32 threads, 4 ints each
   for (int stage = 0; stage < stages + 2; ++stage) {
@@ -157,7 +157,7 @@ inline PASS_EXT_KERNEL pipeline_kernel(const int* in, int* out, int stages) {
   }
 }
 
-inline PASS_EXT_KERNEL copy4_kernel(const int* in, int* out) {
+PASS_EXT_KERNEL copy4_kernel(const int* in, int* out) {
   PASS_EXT_SHARED(int, buffer, 32);
   const unsigned i = thread_index().x;
   copy_async4(&buffer[i], in + i, i % 5 != 0);
@@ -191,12 +191,12 @@ PASS_EXT_KERNEL matrices_kernel(const uint16_t* in, uint32_t* out) {
 }
 
 // All conversions of csrc/core/half.h: bits up to fp32, fp32 down to bits, and pairs.
-inline PASS_EXT_KERNEL widen_kernel(const uint16_t* in, float* bfloats, float* halves) {
+PASS_EXT_KERNEL widen_kernel(const uint16_t* in, float* bfloats, float* halves) {
   const unsigned i = block_index().x * block_size().x + thread_index().x;
   bfloats[i] = to_float(bfloat16{in[i]});
   halves[i] = to_float(float16{in[i]});
 }
-inline PASS_EXT_KERNEL narrow_kernel(const float* in, uint16_t* bfloats, uint16_t* halves, uint32_t* pairs) {
+PASS_EXT_KERNEL narrow_kernel(const float* in, uint16_t* bfloats, uint16_t* halves, uint32_t* pairs) {
   const unsigned i = block_index().x * block_size().x + thread_index().x;
   bfloats[i] = to_bfloat16(in[i]).bits;
   halves[i] = to_float16(in[i]).bits;
@@ -204,30 +204,30 @@ inline PASS_EXT_KERNEL narrow_kernel(const float* in, uint16_t* bfloats, uint16_
   pairs[i] = pack2<bfloat16>(unpack_low<bfloat16>(pair), unpack_high<bfloat16>(pair));
 }
 
-inline PASS_EXT_KERNEL exp2_kernel(const float* in, float* out) {
+PASS_EXT_KERNEL exp2_kernel(const float* in, float* out) {
   const unsigned i = block_index().x * block_size().x + thread_index().x;
   out[i] = exp2_approximate(in[i]);
 }
 
-inline PASS_EXT_KERNEL larger_kernel(const float* in, float* out) {
+PASS_EXT_KERNEL larger_kernel(const float* in, float* out) {
   const unsigned i = thread_index().x;
   out[i] = larger(in[2 * i], in[2 * i + 1]);
 }
 
-inline PASS_EXT_KERNEL larger_pairs_kernel(const uint32_t* in, uint32_t* out) {
+PASS_EXT_KERNEL larger_pairs_kernel(const uint32_t* in, uint32_t* out) {
   const unsigned i = thread_index().x;
   out[i] = larger_bfloat16s(in[2 * i], in[2 * i + 1]);
 }
 
 // positions[2 i] = leading_zeros(in[i]), positions[2 i + 1] = last_set_bit(the low half of in[i])
-inline PASS_EXT_KERNEL bits_kernel(const uint64_t* in, int* positions) {
+PASS_EXT_KERNEL bits_kernel(const uint64_t* in, int* positions) {
   const unsigned i = thread_index().x;
   positions[2 * i] = leading_zeros(in[i]);
   positions[2 * i + 1] = last_set_bit(static_cast<uint32_t>(in[i]));
 }
 
 // words[i] = philox4x32(counters[i], keys[i])
-inline PASS_EXT_KERNEL philox_kernel(const uint32_t* counters, const uint64_t* keys, uint32_t* words) {
+PASS_EXT_KERNEL philox_kernel(const uint32_t* counters, const uint64_t* keys, uint32_t* words) {
   const unsigned i = block_index().x * block_size().x + thread_index().x;
   PhiloxBlock counter;
   for (int k = 0; k < 4; ++k) counter.word[k] = counters[4 * i + k];
@@ -237,7 +237,7 @@ inline PASS_EXT_KERNEL philox_kernel(const uint32_t* counters, const uint64_t* k
 
 // For critical paths. Two warps: all threads load twice, `chased` says how often from where the first load sends them;
 // the second warp shuffles; all wait at a barrier, or two.
-inline PASS_EXT_KERNEL path_kernel(const int* in, int* out, int chased, int shuffles, int barriers) {
+PASS_EXT_KERNEL path_kernel(const int* in, int* out, int chased, int shuffles, int barriers) {
   int place = in[0];
   if (chased > 0) place = in[place + 32];
   if (chased > 1) place = in[place + 64];

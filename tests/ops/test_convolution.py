@@ -200,7 +200,7 @@ def test_bits_are_the_cpus_and_a_state_is_read_once(backend):
             counted, size = emulator.load().count_bytes(), dtype.itemsize
             assert counted["states"] == (2 * channels * (taps - 1) * size, 0)
             assert counted["weight"] == (2 * channels * taps * size, 0)
-            assert counted["out"] == (0, 39 * channels * size)
+            assert counted["output 0"] == (0, 39 * channels * size)
 
 
 def test_malformed_trees_leave_other_requests_as_they_are(backend):

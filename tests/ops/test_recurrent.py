@@ -482,7 +482,7 @@ def test_a_state_is_read_once(backend):
             layer.run(int32(parents), bounds_of([30]), states=pool, state_index=int32([2]))
             counted = emulator.load().count_bytes()
             assert counted["states"] == (4 * heads * dk * dv, 0)
-            assert counted["out"] == (0, 2 * 30 * heads * dv) and counted["u"] == (0, 4 * 30 * heads * dv)
+            assert counted["output 0"] == (0, 2 * 30 * heads * dv) and counted["output 1"] == (0, 4 * 30 * heads * dv)
 
 
 WORST = (-(2**31), -7, -2, 3, 11, 40, 2**31 - 1)

@@ -244,8 +244,8 @@ def test_all_layers_of_a_shape_share_a_launch_and_a_state_is_read_and_written_on
     assert emulator.load().count_launches() - before == 2
     counted = emulator.load().count_bytes()
     for place in range(5):
-        assert counted[f"recurrent {place}"] == (2 * 4 * 2 * 16 * 40,) * 2, sizes  # of the two requests with nodes
-        assert counted[f"window {place}"][1] == 2 * 4 * 20 * 3
+        assert counted[f"states[{2 * place}]"] == (2 * 4 * 2 * 16 * 40,) * 2, sizes  # of the two requests with nodes
+        assert counted[f"states[{2 * place + 1}]"][1] == 2 * 4 * 20 * 3
 
 
 def test_more_states_than_one_launch_takes(backend):

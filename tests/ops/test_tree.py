@@ -409,8 +409,6 @@ REFUSALS = [("tree_prepare", TREE, *one) for one in PREPARE_REFUSALS] + [
 @pytest.mark.quick_on("best")
 @pytest.mark.parametrize(("op", "good", "change", "message"), REFUSALS, ids=[r[3][:24] for r in REFUSALS])
 def test_bad_input_is_refused_in_words(backend, op, good, change, message):
-    if backend.name == "emulated":
-        pytest.skip("the emulator runs the kernels, not the argument checks in front of them")
     arguments = to(good | change, backend.device)
     with pytest.raises(RuntimeError, match=f"pass_ext::{op}: .*{message}"):
         getattr(pass_ext, op)(**arguments)

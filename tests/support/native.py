@@ -16,7 +16,7 @@ import pybind11
 from support.paths import ROOT
 
 
-def build_module(name: str, sources: dict[Path, str], flags: str) -> ModuleType:
+def build_module(name: str, sources: dict[Path, str], flags: str, libraries: str = "") -> ModuleType:
     """Compiles each source with ``flags`` and its own extra flags, links them, and imports the result; quick if unchanged."""
     folder = ROOT / "build" / "tests" / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ def build_module(name: str, sources: dict[Path, str], flags: str) -> ModuleType:
     lines = [
         "rule compile\n  deps = gcc\n  depfile = $out.d\n  description = compile $in\n"
         f"  command = {compiler} -std=c++17 -fPIC -fvisibility=hidden {include} {flags} $extra -MMD -MF $out.d -c $in -o $out",
-        f"rule link\n  description = link $out\n  command = {compiler} -shared $in -o $out",
+        f"rule link\n  description = link $out\n  command = {compiler} -shared $in -o $out {libraries}",
     ]
     objects = []
     for source, extra in sources.items():

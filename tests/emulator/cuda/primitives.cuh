@@ -14,7 +14,7 @@
 #include "core/half.h"
 #include "engine.h"
 
-#define PASS_EXT_KERNEL void
+#define PASS_EXT_KERNEL inline void
 #define PASS_EXT_DEVICE inline
 #define PASS_EXT_DEVICE_CALL inline
 #define PASS_EXT_LAUNCH_BOUNDS(...)

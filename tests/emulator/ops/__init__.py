@@ -1,13 +1,7 @@
-"""The ops as the emulator runs them: CPU tensors in and out, the CUDA kernels in between.
+"""The ops as the emulator runs them: CPU tensors in and out, csrc/cuda/*.cu in between; attention.py has its own launches."""
 
-Each function does what its op's .cu does around the kernels: contiguous inputs, outputs, workspace, launch. Every module here
-says in KERNELS which ops it runs; KERNELS of this package holds them all.
-"""
+from emulator.ops import attention
+from emulator.ops.launching import emulated
+from pass_ext import _library
 
-from collections.abc import Callable
-from importlib import import_module
-from pkgutil import iter_modules
-
-KERNELS: dict[str, Callable] = {}
-for module in iter_modules(__path__, f"{__name__}."):
-    KERNELS |= getattr(import_module(module.name), "KERNELS", {})
+KERNELS = {name: emulated(name) for name in _library.op_names() if name not in _library.CPU_ONLY} | attention.KERNELS

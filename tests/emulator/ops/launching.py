@@ -1,29 +1,20 @@
-"""``launch``: runs a function of launches/*.cpp that needs a workspace and counters; and what launches of all ops share.
+"""``emulated``: an op of csrc/cuda/*.cu on the emulator; and what the launches of all ops share.
 
 Each call has another order of threads; every run of the tests has the same orders.
 """
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from emulator import session
+from emulator import NAMESPACE, session
 
 seeds = itertools.count()
 launches = itertools.count()
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def pointers(buffers: dict[str, tuple[Tensor, str]]) -> dict[str, int]:
-    """Where the tensors of a session's buffers lie."""
-    return {name: tensor.data_ptr() for name, (tensor, _) in buffers.items()}
-
-
-COUNTERS = 4096  # kCountersOfSlot of cuda/counters.h
+COUNTERS = 4096  # kCounters of engine.h
 
 
 def multiprocessors() -> int:
@@ -32,25 +23,19 @@ def multiprocessors() -> int:
     return next(launches) % 2 * 100_000
 
 
+def emulated(name: str) -> Callable[..., Any]:
+    """The op of this name: its host code says which bytes its kernels may touch."""
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        with session({}, seed=next(seeds)) as machine:
+            machine.set_multiprocessors(multiprocessors())
+            results = getattr(getattr(torch.ops, NAMESPACE), name)(*arguments, **named)
+            assert machine.counters_are_zero(), "the counters are not zero again"
+        return results
+
+    return run
+
+
 def given(**tensors: Tensor | None) -> dict[str, Tensor]:
     """The tensors that are not None."""
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-
-def launch(
-    name: str, numbers: dict[str, float], inputs: dict[str, Tensor], outputs: dict[str, Tensor]
-) -> tuple[Tensor, ...]:
-    """Asks `<name>_workspace`, if there is one, for the bytes of the workspace and runs `name`; returns the outputs."""
-    numbers |= {key: tensor.data_ptr() for key, tensor in (inputs | outputs).items() if key not in numbers}
-    numbers["multiprocessors"] = multiprocessors()
-    with session({}) as machine:
-        size = getattr(machine, f"{name}_workspace", lambda _: 0)(numbers)
-    workspace, counters = torch.empty(size, dtype=torch.uint8), torch.zeros(COUNTERS, dtype=torch.int32)
-    numbers |= {"workspace": workspace.data_ptr(), "counters": counters.data_ptr()}
-    buffers = {key: (tensor, "in") for key, tensor in inputs.items()}
-    buffers |= {key: (tensor, "out") for key, tensor in (outputs | {"workspace": workspace}).items()}
-    buffers["counters"] = (counters, "inout")
-    with session(buffers, seed=next(seeds)) as machine:
-        getattr(machine, name)(numbers)
-    assert not counters.any(), "the counters are not zero again"
-    return tuple(outputs.values())

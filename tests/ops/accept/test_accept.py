@@ -842,9 +842,7 @@ REFUSALS = [
 @pytest.mark.quick_on("best")
 @pytest.mark.parametrize(("change", "message"), REFUSALS, ids=[m[:30] for _, m in REFUSALS])
 def test_bad_input_is_refused_in_words(backend, change, message):
-    if backend.name == "emulated":
-        pytest.skip("the emulator runs the kernels, not the argument checks in front of them")
-    if backend.name == "cuda" and "hangs below" in message:
+    if not backend.name.startswith("cpu") and "hangs below" in message:
         pytest.skip("values are not checked on a GPU: the request gets its status bit")
     arguments = to(GOOD | change, backend.device)
     with pytest.raises(RuntimeError, match="pass_ext::accept_tree: .*" + message):

@@ -1,12 +1,9 @@
 """The memory of accept and draft on a GPU of 132 multiprocessors, and the rows that this lets them scan beforehand."""
 
-from contextlib import contextmanager
-
 import emulator
 import pytest
 import torch
-from emulator.ops import accept, draft, launching
-from emulator.ops.logits import SAMPLING
+from emulator.ops import KERNELS, launching
 
 import pass_ext
 from benchmarks.kernel_code import bounds
@@ -20,8 +17,8 @@ ROUNDING = 16 * 8
 
 def accept_bytes(requests, nodes=5, rule="rejection", has_draft=True):
     numbers = dict(
-        is_chain=1, chain_nodes=nodes, requests=requests, nodes=requests * nodes, vocabulary=VOCABULARY, max_depth=nodes - 1,
-        rule=list(pass_ext.RULES).index(rule), has_draft=int(has_draft), multiprocessors=132,
+        requests=requests, nodes=nodes, vocabulary=VOCABULARY, rule=list(pass_ext.RULES).index(rule),
+        has_draft=int(has_draft), multiprocessors=132,
     )  # fmt: skip
     with emulator.session({}) as machine:
         return machine.accept_workspace(numbers)
@@ -30,7 +27,7 @@ def accept_bytes(requests, nodes=5, rule="rejection", has_draft=True):
 def draft_bytes(rows, mode="without"):
     index = pass_ext.ops.draft.MODES.index(mode)
     with emulator.session({}) as machine:
-        return machine.draft_workspace(dict(rows=rows, vocabulary=VOCABULARY, count=1, mode=index, multiprocessors=132))
+        return machine.draft_workspace(dict(rows=rows, vocabulary=VOCABULARY, mode=index, multiprocessors=132))
 
 
 @pytest.mark.parametrize(("requests", "rows"), [(1, 10), (8, 80), (64, 640), (128, 1280), (409, 4090)])
@@ -87,7 +84,7 @@ def test_the_page_bounds_scans_that_are_made():
 
 def scan_blocks(rows, vocabulary=VOCABULARY, multiprocessors=132):
     with emulator.session({}) as machine:
-        numbers = dict(rows=rows, vocabulary=vocabulary, count=1, multiprocessors=multiprocessors)
+        numbers = dict(rows=rows, vocabulary=vocabulary, multiprocessors=multiprocessors)
         return machine.draft_scan_blocks(numbers)
 
 
@@ -112,7 +109,7 @@ def test_rows_that_few_blocks_scan_in_turns(dtype, monkeypatch):
     )
     expected = pass_ext.draft_sample(logits, 3, mode="coupled", **arguments)
     empty = dict.fromkeys(("top_p", "min_p", "allowed", "positions", "nodes"))
-    ours = draft.draft_sample(logits, 3, 0, **arguments | {"top_k": arguments["top_k"].int()} | empty)
+    ours = KERNELS["draft_sample"](logits, 3, 0, **arguments | {"top_k": arguments["top_k"].int()} | empty)
     assert torch.equal(expected[0], ours[0])
     torch.testing.assert_close(expected[1], ours[1])
 
@@ -122,8 +119,7 @@ def test_a_block_draws_the_noise_that_the_scan_has_not_drawn(vocabulary, draws, 
     """Rule coupled, all rows scanned beforehand on one multiprocessor: the tokens are the CPU's, whoever draws the noise."""
     monkeypatch.setattr(launching, "multiprocessors", lambda: 1)
     requests, nodes = 2, 4
-    numbers = dict(is_chain=1, chain_nodes=nodes, requests=requests, nodes=requests * nodes, vocabulary=vocabulary)
-    numbers |= dict(max_depth=nodes - 1, multiprocessors=1)
+    numbers = dict(requests=requests, nodes=nodes, vocabulary=vocabulary, multiprocessors=1)
     groups, chunks = -(-vocabulary // 64), -(-vocabulary // 1024)
     row = 4 * groups + 8 * chunks + (4 * groups if draws else 0) + LAW + WINNER + JUDGE
     with emulator.session({}) as machine:
@@ -142,8 +138,10 @@ def test_a_block_draws_the_noise_that_the_scan_has_not_drawn(vocabulary, draws, 
     tokens[1, 1] = (tokens[1, 1] + 1) % vocabulary
     expected = pass_ext.accept_chain(logits, tokens, temperature=temperature, seeds=seeds, positions=positions)
     assert expected.num_accepted.tolist() == [3, 1]
-    sampling = (temperature, *[None] * (len(SAMPLING + accept.DRAFT_SAMPLING) - 1))
-    ours = accept.accept_chain(logits, tokens, 0, None, *sampling, None, None, seeds, positions, 0.09, 0.3, -1, 0)[:4]
+    sampling = (temperature, *[None] * 7)
+    ours = KERNELS["accept_chain"](logits, tokens, 0, None, *sampling, None, None, seeds, positions, 0.09, 0.3, -1, 0)[
+        :4
+    ]
     for ours_part, expected_part in zip(ours, expected, strict=True):
         assert torch.equal(ours_part, expected_part)
 
@@ -151,25 +149,17 @@ def test_a_block_draws_the_noise_that_the_scan_has_not_drawn(vocabulary, draws, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rows_that_begin_between_two_wide_loads_take_one_more_for_each_piece(dtype, monkeypatch):
     """Not eight loads of one logit: that took 10 to 20 times as long."""
-    accesses = []
-
-    @contextmanager
-    def counting(buffers, **options):
-        with emulator.session(buffers, **options) as machine:
-            yield machine
-            accesses.append(machine.count_accesses())
-
-    monkeypatch.setattr(launching, "session", counting)
     monkeypatch.setattr(launching, "multiprocessors", lambda: 132)
-    vocabulary, none = 24_700, dict.fromkeys((*SAMPLING, "allowed", "seeds", "positions", "nodes"))
+    names = ("temperature", "top_k", "top_p", "min_p", "allowed", "seeds", "positions", "nodes")
+    vocabulary, none = 24_700, dict.fromkeys(names)
     memory = torch.empty(vocabulary + 16, dtype=dtype)
     wide = 16 // memory.element_size()
     aligned = -memory.data_ptr() // memory.element_size() % wide
     counts = []
     for shift in (0, 1, wide - 1):
         row = memory[aligned + shift :][:vocabulary].copy_(torch.linspace(-9, 9, vocabulary))
-        draft.draft_sample(row[None], 1, pass_ext.ops.draft.MODES.index("top"), **none)
-        counts.append(accesses[-1])  # the one before is of the question for the workspace
+        KERNELS["draft_sample"](row[None], 1, pass_ext.ops.draft.MODES.index("top"), **none)
+        counts.append(emulator.load().count_accesses())
     pieces = vocabulary / 8
     assert pieces < min(counts[1:]) - counts[0] and max(counts[1:]) - counts[0] < 1.2 * pieces, counts
 
@@ -184,8 +174,7 @@ def test_rows_that_begin_between_two_wide_loads_take_one_more_for_each_piece(dty
 def test_a_step_of_few_rows_is_one_launch(rule, requests, nodes, launches):
     """A row a node, or two by a rule that reads drafts, 32 blocks a row; two of these blocks fit on each of 132
     multiprocessors."""
-    numbers = dict(is_chain=1, chain_nodes=nodes, requests=requests, nodes=requests * nodes, vocabulary=VOCABULARY)
-    numbers["max_depth"] = nodes - 1
+    numbers = dict(requests=requests, nodes=nodes, vocabulary=VOCABULARY)
     numbers |= dict(rule=list(pass_ext.RULES).index(rule), has_draft=1, multiprocessors=132)
     with emulator.session({}) as machine:
         assert machine.accept_launches(numbers) == launches
