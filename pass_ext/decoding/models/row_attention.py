@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from pass_ext.decoding.models.layer_attention import Attending
 from pass_ext.decoding.models.parts import decoder_of
-from pass_ext.decoding.models.shadow import OurCall, current_call
+from pass_ext.decoding.models.shadow import OurCall, own_call
 
 KEY = "pass_ext_rows"  # without "flash" in it, which models search for
 
@@ -69,10 +69,7 @@ def _register() -> None:
 
 
 def _call() -> OurCall:
-    call = current_call.get()
-    if call is None:
-        raise RuntimeError(f"attention {KEY!r} is for pass_ext's own calls of a model")
-    return call
+    return own_call(f"attention {KEY!r} is")
 
 
 # ---- masks ----

@@ -69,6 +69,14 @@ def our_call(call: OurCall) -> Iterator[None]:
         current_call.reset(token)
 
 
+def own_call(what: str) -> OurCall:
+    """The call that runs in this thread; without one a RuntimeError, for ``what`` a shadow has can be used by no other."""
+    call = current_call.get()
+    if call is None:
+        raise RuntimeError(f"{what} for pass_ext's own calls of a model")
+    return call
+
+
 def takes_rows_of_our_call(rows: int, most: int, *, is_torchs: bool = False) -> bool:
     """Inside ``our_call``, True for few rows of a product that PyTorch does not compute faster."""
     call = current_call.get()
@@ -95,8 +103,7 @@ def give_positions(part: Any) -> None:
 
 
 def _placed(forward: Callable[..., Any], is_table: bool, /, *inputs: Any, **named: Any) -> Any:
-    call = current_call.get()
-    assert call is not None
+    call = own_call("these positions are")
     return forward(*inputs, **{**named, "position_ids": call.positions if is_table else call.positions[None]})
 
 

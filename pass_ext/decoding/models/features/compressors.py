@@ -20,7 +20,7 @@ from pass_ext.decoding.models.features.feature import Feature
 from pass_ext.decoding.models.features.indexed import IndexRows
 from pass_ext.decoding.models.layer_attention import Attending
 from pass_ext.decoding.models.row_attention import attend_by
-from pass_ext.decoding.models.shadow import current_call
+from pass_ext.decoding.models.shadow import own_call
 from pass_ext.ops.attention import WIDTH_STEP
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
@@ -140,9 +140,8 @@ def _compressed(
     part: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, *_: Any
 ) -> tuple[Tensor, None]:
     """In place of the forward of a layer's compressor: no entries, which attention has."""
-    compressor, call = part.compressor, current_call.get()
-    if call is None:
-        raise RuntimeError(f"this {type(compressor).__name__} is for pass_ext's own calls of a model")
+    compressor = part.compressor
+    call = own_call(f"this {type(compressor).__name__} is")
     call.attended.handed[part] = ByEntries(compressed_rows(compressor, hidden_states, q_residual, position_ids))
     return hidden_states.new_zeros(1, 1, 0, compressor.head_dim), None
 
@@ -153,9 +152,7 @@ def _attending(model: nn.Module) -> list[Any]:
 
 
 def _handed(part: Any, _: dict[str, Any]) -> Attending | None:
-    call = current_call.get()
-    assert call is not None
-    handed: Attending | None = call.attended.handed.pop(part, None)
+    handed: Attending | None = own_call("these entries are").attended.handed.pop(part, None)
     return handed
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from pass_ext.decoding.models.features.feature import Feature
-from pass_ext.decoding.models.shadow import current_call
+from pass_ext.decoding.models.shadow import own_call
 
 
 class HashRouters(Feature):
@@ -27,8 +27,5 @@ class HashRouters(Feature):
 
 
 def _routed(forward: Callable[..., Any], end: int, /, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-    call = current_call.get()
-    if call is None:
-        raise RuntimeError("this router is for pass_ext's own calls of a model")
-    ids: Tensor = call.attend.ids
+    ids: Tensor = own_call("this router is").attend.ids
     return forward(hidden_states, ids.masked_fill(ids < 0, end)[None])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.equivalence import difference_of
 from pass_ext.decoding.models.features.feature import Feature
-from pass_ext.decoding.models.shadow import current_call
+from pass_ext.decoding.models.shadow import own_call
 from pass_ext.decoding.models.step_states import StatePlace, StepStates
 from pass_ext.ops.state import state_commit_
 
@@ -65,10 +65,7 @@ def _place(part: Any) -> StatePlace:
 
 
 def _states_of_call() -> Any:
-    call = current_call.get()
-    if call is None:
-        raise RuntimeError("this attention is for pass_ext's own calls of a model")
-    return call.attend.states
+    return own_call("this attention is").attend.states
 
 
 def _attended(

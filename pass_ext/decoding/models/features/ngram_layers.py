@@ -19,7 +19,7 @@ from torch.nn import functional
 from pass_ext.decoding.models.equivalence import difference_of
 from pass_ext.decoding.models.features.feature import Feature
 from pass_ext.decoding.models.parts import decoder_of
-from pass_ext.decoding.models.shadow import current_call
+from pass_ext.decoding.models.shadow import own_call
 from pass_ext.decoding.models.step_states import StatePlace, StepStates
 
 _COMPARED = 16  # rows
@@ -78,16 +78,12 @@ def _places(part: Any) -> list[StatePlace]:
 
 
 def _states_of_call() -> Any:
-    call = current_call.get()
-    if call is None:
-        raise RuntimeError("these n-grams are for pass_ext's own calls of a model")
-    return call.attend.states
+    return own_call("these n-grams are").attend.states
 
 
 def _ids_of_call(_: Tensor) -> Tensor:
     """In place of a search for each row in the table of embeddings."""
-    call = current_call.get()
-    assert call is not None
+    call = own_call("these n-grams are")
     ids: Tensor = call.attend.ids
     return ids[None]
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 from pass_ext.decoding.models.equivalence import difference_of
 from pass_ext.decoding.models.features.feature import Feature, Pair
 from pass_ext.decoding.models.features.key_biases import KeyBias, key_biases, without_columns
-from pass_ext.decoding.models.shadow import current_call
+from pass_ext.decoding.models.shadow import own_call
 
 Attention = Callable[..., Tensor]
 """Of a layer's number, q, k and v ``[N, heads, D]``, bias, scale, window -> ``[N, heads, D]``; of an encoder without k, v."""
@@ -129,9 +129,7 @@ def _of_call(
     window: int = -1,
     bias: KeyBias | None = None,
 ) -> Tensor:
-    call = current_call.get()
-    if call is None:
-        raise RuntimeError("this attention is for pass_ext's own calls of a model")
+    call = own_call("this attention is")
     if k is None or v is None:
         out: Tensor = call.attend.of_encoder(layer, q, scale=scale)
         return out

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pass_ext.decoding.models.features.feature import Feature
 from pass_ext.decoding.models.parts import decoder_of
-from pass_ext.decoding.models.shadow import current_call
+from pass_ext.decoding.models.shadow import own_call
 
 _METHODS = ("get_per_layer_inputs", "project_per_layer_inputs")
 _TABLE = "embed_tokens_per_layer"
@@ -50,10 +50,7 @@ class PerLayerInputs(Feature):
         look_up, project = (getattr(decoder, name) for name in _METHODS)
 
         def projected(rows: Tensor, _: Any = None) -> Tensor:
-            call = current_call.get()
-            if call is None:
-                raise RuntimeError("these embeddings are for pass_ext's own calls of a model")
-            ids = embedded(call.attend.ids)
+            ids = embedded(own_call("these embeddings are").attend.ids)
             result: Tensor = project(rows, look_up(ids.masked_fill(ids < 0, pad)[None]))
             return result
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.features.feature import Feature
-from pass_ext.decoding.models.shadow import current_call
+from pass_ext.decoding.models.shadow import own_call
 
 _SCALES = "attn_temperature_tuning"
 """A setting of a layer that multiplies queries by a function of their place; in steps, the first of ``floor_scale`` tokens."""
@@ -56,10 +56,7 @@ def _cache_argument(module: nn.Module) -> str | None:
 
 
 def _at_its_places(forward: Callable[..., Any], argument: str, /, *inputs: Any, **named: Any) -> Any:
-    call = current_call.get()
-    if call is None:
-        raise RuntimeError("these queries are for pass_ext's own calls of a model")
-    return forward(*inputs, **{**named, argument: _RowPlaces(call.positions)})
+    return forward(*inputs, **{**named, argument: _RowPlaces(own_call("these queries are").positions)})
 
 
 class _RowPlaces:

@@ -26,7 +26,7 @@ from pass_ext.decoding.models.layer_kinds import STATES, keeps_states, kinds_of
 from pass_ext.decoding.models.one_order import any_order
 from pass_ext.decoding.models.parts import decoder_layers
 from pass_ext.decoding.models.rebound import globals_of, rebound
-from pass_ext.decoding.models.shadow import current_call
+from pass_ext.decoding.models.shadow import own_call
 from pass_ext.decoding.models.step_states import StatePlace, StepStates
 from pass_ext.ops.state import state_commit_
 
@@ -133,9 +133,7 @@ class _Served:
         self._is_compared = False
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        call, function = current_call.get(), self._function
-        if call is None:
-            raise RuntimeError(f"this {self._name} is for pass_ext's own calls of a model")
+        call, function = own_call(f"this {self._name} is"), self._function
         given = {**dict(zip(self._names, inputs, strict=False)), **named}
         asked = (name for name in (*_REFUSED, function.returns_state) if given.get(name) is not None)
         refused = [name for name in asked if given[name] is not False]
