@@ -2,6 +2,7 @@
 texts over all caches and samplings, in sessions that go on and inside transformers; requests of a batch as alone."""
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -37,12 +38,13 @@ def head(request, tmp_path_factory):
     return head_of_kind(request.param, tmp_path_factory.mktemp("head"))
 
 
-def check_drafts(head, recorded, session=None, **limits):
-    """Greedy texts of a ragged batch are Plain's, and drafts the formulas'."""
+def check_drafts(head, recorded, session=None, kernels=nullcontext(), **limits):  # noqa: B008
+    """Greedy texts of a ragged batch are the CPU's by Plain, and drafts the formulas'."""
     ids, mask = head.prompts(2, longest=9)
     options = dict(attention_mask=mask, **{**LIMITS, **limits})
     want = generate(head.target, ids, Plain(), **options).sequences
-    got = generate(head.target, ids, recorded, session=session, **options)
+    with kernels:
+        got = generate(head.target, ids, recorded, session=session, **options)
     assert torch.equal(got.sequences, want)
     compared = 0
     for b, whole in enumerate(unpadded(want, mask)):
@@ -66,8 +68,8 @@ def test_drafts_are_those_of_the_formulas(head):
 
 
 def test_drafts_are_those_of_the_formulas_on_the_kernels_of_a_gpu(on_a_gpu):
-    with testing.rerouted_backend("emulated", KERNELS).active():
-        check_drafts(on_a_gpu, Recorded(on_a_gpu.method), max_new_tokens=8)
+    emulated = testing.rerouted_backend("emulated", KERNELS).active()
+    check_drafts(on_a_gpu, Recorded(on_a_gpu.method), kernels=emulated, max_new_tokens=8)
 
 
 NO_GRAPH = {

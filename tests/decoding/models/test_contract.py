@@ -191,12 +191,15 @@ def test_transformers_caches_go_in_and_out(kind):
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, id=name, marks=[] if kind.emulated else pytest.mark.slow) for name, kind in KINDS.items()],
+    [
+        pytest.param(kind, id=name, marks=pytest.mark.slow if kind.emulated is None else [])
+        for name, kind in KINDS.items()
+    ],
 )
 @pytest.mark.usefixtures("one_thread")
 def test_kernels_and_widths_of_a_gpu_on_the_emulator(kind, monkeypatch):
     """Caches are as wide as on a GPU, which pads rows to the heads of its kernels."""
-    model, (ids, mask) = kind.model(**kind.of_bits), ragged_prompts(2, longest=7)
+    model, (ids, mask) = kind.model(**kind.emulated or {}), ragged_prompts(2, longest=7)
     all_codes = (None,) if kind.coded else (None, torch.int8)
     want = [ours(model, ids, mask, new=5, session=Session(model, cache_dtype=codes)) for codes in all_codes]
     use_widths_of_a_gpu(monkeypatch)
