@@ -18,6 +18,7 @@ BEST = testing.cpu_backends()[-1].name
 # The files that take longest, longest first. They start first: two processes share the files, and the last to end is short.
 LONG = (
     "test_accept.py",
+    "test_contract.py",
     "test_attention.py",
     "test_attention_masks.py",
     "test_attention_one_row.py",
