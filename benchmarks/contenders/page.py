@@ -14,19 +14,8 @@ from benchmarks.contenders import picture_of_speeds as drawing
 from benchmarks.contenders.summary import PARTS, baseline_of, counted, lines, parts
 from benchmarks.contenders.workers import names
 from benchmarks.harness import markdown, picture
+from benchmarks.harness.template import page
 
-HEADER = """# Contenders on a CPU
-
-Written by `python -m benchmarks.contenders` from `contenders.json` beside this page; do not edit. Every contender runs in its
-own process, started once, and continues the same held-out prompts, greedy, a batch of one. A round is one prompt, and each
-contender has one turn in it, in shuffled order. Wall clock around the whole call, the prompt included. Rounds in which other
-programs took more than a tenth of the cores do not count. *llama.cpp* is the wheel of xllamacpp, *built here* is
-llama-cpp-python compiled for this processor; the last table has the instructions that each of them uses.
-
-*tokens/s*: median of the rounds; in brackets the lowest and highest. *against*: tokens/s over those of the baseline in the same
-round, the median; in brackets the lowest and highest. *tokens per call*: new tokens ÷ calls of the model, with the call on the
-prompt. *same text*: texts equal to Plain's in bfloat16, and to Plain's in float32 with the same weights.
-"""
 NAME = "contenders"
 PART_WORDS = {
     "layers": "layers and head",
@@ -39,17 +28,17 @@ def render(result: dict[str, Any], heads: dict[str, Any] | None = None) -> str:
     """The page. heads: the result of benchmarks.pages.heads on this machine; None: there is none."""
     rows = counted(result)
     table, baseline = lines(rows), baseline_of(rows)
-    sections = [HEADER, _provenance(result, rows), f"\n![tokens per second, and the parts of a step]({NAME}.svg)\n"]
     titles = ["", "tokens/s", "tokens per call", f"against {baseline or 'nothing'}", "same text", "as in float32"]
-    sections.append("\n".join(markdown.table(titles, [_cells(line) for line in table])))
-    sections += [f"\nNot raced: {name}: {reason}" for name, reason in result["reasons"].items()]
+    shown = markdown.table(titles, [_cells(line) for line in table])
+    shown += [f"\nNot raced: {name}: {reason}" for name, reason in result["reasons"].items()]
     if measured := parts(result):
-        sections.append(_parts_section(result, measured))
+        shown.append(_parts_section(result, measured))
     if heads is not None:
-        sections.append(_drafting_line(heads))
-    sections.append("\n## Aims\n\n" + "\n".join(markdown.aims(result)))
-    sections.append(_contender_facts(result))
-    return "\n".join(sections) + "\n"
+        shown.append(_drafting_line(heads))
+    return page(
+        __file__, {}, measured=_provenance(result, rows), shown=shown, aims=markdown.aims(result),
+        facts=_contender_facts(result),
+    )  # fmt: skip
 
 
 def _cells(line: dict[str, Any]) -> list[str]:
@@ -120,14 +109,14 @@ def _drafting_line(heads: dict[str, Any]) -> str:
     )
 
 
-def _contender_facts(result: dict[str, Any]) -> str:
+def _contender_facts(result: dict[str, Any]) -> list[str]:
     """The versions of each environment, and the contenders that run in it."""
     by_facts: dict[tuple[str, str], list[str]] = {}
     for name, facts in result["facts"].items():
         versions = ", ".join(f"{package} {version}" for package, version in facts["versions"].items())
         by_facts.setdefault((versions, facts.get("isa", "–")), []).append(name)
     rows = [[versions, isa, "; ".join(members)] for (versions, isa), members in by_facts.items()]
-    return "\n## Versions\n\n" + "\n".join(markdown.table(["", "instructions", "contenders"], rows, left=3))
+    return markdown.table(["", "instructions", "contenders"], rows, left=3)
 
 
 # ---- page and picture together ----
@@ -180,9 +169,9 @@ def write(root: Path, *, check: bool) -> list[str]:
             write_beside(file)
             continue
         result = json.loads(file.read_text())
-        page, image, story = file.with_suffix(".md"), file.with_suffix(".svg"), story_of(result)
-        if not page.exists() or page.read_text() != render(result, _heads_beside(file)):
-            wrong.append(f"{page.relative_to(root)} does not show {NAME}.json")
+        shown, image, story = file.with_suffix(".md"), file.with_suffix(".svg"), story_of(result)
+        if not shown.exists() or shown.read_text() != render(result, _heads_beside(file)):
+            wrong.append(f"{shown.relative_to(root)} does not show {NAME}.json")
         if not (picture.tells(image, story) and picture.is_redrawn(image, partial(drawing.draw, story))):
             wrong.append(f"{image.relative_to(root)} does not show {NAME}.json")
     return wrong

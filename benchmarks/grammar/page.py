@@ -5,20 +5,9 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.harness import markdown
+from benchmarks.harness.template import page, words_of
 
 PLAIN = "Plain"
-HEADER = """# Texts that follow a grammar
-
-Written by `python -m benchmarks.grammar` from the result of the same name beside this page; do not edit. Held-out prompts
-ask for three kinds of JSON objects (schemas) and a line (regular expression); benchmarks/grammar/tasks.py has them. One text
-at a time; methods take turns on each prompt.
-
-*valid*: texts that a check without the grammar libraries accepts. *same*: texts equal to Plain's for the same seed, token by
-token. *calls*: of the model per text, the prompt's included; Plain makes one per token, *forced tokens alone* are n-grams that
-never find anything. *against Plain*: its seconds over the method's, the median over texts, with the 10th and 90th percentile.
-*grammar, ms per call*: time inside the library for one call of the model: masks, moves and forced tokens. *masks per call*:
-rows of candidates and roots that have one.
-"""
 ROUNDED = """
 In bfloat16 a model's logits depend on the rows of a call, so two nearly tied tokens may change places between methods;
 `--dtype float32` measures the same almost without that.
@@ -27,23 +16,16 @@ In bfloat16 a model's logits depend on the rows of a call, so two nearly tied to
 
 def render(result: dict[str, Any]) -> str:
     """The page."""
-    settings, machine = result["settings"], result["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in settings["versions"].items())
-    lines = [
-        HEADER,
-        f"Measured {result['date'][:10]} at commit {result['commit']}, on {machine['cpu']['model']}, "
-        f"{machine['cpu']['cores']} cores, {machine['cpu']['torch_threads']} threads used; {versions}; {settings['model']} in "
-        f"{settings['dtype']}; at most {settings['length']} tokens; seeds are the prompts' places.",
-        ROUNDED if settings["dtype"] == "bfloat16" else "",
-    ]
-    rows = result["rows"]
+    settings, rows, lines = result["settings"], result["rows"], []
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
         for library in dict.fromkeys(row["library"] for row in rows):
             part = [row for row in rows if row["temperature"] == temperature and row["library"] == library]
             title = "greedy" if temperature == 0 else f"temperature {temperature}"
             lines += [f"## {library}, {title}", "", *_methods(part), ""]
-    lines += ["## By task", "", "Calls per text, greedy texts and sampled ones together.", "", *_tasks(rows), ""]
-    return "\n".join(lines)
+    return page(
+        __file__, result, versions=words_of(settings["versions"]), tables=lines, tasks=_tasks(rows),
+        rounded=ROUNDED if settings["dtype"] == "bfloat16" else "",
+    )  # fmt: skip
 
 
 def _methods(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -6,41 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.template import page
 from benchmarks.kernel_code.bounds import BANDWIDTH, CLOCK, MULTIPROCESSORS, SCAN, VOCABULARY, least_times
 from benchmarks.kernel_code.instructions import CLASSES, OPCODES
 from benchmarks.kernel_code.measure import DETAILED
 
 RESULT = Path("benchmarks/results/kernel-code/kernel-code.json")
 PAGE = Path("benchmarks/results/kernel-code/README.md")
-HEADER = """# The kernels' machine code
-
-Written by `python -m benchmarks.kernel_code` from the compiled library and [kernel-code.json](kernel-code.json); do not edit.
-No GPU is needed. These are counts, not measured times. `tests/measurement/kernel_limits.py` limits some of them, and
-`make test` checks the limits.
-"""
-TERMS = """## Terms
-
-- **registers**: registers of a thread. A multiprocessor has 65,536: a block of 512 threads fits once at 128 registers, twice
-  at 64.
-- **stack**: bytes of local memory that each thread addresses. Local memory is device memory after the caches. It holds arrays
-  that are indexed at run time, and registers that did not fit (*spills*). A fast kernel has 0.
-- **local loads, stores** (LDL, STL): instructions that access local memory. The library does not mark the spills among them.
-- **shared**: bytes of static shared memory of a block. From sm_90 on, the system takes 1,024 of them. A launch may add more.
-- **code**: bytes, 16 for each instruction. An instruction waits for memory when it first runs, and whenever no cache holds it.
-- **wide loads** (LDG.128): instructions that load 16 bytes a lane from global memory.
-- **in flight**: wide loads issued before the result of any is used: the shortest such run and the longest. They are counted
-  by following registers through all branches. Each run costs one latency of memory.
-- **hot part**: the smallest loop with the most matrix products, or else with the most wide loads. If no loop has as many as
-  the code outside of loops, it is the whole kernel without the functions that it calls. *all* counts its instructions, *path*
-  those of one turn on an ordinary path: most wide loads, then most arithmetic (matrix products alone, if there are any), then
-  fewest other instructions. Inner loops count once, and a call counts as one instruction.
-- **bytes**: bytes that a warp of 32 lanes gets in a turn from wide loads and copies to shared memory.
-- **instructions per logit**: *path* over the logits in those bytes. A multiprocessor of sm_90 issues four instructions
-  a clock, and an H200's memory brings it some 16 bytes a clock: at 2 bytes a logit more than half an instruction per logit
-  means that arithmetic, not memory, sets the time. If the type of the logits is chosen at run time, the number is that of
-  float32's path. A kernel with less than half of its arithmetic in its hot part has no such number.
-- `AttentionShape<type, D, M>` is for heads of D and 16 M rows of queries at once; *16-bit* is bfloat16 and float16.
-"""
 
 
 def read(root: Path) -> dict[str, Any]:
@@ -61,12 +33,10 @@ def save(result: dict[str, Any], root: Path) -> Path:
 
 def render(result: dict[str, Any]) -> str:
     """The text of the page."""
-    parts = [HEADER, f"Kernels of commit {result['commit']}, compiled by {result['compiler']}.\n", TERMS]
-    parts += ["## Resources of each kernel\n", *_resource_table(result)]
-    parts += [f"\n## Instructions by class, {DETAILED}\n", *_instruction_table(result)]
-    parts += [f"\n## Hot parts, {DETAILED}\n", *_hot_table(result)]
-    parts += ["\n## The least time of a scan\n", *_bounds_table(result)]
-    return "\n".join(parts) + "\n"
+    return page(
+        __file__, result, detailed=DETAILED, resources=_resource_table(result), classes=_instruction_table(result),
+        hot=_hot_table(result), bounds=_bounds_table(result),
+    )  # fmt: skip
 
 
 def _number(value: float | None) -> str:

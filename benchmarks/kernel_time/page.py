@@ -7,45 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.markdown import table
+from benchmarks.harness.template import page
 from benchmarks.kernel_time.cycles import CYCLES
 from benchmarks.kernel_time.fit import FITTED, Counts, counts_of, fit, fitted
 from benchmarks.kernel_time.inputs import ATTENTION, FILTERED, MEASURED
 
 RESULT = Path("benchmarks/results/kernel-time/paths.json")
 PAGE = Path("benchmarks/results/kernel-time/README.md")
-HEADER = """# Times of the kernels at batch 1
-
-Written by `python -m benchmarks.kernel_time` from a GPU's measurements and from [paths.json](paths.json); do not edit.
-
-The real kernels ran on the emulator (`tests/emulator/`), which recorded the work and the waits of the slowest threads of each
-launch, in sequence. Three constants turn these counts into microseconds; they are fitted to what a GPU has measured. So a
-change of a kernel that no GPU has run shows what it should be worth, in the column *now*.
-"""
-METHOD = """## Method
-
-- A thread's path grows by each event. Where threads wait for each other (a barrier, a shuffle, a vote, or an atomic by which
-  blocks hand over), all continue with the longest of their paths. So the last block to arrive continues with the slowest
-  block's path.
-- **Rounds of loads**: all loads between two waits are one. The emulator does not see which load depends on which.
-- **Instructions** are the emulator's, in basic blocks of the host's compiler.
-- **Attention** has one key head on an eighth of the GPU; in one order, and to codes, all of them on a whole GPU.
-- *Left out*: diverging lanes of a warp run side by side here; arrays in local memory cost nothing; all blocks begin at
-  once, however many there are; double precision is as fast as single.
-"""
-WHAT = """## What takes the time
-
-- **A race**: one block alone finishes it. It bounds every group of 64 tokens, with random numbers that the scan has drawn if
-  it knew the race. Each of its warps scores the tokens of one group, and their best dismisses most others. The tokens of the
-  rest that can still win are scored side by side. The scan draws for the race by which a walk that ends at the node ends: over
-  the residual if the node has children, else over the target. A walk that ends by the other one draws all numbers itself.
-- **Filters**: 128 sets of groups give a floor that enough tokens reach. The tokens above it, some tens, are listed, put in
-  order by counting, cut, and raced; no other group is looked at again. A list too short for top-p, or for top-k above 96, and
-  one too long for shared memory are narrowed from 256 bins as before; no step here does that.
-- **Attention** reads lengths, computes its share, then the addresses of its keys, and reads these before its first product;
-  each depends on the one before. The queries come beside the first keys. At 8,192 and 32,768 keys the tiles are bound by
-  bytes. Blocks that share a tile of rows leave their parts to a second launch, which reads them with all multiprocessors.
-- **A level** costs little: the walk reads the scan's results. Its price is the final draw under `rejection`.
-"""
 
 ACCEPT_AIM = 15.0
 AIMS = {("draft_sample", "1 row, coupled"): 9.0, **{("attention", name): aim for name, aim in
@@ -75,8 +43,9 @@ def read_measured(root: Path) -> dict[str, Any]:
 
 def render(result: dict[str, Any], measured: dict[str, Any], paths: dict[tuple[str, str], Counts]) -> str:
     """The text of the page for recorded paths, for what a GPU measured, and for the paths of the kernels that it ran."""
-    parts = [HEADER, _commits(result), METHOD, "## Measured, and by the fit\n", *_measured(result, measured, paths)]
-    return "\n".join([*parts, WHAT, "## Critical paths\n", *_paths(result)]) + "\n"
+    return page(
+        __file__, {}, commits=_commits(result), measured=_measured(result, measured, paths), paths=_paths(result)
+    )  # fmt: skip
 
 
 def _commits(result: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from torch.nn import functional
 import pass_ext
 from benchmarks import ROOT
 from benchmarks.harness.markdown import table
+from benchmarks.harness.template import page
 from pass_ext import testing
 
 sys.path.append(str(ROOT / "tests"))  # at the end: an installed pass_ext stays
@@ -31,14 +32,6 @@ LAYERS = {  # heads, key heads, dk, dv, form
     "Mamba-2": (128, 8, 128, 64, "additive"),
 }
 ROWS = (1, 4, 16, 64)
-HEADER = """# Bytes of layers that keep a state
-
-Written by `python -m benchmarks.kernel_time.state_bytes`; do not edit. Counted on the emulator, which runs the CUDA kernels:
-these are their loads and stores, not times. Inputs in bfloat16, states in float32, one request, a binary tree and the commit of
-the path to its last node. *Per node*: a kernel that loads the parent's state and stores the node's, for every node, and a
-commit that copies the last accepted one. *All other loads*: k, q, v, decays, beta and parents, each as often as a block loads
-it; most come from the caches.
-"""
 
 
 class Counts(NamedTuple):
@@ -125,7 +118,7 @@ def render() -> str:
         "layer", "nodes", "the state, KiB", "step: states loaded", "all other loads", "stores", "commit: states loaded",
         "states stored", "all other loads", "states, step and commit", "states, per node", "ratio",
     ]  # fmt: skip
-    return "\n".join([HEADER, *table(head, [line(layer, rows) for layer in LAYERS for rows in ROWS]), ""])
+    return page(__file__, {}, counts=table(head, [line(layer, rows) for layer in LAYERS for rows in ROWS]))
 
 
 def main() -> int:

@@ -17,20 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
+from benchmarks.harness import markdown, template
 
 PAGE = Path("benchmarks/results/gpu-status.md")
 SAME_CODE = Path("benchmarks/results/kernel-code")
 """The folder of the records of benchmarks.gpu.same_code."""
-HEADER = """# What was verified on a GPU
-
-Written by `python -m benchmarks.pages.gpu_status`; do not edit. On a machine with a GPU `make gpu` builds the kernels, runs
-their tests and writes a record, `benchmarks/results/<GPU>/verified-<commit>.json`, which this page shows. A kernel file is
-verified if its tests ran on the GPU, none failed, and its hash is still the same. The hash covers the file and every project
-header that it includes, but not argument checks and registration (`csrc/cuda/*.cu`). A file whose text changed stays verified
-where `python -m benchmarks.gpu.same_code` compiled it at both commits and found the same machine code, the same code on the
-host and the same tables: its records lie in `benchmarks/results/kernel-code/`. Elsewhere the tests run the same kernels on an
-emulator, which shows that their logic is right and says nothing about their speed.
-"""
 
 
 def kernel_files(root: Path) -> list[Path]:
@@ -129,11 +120,11 @@ def _describe_run(record: dict[str, Any], entry: dict[str, Any]) -> str:
 def render(root: Path) -> str:
     """The page."""
     records, same = read_records(root), read_same_code(root)
-    rows = ["| kernels | hash | on a GPU |", "| --- | --- | --- |"]
+    rows = []
     for file in kernel_files(root):
         current = content_hash(file, root)
-        rows.append(f"| {file.relative_to(root)} | {current} | {describe_state(file.name, current, records, same)} |")
-    return "\n".join([HEADER, *rows, ""])
+        rows.append([str(file.relative_to(root)), current, describe_state(file.name, current, records, same)])
+    return template.page(__file__, {}, kernels=markdown.table(["kernels", "hash", "on a GPU"], rows, left=3))
 
 
 def main() -> int:

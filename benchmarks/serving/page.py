@@ -5,42 +5,22 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness import markdown
+from benchmarks.harness.template import page, words_of
 
 PLAIN, NGRAM = "plain", "n-grams of vLLM"
 ALWAYS, MEASURED = "PaSS, every step", "PaSS, measured length"
-HEADER = """# Serving with vLLM on a CPU
-
-Written by `python -m benchmarks.serving` from `serving.json` beside this page; do not edit. vLLM's own benchmark client sends
-held-out prompts (chat, code and prose by turns), greedy; all servers run side by side and take turns.
-
-*tokens/s*: of all requests together, the median of the rounds; in brackets the lowest and highest. *ms per token*: of one
-request, after its first token. *against plain*: tokens/s over those of plain serving in the same round, the median; in
-brackets the lowest and highest. *accepted*: guesses accepted per draft, by vLLM's counters.
-"""
-FOOTER = """
-A small model on few cores is the hardest place for speculation: a call with more rows costs more time, because the cores are
-busy with few rows already, and requests in a batch share what is left. On a GPU a call with a few more rows takes about the
-same time until the batch fills the machine; no GPU has run this.
-"""
 
 
 def render(result: dict[str, Any]) -> str:
     """The page."""
-    settings, machine = result["settings"], result["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in settings["versions"].items())
-    mode = "compiled" if settings["compiled"] else "eager"
-    lines = [
-        HEADER,
-        f"Measured {result['date']} at commit {result['commit']}, on {machine['cpu']['model']}, "
-        f"{machine['cpu']['cores']} cores; "
-        f"{versions}; {settings['model']} in {settings['dtype']}, {mode}; {settings['length']} tokens per text; "
-        f"{settings['rounds']} rounds; {PLAIN.capitalize()} and n-grams (4 drafts) without pass_ext; PaSS with "
-        f"{settings['drafts']} drafts every step, and with up to {2 * settings['drafts']} of measured length.\n",
-    ]
+    settings, lines = result["settings"], []
     for concurrency in dict.fromkeys(row["concurrency"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["concurrency"] == concurrency]
         lines += [f"## {concurrency} at a time", "", *_table(rows), ""]
-    return "\n".join(lines) + FOOTER
+    return page(
+        __file__, result, versions=words_of(settings["versions"]), mode="compiled" if settings["compiled"] else "eager",
+        most=2 * settings["drafts"], tables=lines,
+    )  # fmt: skip
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
