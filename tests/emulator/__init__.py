@@ -12,10 +12,7 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 NAMESPACE = "pass_ext_emulated"
-ATTENTION = "attention"  # its launches are launches/attention*.cpp
-CUDA = sorted(
-    path for path in (ROOT / "csrc/cuda").glob("*.cu") if path.stem != "debug" and not path.stem.startswith(ATTENTION)
-)
+CUDA = sorted(path for path in (ROOT / "csrc/cuda").glob("*.cu") if path.stem not in ("attention", "debug"))
 # These hold kernels: every access is reported.
 CHECKED = (
     *(HERE / name for name in ("primitives.cpp", "planted_faults.cpp")),

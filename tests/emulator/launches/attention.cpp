@@ -1,7 +1,4 @@
-// The kernels of csrc/cuda/attention.cuh and attention_merge.cuh through their own launch functions, as attention.cu
-// calls them.
-#include "cuda/attention.cuh"
-
+// Attention's launches, as attention.cu makes them. Its kernels are compiled by the other attention_*.cu.
 #include "cuda/attention_codes_plan.cuh"
 #include "cuda/attention_group_plan.cuh"
 #include "cuda/attention_merge.cuh"
