@@ -17,7 +17,7 @@ from transformers.models.mistral import modeling_mistral
 import pass_ext
 from benchmarks.architectures.models import tiny_model
 from pass_ext import NGram, Plain, Session, generate, testing
-from pass_ext.decoding.models.row_attention import reach_of, window_of
+from pass_ext.decoding.models.row_attention import KEY, reach_of, window_of
 
 IDS = torch.tensor([[5, 6, 7, 5, 6]])
 ENDS = [5, 6, 7]
@@ -44,6 +44,15 @@ def test_windows_that_the_mask_alone_knows(architecture, attention):
     whole = small_model(architecture, sliding_window=2048)
     assert not torch.allclose(model(ids, attention_mask=mask).logits, whole(ids, attention_mask=mask).logits)
     assert_text_of_transformers(model)
+
+
+def test_our_attention_is_for_our_own_calls():
+    """As all parts that a mirror has of ours."""
+    model = small_model("llama")
+    generate(model, IDS, Plain(), max_new_tokens=2)
+    model.set_attn_implementation(KEY)
+    with pytest.raises(RuntimeError, match=f"^attention '{KEY}' is for pass_ext's own calls of a model$"):
+        model(IDS)
 
 
 @pytest.mark.parametrize("architecture", ODD_HEADS)
