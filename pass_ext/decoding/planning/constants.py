@@ -15,6 +15,9 @@ memory is allocated."""
 OLDEST = 20.0
 """Seconds after which a step is forgotten: the machine may be busy or idle meanwhile, and what looked dear is tried again."""
 
+STILL_AS_SLOW = 0.85
+"""Share of their time beside the last plain steps below which drafted ones are faster: chance moves a median of eight less."""
+
 # ---- whether drafting pays (pace.py) ----
 
 MOST_LOST = 3.0

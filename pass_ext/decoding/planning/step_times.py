@@ -11,7 +11,8 @@
                    where steps with just as many rows are known, theirs count with it
 
 While one kind is unknown, the other stands for it: a machine that is busy, or a text that is long, slows both. Of a few drafted
-steps the fastest tells what drafting adds.
+steps the fastest tells what drafting adds. Plain steps are forgotten once drafted ones are faster than they were beside them:
+the machine is less busy, and drafting would look cheap.
 """
 
 from __future__ import annotations
@@ -43,7 +44,14 @@ from pass_ext.checkpoint import cache_folder
 from pass_ext.decoding.methods import MAX_PLANNED_ROWS
 from pass_ext.decoding.models.encoders import some_inputs
 from pass_ext.decoding.models.packed import Adapted
-from pass_ext.decoding.planning.constants import FEWEST_DRAFTED, FEWEST_PLAIN, OLDEST, REMEMBERED, REMEMBERED_OF_ROWS
+from pass_ext.decoding.planning.constants import (
+    FEWEST_DRAFTED,
+    FEWEST_PLAIN,
+    OLDEST,
+    REMEMBERED,
+    REMEMBERED_OF_ROWS,
+    STILL_AS_SLOW,
+)
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.tree import Tree, pack_trees
@@ -100,15 +108,24 @@ class StepClock:
         self._plain: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
         self._drafted: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
         self._of_rows: dict[int, deque[tuple[float, float]]] = defaultdict(partial(deque, maxlen=REMEMBERED_OF_ROWS))
+        self._beside: float | None = None  # seconds / t(rows) of drafted steps beside the last plain ones
 
     def add(self, rows: int, seconds: float, *, is_plain: bool) -> None:
         """Counts a step by the rows of all requests together."""
         sample = time.perf_counter(), seconds / self.table.at(rows)
         if is_plain:
             self._plain.append(sample)
-        else:
-            self._drafted.append(sample)
-            self._of_rows[rows].append(sample)
+            self._beside = None
+            return
+        self._drafted.append(sample)
+        self._of_rows[rows].append(sample)
+        drafted = _lately(self._drafted)
+        if len(drafted) < FEWEST_DRAFTED:
+            return
+        if self._beside is None:
+            self._beside = median_low(drafted)
+        elif median_low(drafted) < STILL_AS_SLOW * self._beside:
+            self._plain.clear()
 
     @property
     def knows_plain(self) -> bool:

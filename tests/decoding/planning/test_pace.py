@@ -264,3 +264,15 @@ def test_beside_one_slow_plain_step_drafting_looks_no_cheaper(monkeypatch):
     machine.seconds = seconds
     stats = generate(machine, torch.tensor([[0, 1, 2]]), Head(0.05, 0.0, 0), max_new_tokens=256, eos_token_id=[]).stats
     assert stats.num_drafts < 30
+
+
+@pytest.mark.parametrize("further", [0.001, 0.003])
+def test_a_machine_that_becomes_less_busy_makes_drafting_look_no_cheaper(monkeypatch, further):
+    """All steps of a text took three times as long, its plain ones too, of which drafting that pays times few. Drafts of the
+    next text are never right, and its steps take 10 ms, so that those plain ones are not old."""
+    machine, ids = Machine(monkeypatch, line(0.03, 3 * further), 1.0), torch.tensor([[0, 1, 2]])
+    generate(machine, ids, PaSS(slots()), max_new_tokens=300, eos_token_id=[])
+    machine.seconds, machine.predicts = line(0.01, further), [False] * len(machine.predicts)
+    before = machine.clock
+    generate(machine, ids, PaSS(slots()), max_new_tokens=256, eos_token_id=[])
+    assert machine.clock - before <= 256 * 0.01 / 0.95
