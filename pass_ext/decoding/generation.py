@@ -38,6 +38,7 @@ from pass_ext.decoding.requests.guides import GrammarArgument, guides_of
 from pass_ext.decoding.requests.processors import Processor, processors_of
 from pass_ext.decoding.requests.prompts import Prompts, prompts_of, special_tokens, warn_of_length
 from pass_ext.decoding.sampling import SamplingParams
+from pass_ext.decoding.session.past import take_encoded, take_past, take_read
 from pass_ext.decoding.session.reading import read_again
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.stats import GenerationStats
@@ -221,7 +222,7 @@ def _held_already(
     """Fills the session with what there is before the prompts are read -> how many tokens of each text that is of. prompt: what
     the model's own forward, or its encoder, reads. asked: the prompts, each once."""
     if not prompt:
-        return session.fill(texts, samples)
+        return take_past(session, texts, samples)
     if session.past is not None:
         raise ValueError(
             "generate: session.past must be None with prompt, which the model reads whole; or give a cache of transformers to "
@@ -233,11 +234,11 @@ def _held_already(
             f"model reads those of a batch together, got {len(asked.texts)}"
         )
     if isinstance(prompt, EncoderInputs):
-        session.encode(prompt, len(texts) // len(asked.texts))
+        take_encoded(session, prompt, len(texts) // len(asked.texts))
         return [0] * len(texts)
     if isinstance(prompt, Mapping):
         prompt = WholePrompts.prepared(session.model.model, asked.input_ids, asked.mask, prompt)
-    return session.take(prompt.read(session.model, taps), samples * prompt.copies)
+    return take_read(session, prompt.read(session.model, taps), samples * prompt.copies)
 
 
 def _device_rows(

@@ -300,6 +300,12 @@ _PYTHON: dict[str, list[str]] = {
         "tests/decoding/models/test_falcon.py",
     ],
     "sampling": ["tests/decoding/loop/test_several_texts.py", *_GENERATE[:-1], f"{_GENERATE[-1]} or several_texts"],
+    "session/past": [
+        "tests/decoding/test_session.py",
+        "tests/decoding/models/test_whole_prompts.py",
+        "tests/decoding/models/test_encoders.py",
+        "tests/decoding/models/test_hybrid_models.py",
+    ],
     "session/reading": [
         "tests/decoding/loop/test_several_texts.py",
         "tests/decoding/loop/test_bf16_texts.py",

@@ -52,6 +52,7 @@ from pass_ext.decoding.planning.constants import (
     REMEMBERED_OF_ROWS,
     STILL_AS_SLOW,
 )
+from pass_ext.decoding.session.past import take_encoded
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.tree import Tree, pack_trees
@@ -199,7 +200,7 @@ class _Calls:
     def __init__(self, model: Adapted, graphs: bool, lookahead: LookaheadEmbedding | None) -> None:
         self._session = Session(model, 1, _PREFIX + MAX_PLANNED_ROWS, cuda_graphs=graphs)
         if model.has_encoder:
-            self._session.encode(some_inputs(model), 1)
+            take_encoded(self._session, some_inputs(model), 1)
         self._slots = 0
         if lookahead is not None:
             self._slots = lookahead.num_lookahead

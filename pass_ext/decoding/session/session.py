@@ -17,21 +17,20 @@ from torch import Tensor
 
 from pass_ext.decoding.arguments import instance, type_of, whole_number
 from pass_ext.decoding.models.any_model import packed_model
-from pass_ext.decoding.models.cached_rows import is_front, padded, split_after, with_after
+from pass_ext.decoding.models.cached_rows import is_front
 from pass_ext.decoding.models.encoders import Encoded, EncoderInputs
 from pass_ext.decoding.models.one_order import check_seen
 from pass_ext.decoding.models.packed import Adapted, NewRows
 from pass_ext.decoding.models.slots import PlacedSlots
 from pass_ext.decoding.models.step_states import StatePlace, StepStates, Update
 from pass_ext.decoding.models.taps import Tap, Taps
-from pass_ext.decoding.models.whole_prompts import ReadPrompts
 from pass_ext.decoding.session.recording import Called, RecordedCalls, can_record
 from pass_ext.decoding.session.step_attention import StepAttention
 from pass_ext.decoding.session.text_states import TextStates
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.attention import padded_widths
 from pass_ext.ops.cache import cache_commit_
-from pass_ext.ops.quantize import CODE_HEADER, MOST_OF_CODES, quantize_rows
+from pass_ext.ops.quantize import CODE_HEADER, MOST_OF_CODES
 from pass_ext.ops.state import state_commit_
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
@@ -138,7 +137,7 @@ class Session:
         self._new: NewRows = []
         self._updates: list[Update] = []
         self._hidden: Tensor | None = None
-        self._read: tuple[list[int], list[Tensor]] | None = None  # lengths and states that ``take`` was given
+        self.read: tuple[list[int], list[Tensor]] | None = None  # lengths and states of whole prompts
         self._records = bool(cuda_graphs) and can_record(self.model.table.device)
         self._recorded = RecordedCalls(self._forward) if self._records else None
         self._allocate(requests or 0, room or 0)
@@ -150,7 +149,7 @@ class Session:
         with torch.inference_mode(False):
             self.slots = PlacedSlots(table.new_empty(0, table.shape[1]))
             self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
-            self._state_lens = torch.zeros_like(self.prefix_lens)  # tokens that the states are of
+            self.state_lens = torch.zeros_like(self.prefix_lens)  # tokens that the states are of
         self.offsets, self.begins = None, [0] * requests
         self._positions = min(room, _FIRST_POSITIONS) if table.is_cpu else room  # that the caches hold now
 
@@ -236,14 +235,14 @@ class Session:
     def store(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
         """Puts these keys and values after the texts; the texts' lengths ``prefix_lens`` stay as they are."""
         if self._positions < self.room:
-            self._hold(int(self.prefix_lens.max()) + path.shape[1])
+            self.hold(int(self.prefix_lens.max()) + path.shape[1])
         if self.caches:
             cache_commit_(self.all_caches(), self.prefix_lens, trees.cu_nodes, path, num_accepted, new=self._new)
         if self.states:
             state_commit_(self.states, self._updates, trees.cu_nodes, path, num_accepted)
             places = torch.arange(path.shape[1], device=self.device)
             counts = ((path >= 0) & (places <= num_accepted[:, None])).sum(1)
-            self._state_lens.add_(counts * trees.has_rows)
+            self.state_lens.add_(counts * trees.has_rows)
         if self.text_states is not None and self._hidden is not None:
             self.text_states.add(self._hidden, trees, path, num_accepted)
 
@@ -265,16 +264,16 @@ class Session:
         """The requests whose states are of more tokens than ``prefix_lens``: a step has gone on after the text's end."""
         if not self.states:
             return []
-        return (self._state_lens != self.prefix_lens).nonzero()[:, 0].tolist()
+        return (self.state_lens != self.prefix_lens).nonzero()[:, 0].tolist()
 
     def forget(self, requests: Sequence[int]) -> list[int]:
         """Drops the texts of these requests, but for what was read of prompts that are more than text -> the number of tokens
         that each request holds."""
         at = torch.tensor(requests, device=self.device)
-        lengths, states = ([0] * self.requests, [None] * len(self.states)) if self._read is None else self._read
+        lengths, states = ([0] * self.requests, [None] * len(self.states)) if self.read is None else self.read
         for state, kept in zip(self.states, states, strict=True):
             state[at] = 0 if kept is None else kept[at]
-        self.prefix_lens[at] = self._state_lens[at] = self.prefix_lens.new_tensor(lengths)[at]
+        self.prefix_lens[at] = self.state_lens[at] = self.prefix_lens.new_tensor(lengths)[at]
         return lengths
 
     def copy_text(self, request: int, others: Sequence[int], first: int, last: int) -> None:
@@ -285,11 +284,11 @@ class Session:
                 cache[to, first:last] = cache[request, first:last]
         for state in self.states:
             state[to] = state[request].clone()
-        self.prefix_lens[to] = self._state_lens[to] = last
+        self.prefix_lens[to] = self.state_lens[to] = last
         if self.text_states is not None:
             self.text_states.copy(request, others)
 
-    def _hold(self, positions: int) -> None:
+    def hold(self, positions: int) -> None:
         """Moves the caches to larger ones if they do not hold so many positions."""
         former, width = self._positions, self.prefix_lens.max()
         if positions <= former:
@@ -347,13 +346,13 @@ class Session:
         elif room > self.room:
             self.room = room
             if not model.table.is_cpu:
-                self._forget_recorded()
-                self._hold(room)
+                self.forget_recorded()
+                self.hold(room)
         self.is_undisturbed = False
         self._has_called = False
         self.prefix_lens.zero_()
-        self._state_lens.zero_()
-        self.begins, self._read = [0] * requests, None
+        self.state_lens.zero_()
+        self.begins, self.read = [0] * requests, None
         self.encoder_inputs = self.encoded = None
         for tensor in (*self.states, *([] if self.offsets is None else [self.offsets])):
             tensor.zero_()
@@ -368,143 +367,21 @@ class Session:
             self.slots.copy_(placed)
         else:
             self.slots = placed
-            self._forget_recorded()
+            self.forget_recorded()
 
-    def _forget_recorded(self) -> None:
+    def forget_recorded(self) -> None:
         """Has calls and steps recorded anew, because the memory that they read is given up."""
         self.fixed_steps.clear()
         if self._recorded is not None:
             self._recorded = RecordedCalls(self._forward)
 
-    def fill(self, texts: Sequence[Sequence[int]], samples: int = 1) -> list[int]:
-        """Takes the keys, values and states of ``past`` -> how many tokens of each text they are of.
-
-        samples: texts of each prompt.
-        Existing caches are written in place, because recorded calls read them there.
-        """
-        if self.past is None:
-            return [0] * len(texts)
-        (past, given_lengths, *rest), self.past = self.past, None
-        states = rest[0] if rest else ()
-        offsets = rest[1] if len(rest) > 1 else None
-        lengths = _lengths_of(given_lengths, len(texts), samples)
-        for text, held in zip(texts, lengths, strict=True):
-            if len(text) <= held:
-                raise ValueError(f"past holds {held} tokens, so prompts must be longer, got {len(text)}")
-        self._fill(past, lengths, states, samples)
-        if offsets is not None:
-            given = offsets.tolist() if isinstance(offsets, Tensor) else list(offsets)
-            if samples * len(given) != len(texts):
-                raise ValueError(
-                    f"past: its offsets must be one for each of {len(texts) // samples} prompts, got {given}"
-                )
-            self._stand([offset for offset in given for _ in range(samples)])
-        return lengths
-
-    def take(self, read: ReadPrompts, samples: int) -> list[int]:
-        """Takes what the model's own forward has made of prompts -> how many tokens of each text that is of. samples: texts of
-        each prompt."""
-        lengths, offsets, self.begins = (
-            [number for number in numbers for _ in range(samples)]
-            for numbers in (read.lengths, read.offsets, read.begins)
-        )
-        self._fill(read.layers, lengths, read.states, samples)
-        if read.states and self.wants_states:
-            self._read = lengths, [state.clone() for state in self.states]
-        self._stand(offsets)
-        if self.text_states is not None:
-            self.text_states.begin([states for states in read.hidden for _ in range(samples)])
-        return lengths
-
-    def encode(self, inputs: EncoderInputs, samples: int) -> None:
-        """Takes what the model's encoder makes of the inputs of prompts. samples: texts of each."""
-        encoded = inputs.read(self.model)
-        if samples * len(encoded.lengths) != self.requests:
-            raise ValueError(
-                f"{self.model.name}: the encoder's inputs must be of {self.requests // samples} prompts, as many as input_ids "
-                f"has rows, got {len(encoded.lengths)}"
-            )
-        self.encoder_inputs, self.encoded = inputs, encoded.repeated(samples)
-        self._forget_recorded()
-
-    def _stand(self, offsets: Sequence[int]) -> None:
-        """Sets each text's position of a row less its index in the text."""
-        if not any(offsets):
-            return
-        if self.model.rope_limit is not None and max(offsets) > 0:
-            raise ValueError(
-                f"{self.model.name} changes its rotary frequencies after {self.model.rope_limit} tokens, and a prompt has "
-                f"more positions than tokens: {max(offsets)} more"
-            )
-        if self.offsets is None:
-            self.offsets = torch.zeros_like(self.prefix_lens)
-            self._forget_recorded()
-        self.offsets.copy_(torch.tensor(offsets, dtype=torch.int32))
-
-    def _fill(self, past: Layers, lengths: Sequence[int], states: Sequence[Tensor], samples: int) -> None:
-        """Takes keys and values of the first tokens of each text, and the states after them."""
-        length = max(lengths)
-        first = self.is_new
-        if self.model.keeps_states != bool(states):
-            raise ValueError(
-                "past must be (keys and values, number of tokens, states), as this model has layers that keep a state"
-                if self.model.keeps_states
-                else "past must have no states, as no layer of this model keeps one"
-            )
-        if not (past or states) or (not first and len(past) != len(self.caches)):
-            raise ValueError(f"past must be of each layer, {len(self.caches) or '1 or more'}, got {len(past)}")
-        self._hold(min(length, self.room))
-        for layer, given in enumerate(past):
-            is_shared = is_front(given[1], given[0])
-            pair = list(given) if samples == 1 else [x.repeat_interleave(samples, 0) for x in given]
-            for x in pair:
-                if x.dim() != 4 or x.shape[0] != self.requests or x.shape[1] < length:
-                    raise ValueError(
-                        f"past: keys and values of layer {layer} must be [{self.requests}, {length} or more, heads, D], got "
-                        f"{list(x.shape)}"
-                    )
-            header = CODE_HEADER if pair[0].dtype in MOST_OF_CODES else 0
-            after, count = None, self.model.widths_after.get(layer, 0)
-            if count:
-                dtype = self.model.table.dtype if header else pair[0].dtype
-                pair[0], after = split_after(pair[0], count, dtype)
-            dims = pair[0].shape[-1] - header, pair[1].shape[-1] - header
-            widths = padded_widths(*dims, self.device, in_codes=bool(header) or self.cache_dtype is not None)
-            rows = [padded(x[:, :length], header + width) for x, width in zip(pair, widths, strict=True)]
-            if self.cache_dtype is not None and not header:
-                rows = [quantize_rows(x, self.cache_dtype) for x in rows]
-            if after is not None:
-                rows[0] = with_after(rows[0], after[:, :length].to(self.model.table.dtype))
-            if first:
-                self.add_layer(rows[0][0], None if is_shared else rows[1][0], dims)
-            self.check_rows(layer, *(x[0] for x in rows))
-            for cache, x in zip(self._parts(layer), rows, strict=False):
-                cache[:, :length] = x
-        if states:
-            self._fill_states(states, samples, first=first)
-        self.prefix_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
-        self._state_lens.copy_(self.prefix_lens)
-
-    def _fill_states(self, given: Sequence[Tensor], samples: int, *, first: bool) -> None:
-        """Takes the states of ``past``."""
-        copies = [x.repeat_interleave(samples, 0) for x in given]  # a copy for one sample too
-        shapes = [(self.requests, *x.shape[1:]) for x in (copies if first else self.states)]
-        if [x.shape for x in copies] != shapes:
-            raise ValueError(
-                f"past: its states must be {[list(shape) for shape in shapes]}, got {[list(x.shape) for x in copies]}"
-            )
-        if first:
-            self.states += copies
-        for state, x in zip(self.states, copies, strict=True):
-            state.copy_(x)
-
     def all_caches(self) -> list[Tensor] | Tensor:
         """Keys and values of layer 0, of layer 1 …: ``[2 * layers, B, room, KV heads, D]`` if they are alike, else a list."""
         if self._stack is not None and len(self._stack) == 2 * len(self.caches):
             return self._stack
-        return [cache for layer in range(len(self.caches)) for cache in self._parts(layer)]
+        return [cache for layer in range(len(self.caches)) for cache in self.parts(layer)]
 
-    def _parts(self, layer: int) -> tuple[Tensor, ...]:
+    def parts(self, layer: int) -> tuple[Tensor, ...]:
         """The caches of a layer: of keys, and of values unless these are the keys' first numbers."""
         keys, values = self.caches[layer]
         return (keys,) if is_front(values, keys) else (keys, values)
@@ -548,16 +425,6 @@ class Session:
                     f"{cache.dtype} {list(cache.shape[2:])} (heads, padded D), those given now {x.dtype} "
                     f"{list(x.shape[1:])}"
                 )
-
-
-def _lengths_of(given: int | Sequence[int], texts: int, samples: int) -> list[int]:
-    """The number of tokens that ``past`` has of each text."""
-    lengths: list[Any] = (
-        [n for n in given for _ in range(samples)] if isinstance(given, (list, tuple)) else [given] * texts
-    )
-    if len(lengths) != texts or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
-        raise ValueError(f"past must be of 1 token or more, got {given!r}")
-    return lengths
 
 
 class FirstLayers(Session):
