@@ -221,7 +221,7 @@ def _held_already(
 ) -> list[int]:
     """Fills the session with what there is before the prompts are read -> how many tokens of each text that is of. prompt: what
     the model's own forward, or its encoder, reads. asked: the prompts, each once."""
-    if not prompt:
+    if not prompt and not session.model.reads_whole:
         return take_past(session, texts, samples)
     if session.past is not None:
         raise ValueError(
@@ -236,8 +236,8 @@ def _held_already(
     if isinstance(prompt, EncoderInputs):
         take_encoded(session, prompt, len(texts) // len(asked.texts))
         return [0] * len(texts)
-    if isinstance(prompt, Mapping):
-        prompt = WholePrompts.prepared(session.model.model, asked.input_ids, asked.mask, prompt)
+    if not isinstance(prompt, WholePrompts):
+        prompt = WholePrompts.prepared(session.model.model, asked.input_ids, asked.mask, prompt or {})
     return take_read(session, prompt.read(session.model, taps), samples * prompt.copies)
 
 

@@ -209,6 +209,8 @@ class Adapted:
     they keep after the keys of each KV head."""
     has_encoder: bool = False
     """Rows attend to an encoder's outputs too, so prompts must come with what it reads."""
+    reads_whole: bool = False
+    """Rows of a prompt attend to those after them too, so that its own forward must read prompts."""
     keeps_states: bool = False
     """Some layers keep a state."""
     most_positions: int = sys.maxsize

@@ -49,6 +49,12 @@ def has_encoder(model: Any) -> bool:
     return bool(getattr(model.config, "is_encoder_decoder", False))
 
 
+def reads_whole(model: Any) -> bool:
+    """True for a decoder of which some layers say that rows of a prompt attend to those after them too."""
+    own = (part for part in decoder_of(model).modules() if hasattr(part, "layer_idx"))
+    return not has_encoder(model) and any(getattr(part, "is_causal", True) is False for part in own)
+
+
 def number_of_layers(config: Any) -> int | None:
     """Of the decoder of a model with this config; None: it does not say."""
     text = config.get_text_config(decoder=True)

@@ -302,7 +302,9 @@ def _row_attention(
     attention_mask = others.pop("attention_mask")
     kept_keys = dict(enumerate(call.kept)).get(module.layer_idx, -1)  # type: ignore[call-overload]
     reach, reason = _reach(module, attention_mask, rows, sliding_window, kept_keys)
-    reason = reason or unsupported(module, rows, dropout, others)
+    # Attention that has a causal mask goes by it, whatever the layer says of calls without one.
+    is_causal = True if isinstance(attention_mask, RowMask) else None
+    reason = reason or unsupported(module, rows, dropout, others, is_causal)
     if reason is not None:
         raise ValueError(
             f"pass_ext attention: {call.model}, layer {module.layer_idx}: {reason}, so pass_ext cannot decode this model"
@@ -382,18 +384,20 @@ def window_conflict(module: Any, sliding_window: int | None, reach: Reach) -> st
     return f"{type(module).__name__} says sliding_window={sliding_window}, its mask has {reach}"
 
 
-def unsupported(module: nn.Module, rows: int, dropout: float, others: dict[str, Any]) -> str | None:
+def unsupported(
+    module: nn.Module, rows: int, dropout: float, others: dict[str, Any], is_causal: bool | None = None
+) -> str | None:
     """Describes the first argument of attention that pass_ext does not implement, to follow "pass_ext attention: "; None: all
     are supported.
 
-    rows: of the call, per request.
+    rows: of the call, per request. is_causal: None: as the layer says.
     """
     name = type(module).__name__
     if dropout > 0.0 and module.training:
         return f"{name} asks for dropout {dropout}; call model.eval(), or train with 'sdpa'"
-    causal = getattr(module, "is_causal", True)
+    own = getattr(module, "is_causal", True)
     # Some models pass is_causal=False for a single row, because it sees every key.
-    if not (causal if rows == 1 else others.get("is_causal", causal)):
+    if not (own if rows == 1 else others.get("is_causal", own)) and not is_causal:
         return f"{name} is not causal"
     if others.get("output_attentions"):
         return "output_attentions is not implemented"

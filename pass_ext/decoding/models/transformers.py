@@ -43,6 +43,7 @@ from pass_ext.decoding.models.parts import (
     decoder_of,
     has_encoder,
     number_of_layers,
+    reads_whole,
     text_parts,
     unwrapped,
 )
@@ -77,6 +78,7 @@ class TransformersModel(Adapted):
         self.name = model.config.model_type
         self.generation_config = getattr(model, "generation_config", None)
         self.has_encoder = has_encoder(model)
+        self.reads_whole = reads_whole(unwrapped(model))
         self._embedding = module = (decoder_of(unwrapped(model)) if self.has_encoder else model).get_input_embeddings()
         self.has_table = not isinstance(module, PackedEmbedding) and is_plain(module.weight)
         self.table = module.weight if self.has_table else _shape_of_table(module, self.name)

@@ -206,7 +206,7 @@ class WholePrompts:
     @classmethod
     def prepared(cls, model: Any, input_ids: Tensor, mask: Tensor, inputs: Mapping[str, Any]) -> WholePrompts:
         """Has transformers prepare prompts, with what a processor gives beside their ids."""
-        names, inner = list(inputs), unwrapped(model)
+        names, inner = list(inputs) or ["input_ids"], unwrapped(model)
 
         def take(
             given: Any,

@@ -133,6 +133,8 @@ class CustomGenerate:
         cache_format = _other_cache_format(model, has_padding=bool((mask == 0).any()))
         fills_cache = cache is not None and _must_be_filled(cache, max_length - 1, generation_config, not cache_format)
         copies = generation_config.num_return_sequences or 1
+        if adapted.reads_whole and not names:
+            names.append("input_ids")
         if names:
             whole = WholePrompts(input_ids, mask, generation_config, model_kwargs, names).once(copies, model.config)
         past = None if cache is None or whole is not None else _past(cache, mask, adapted)
