@@ -9,15 +9,10 @@ benchmarks/results/architectures/architectures.json and its README.md; with name
 the page from that file, `--check` compares it.
 """
 
-import argparse
-import contextlib
-import gc
 import inspect
 import json
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +20,8 @@ import torch
 from torch import Tensor
 
 import pass_ext
-from benchmarks import ROOT
 from benchmarks.architectures.models import NOT_TRIED, VOCABULARY, WINDOW, model_types, tiny_model
-from benchmarks.harness.results import save
+from benchmarks.architectures.table import command, quiet
 from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Speculative, Tree
 from pass_ext.integrations import transformers as hooks
 
@@ -319,21 +313,9 @@ def _by_attention(model: Any, texts: Texts | None) -> str:
     return _compared(texts, got) or SAME
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    import transformers
-
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    transformers.logging.set_verbosity(before)
-
-
 def judged(model_type: str) -> dict[str, Any]:
     """The line of one architecture, judged without transformers' warnings."""
-    with _quiet():
+    with quiet():
         return judge(model_type)
 
 
@@ -421,41 +403,9 @@ def committed_result(root: Path) -> dict[str, Any]:
     return json.loads((root / RESULT).read_text())
 
 
-def versions() -> dict[str, str]:
-    """The versions of transformers and torch."""
-    import transformers
-
-    return {"transformers": transformers.__version__, "torch": torch.__version__}
-
-
 def main() -> int:
     """Entry point of `python -m benchmarks.architectures`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="architectures to judge; default: all")
-    parser.add_argument("--render", action="store_true", help="judge nothing; write the page from the result")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page is out of date")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
-    options = parser.parse_args()
-    unknown = sorted(set(options.names) - set(model_types()))
-    if unknown:
-        parser.error(f"transformers has no causal language model {', '.join(unknown)}")
-    file, page = options.root / RESULT, options.root / PAGE
-    if options.check:
-        if not page.exists() or page.read_text() != render(committed_result(options.root)):
-            print(f"{PAGE} does not show {RESULT}: run python -m benchmarks.architectures --render", file=sys.stderr)
-            return 1
-        return 0
-    if not options.render:
-        known = {line["architecture"]: line for line in committed_result(options.root)["rows"]} if options.names else {}
-        for name in options.names or model_types():
-            known[name] = judged(name)
-            print(json.dumps(known[name]), flush=True)
-            gc.collect()
-        rows = [known[name] for name in model_types() if name in known]
-        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        save({"date": date, "versions": versions(), "rows": rows}, file)
-    page.write_text(render(committed_result(options.root)))
-    return 0
+    return command(__doc__, RESULT, PAGE, model_types, judged, render)
 
 
 if __name__ == "__main__":

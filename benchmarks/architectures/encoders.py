@@ -7,19 +7,14 @@
 benchmarks/results/architectures/encoders.json and .md; `--check` compares the page.
 """
 
-import argparse
-import json
 import sys
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import pass_ext
-from benchmarks import ROOT
-from benchmarks.architectures.__main__ import _quiet, versions
-from benchmarks.harness.results import save
+from benchmarks.architectures.table import command
 from pass_ext import EarlyExitDraft, LookaheadEmbedding, MultiCandidate, NGram, PaSS, Plain, Speculative, Tree
 
 RESULT = Path("benchmarks/results/architectures/encoders.json")
@@ -153,24 +148,7 @@ def render(result: dict[str, Any]) -> str:
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="models to judge; default: all")
-    parser.add_argument("--render", action="store_true", help="judge nothing; write the page from the result")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page is out of date")
-    options = parser.parse_args()
-    file, page = ROOT / RESULT, ROOT / PAGE
-    if options.check:
-        return int(not page.exists() or page.read_text() != render(json.loads(file.read_text())))
-    if not options.render:
-        known = {line["architecture"]: line for line in json.loads(file.read_text())["rows"]} if options.names else {}
-        for name in options.names or NAMES:
-            with _quiet():
-                known[name] = judge(name)
-            print(json.dumps(known[name]), flush=True)
-        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        save({"date": date, "versions": versions(), "rows": [known[name] for name in NAMES if name in known]}, file)
-    page.write_text(render(json.loads(file.read_text())))
-    return 0
+    return command(__doc__, RESULT, PAGE, lambda: NAMES, judge, render)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,37 @@ _SAM = dict(global_attn_indexes=[1], window_size=2, output_channels=16, mlp_dim=
 
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_vl": dict(text_config=_MROPE),
+    "dots3_note": dict(
+        text_config=MODEL_CHANGES["dots3_note_text"],
+        vision_config=dict(mlp_layer_types=["dense"] * 2, adapter_in_dim=WIDTH, adapter_out_dim=WIDTH),
+        audio_config=dict(adapter_input_size=WIDTH, adapter_out_dim=WIDTH),
+    ),
+    "fast_vlm": dict(vision_config=dict(hidden_size=WIDTH)),
+    "gemma3n": dict(
+        text_config=MODEL_CHANGES["gemma3n_text"],
+        vision_soft_tokens_per_image=16,
+        vision_config=dict(hidden_size=WIDTH),
+    ),
+    "inkling_mm_model": dict(text_config=MODEL_CHANGES["inkling_text"], vision_config=dict(n_layers=8)),
+    "instructblipvideo": dict(video_token_index=91),
+    "mllama": dict(
+        vision_config=dict(intermediate_layers_indices=[0, 1], vision_output_dim=3 * WIDTH, num_global_layers=1)
+    ),
+    "pp_formulanet": dict(
+        vision_config=dict(
+            _SAM, window_size=2, post_conv_in_channels=16, post_conv_mid_channels=16, post_conv_out_channels=16
+        )
+        | dict(decoder_hidden_size=WIDTH)
+    ),
+    "perception_lm": dict(vision_config=dict(model_args=dict(embed_dim=WIDTH)), vision_use_cls_token=False),
+    "qwen2_5_omni": dict(
+        enable_audio_output=False,
+        thinker_config=dict(text_config=_MROPE, vision_config=dict(window_size=32), vision_start_token_id=91),
+    ),
+    "qwen3_omni_moe": dict(
+        enable_audio_output=False,
+        thinker_config=dict(text_config=_MROPE | dict(sliding_window=None), vision_start_token_id=91),
+    ),
     # Windows of Qwen2.5's vision tower are of pixels.
     "qwen2_5_vl": dict(text_config=_MROPE, vision_config=dict(window_size=32)),
     "qwen2_5_omni_thinker": dict(text_config=_MROPE, vision_config=dict(window_size=32), vision_start_token_id=91),
@@ -113,7 +144,12 @@ CHANGES: dict[str, dict[str, Any]] = {
         image_patch_id=90,
     ),
     "nemo_speechlm": dict(
-        audio_config=dict(diarization_config=dict(head_config=dict(audio_hidden_size=WIDTH))),
+        audio_config=dict(
+            asr_config=dict(num_key_value_heads=4),
+            diarization_config=dict(
+                audio_config=dict(num_key_value_heads=4), head_config=dict(audio_hidden_size=WIDTH)
+            ),
+        ),
         text_config=dict(layers_block_type=["mamba", "attention"]),
         word_timestamp_config=dict(blank_token_id=0),
     ),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import benchmarks.architectures.models as tiny
+from benchmarks.architectures.encoders import tiny_model as encoder_and_decoder
 from benchmarks.architectures.picture_sizes import CHANGES, PATCH, SIDE, SIZES
 
 Inputs = dict[str, Tensor]
@@ -16,7 +17,7 @@ BY_GRID = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 BY_PIXELS = ("llava", "gemma3", "internvl", "aya_vision", "cohere2_vision", "ovis2", "deepseek_vl")
 IN_A_ROW = ("idefics2", "idefics3", "smolvlm")
 WITH_SIZES = ("mistral3", "lighton_ocr", "granite4_vision")
-TILES = {**dict.fromkeys(IN_A_ROW, 1), "granite_docling": 1, "granite4_vision": 2}
+TILES = {**dict.fromkeys((*IN_A_ROW, "perception_lm"), 1), "granite_docling": 1, "granite4_vision": 2}
 # Sound for each of these: a wave of so many samples; or mel features [bins, frames], or [frames, bins], and masks of frames.
 OF_WAVES = {"omniasr": 1600, "vibevoice_asr": 64}
 BY_FRAMES = ("fun_asr_nano", "granite_speech", "granite_speech_plus", "nemo_speechlm")
@@ -52,6 +53,7 @@ OF_PIXELS = (
     "hunyuan_vl",
     "video_llava",
 )
+PARTS = {"mistral4": "mistral3"}  # texts that a model with pictures has as a part
 PICTURED = (*BY_GRID, *BY_PIXELS, *IN_A_ROW, *WITH_SIZES, "gemma4", "granite_docling")
 
 
@@ -71,12 +73,54 @@ def _fit_sections(text: Any) -> None:
         rope["mrope_section"] = [first, second, pairs - first - second]
 
 
+def _stand_in(config: Any) -> None:
+    """Has transformers build one convolution in place of a tower of timm, where timm is not installed."""
+    from transformers import AutoModel, PreTrainedModel
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+    from transformers.utils import is_timm_available
+
+    vision = getattr(config, "vision_config", None)
+    kind = MODEL_MAPPING_NAMES.get(getattr(vision, "model_type", ""))
+    if is_timm_available() or kind != "TimmWrapperModel":
+        return
+
+    class Tower(PreTrainedModel):
+        config_class = type(vision)
+        main_input_name = "pixel_values"
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self._is_by_row = "embed_dim" in (config.model_args or {})
+            width = config.model_args["embed_dim"] if self._is_by_row else config.hidden_size
+            self.patches = torch.nn.Conv2d(3, width, PATCH, PATCH)
+            self.post_init()
+
+        def forward(self, pixel_values: Tensor, **_: Any) -> Any:
+            made = self.patches(pixel_values)
+            return BaseModelOutputWithPooling(last_hidden_state=made.flatten(2).mT if self._is_by_row else made)
+
+    AutoModel.register(type(vision), Tower, exist_ok=True)
+
+
 def tiny_model(name: str, auto: Any, seed: int = 0) -> Any:
     """The model, in float32."""
-    config = tiny.tiny_config(name, sizes=SIZES, changes=CHANGES.get(name, {}))
+    if name == "vision-encoder-decoder":
+        return encoder_and_decoder("trocr")
+    config = tiny.tiny_config(PARTS.get(name, name), sizes=SIZES, changes=CHANGES.get(name, {}))
+    if name in PARTS:
+        config.text_config = tiny.tiny_config(name)
     _fit_sections(config.get_text_config(decoder=True))
+    _stand_in(config)
+    if name == "llama4":
+        from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+        MoeCausalLMOutputWithPast.image_outputs = None  # transformers 5.24 asks it for some, which it has not
     torch.manual_seed(seed)
-    model = auto.from_config(config, attn_implementation="eager").float().eval().requires_grad_(False)
+    build = getattr(auto, "from_config", None) or auto._from_config
+    model = build(config, attn_implementation="eager").float().eval().requires_grad_(False)
+    if hasattr(model, "speaker_map"):
+        model.speaker_map = {"Chelsie": {}}  # asked for also where no sound is wanted
     for name, parameter in model.named_parameters():
         if "mm_input_projection" in name:  # it begins as zeros, by which no picture changes a text
             parameter.normal_()
@@ -179,7 +223,9 @@ def prompts(model: Any, *texts: list[Any], seed: int = 0) -> Inputs:
     kinds = {"gemma3": "token_type_ids", "paligemma": "token_type_ids", "gemma4": "mm_token_type_ids"}
     kind = kinds.get(model.config.model_type, "mm_token_type_ids" if is_by_grid(model.config) else "")
     if kind in inspect.signature(type(model).forward).parameters:
-        inputs[kind] = ((ids == token) & (mask == 1)).long()
+        is_picture = (ids == token) & (mask == 1)
+        # PaliGemma's rows see each other where this is 0: in all of a prompt.
+        inputs[kind] = torch.zeros_like(ids) if model.config.model_type == "paligemma" else is_picture.long()
     return dict(input_ids=ids, attention_mask=mask, **inputs)
 
 

@@ -12,20 +12,15 @@ encoder makes, where the shapes that it takes are not written here; or nothing.
 benchmarks/results/architectures/whole_prompts.json and .md; `--check` compares the page.
 """
 
-import argparse
-import gc
 import inspect
-import json
 import sys
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import pass_ext
-from benchmarks import ROOT
-from benchmarks.architectures.__main__ import _quiet, versions
+from benchmarks.architectures.own_prompts import AFTER, BEFORE, OWN, WRITERS
 from benchmarks.architectures.picture_sizes import SIDE, WIDTH
 from benchmarks.architectures.pictures import (
     OF_PIXELS,
@@ -37,14 +32,16 @@ from benchmarks.architectures.pictures import (
     sound_of,
     tiny_model,
 )
-from benchmarks.harness.results import save
+from benchmarks.architectures.table import command
 from pass_ext import LookaheadEmbedding, NGram, PaSS, Plain, Speculative, Tree
+from pass_ext.decoding.models.any_model import packed_model
 
 RESULT = Path("benchmarks/results/architectures/whole_prompts.json")
 PAGE = RESULT.with_suffix(".md")
 SAME, NEW, IMAGE, SOUND, ROWS = "same", 8, 90, 92, 4
-BEFORE, AFTER = [5, 6], [7, 8, 5, 6]
-OPTIONS: dict[str, Any] = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+OPTIONS: dict[str, Any] = dict(max_new_tokens=NEW, do_sample=False)
+_THINKING = dict(return_audio=False, thinker_max_new_tokens=NEW, thinker_eos_token_id=None, thinker_do_sample=False)
+OWN_OPTIONS: dict[str, dict[str, Any]] = dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), _THINKING)
 
 
 def classes() -> dict[str, str]:
@@ -60,6 +57,8 @@ def classes() -> dict[str, str]:
 
 def inputs_of(name: str, model: Any) -> tuple[str, dict[str, Any]]:
     """What is given, and the prompt."""
+    if name in OWN:
+        return "its own", OWN[name](model)
     if name in (*PICTURED, *OF_PIXELS) or is_by_grid(model.config):
         try:
             return "pixels", prompts(model, [*BEFORE, (4, 8), *AFTER])
@@ -88,7 +87,7 @@ def inputs_of(name: str, model: Any) -> tuple[str, dict[str, Any]]:
 def methods(model: Any) -> dict[str, Any]:
     """Name -> method."""
     torch.manual_seed(0)
-    table = model.get_input_embeddings().weight
+    table = packed_model(model).table
     slots = LookaheadEmbedding(3, table.shape[1], vocabulary=table.shape[0])
     torch.nn.init.normal_(slots.weight)
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -109,7 +108,7 @@ def judge(name: str) -> dict[str, Any]:
 
     kinds = [transformers.AutoModelForImageTextToText, getattr(transformers, "AutoModelForMultimodalLM", None)]
     line: dict[str, Any] = {"architecture": name, "class": classes()[name]}
-    for kind in filter(None, kinds):
+    for kind in filter(None, (*kinds, getattr(transformers, classes()[name]))):  # not every class has an auto class
         try:
             model = tiny_model(name, kind)
             break
@@ -118,6 +117,13 @@ def judge(name: str) -> dict[str, Any]:
     else:
         return line
     line.pop("not tried", None)
+    writer = getattr(model, WRITERS.get(name, ""), model)
+    refused = _refusal(writer)
+    if refused:
+        return line | {"given": "nothing", "text": refused, "pictures": refused}
+    model.generation_config.pad_token_id = writer.generation_config.pad_token_id = 0
+    if getattr(model.config, "is_encoder_decoder", False):
+        model.generation_config.decoder_start_token_id = 1
     ids = torch.tensor([[*BEFORE, *AFTER]])
     line["text"] = _outcome(model, dict(input_ids=ids, attention_mask=torch.ones_like(ids)))
     try:
@@ -133,17 +139,30 @@ def judge(name: str) -> dict[str, Any]:
     return line
 
 
+def _refusal(model: Any) -> str:
+    """Why a model is refused, whatever it is given; "": it is not."""
+    if not hasattr(model, "generate"):
+        return "refused: it has no generate, as it writes no text"
+    try:
+        with packed_model(model).attached():
+            return ""
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return f"refused: {_short(error)}"
+
+
 def _outcome(model: Any, inputs: dict[str, Any]) -> str:
     """``SAME``; or what went wrong, by which method."""
+    options = OWN_OPTIONS.get(model.config.model_type, OPTIONS)
     try:
-        own = model.generate(**_again(inputs), **OPTIONS)
+        own = model.generate(**_again(inputs), **options)
     except Exception as error:
         return f"not tried: transformers' own generate fails: {_short(error)}"
-    if not isinstance(own, torch.Tensor):
-        return f"not tried: its own generate gives {type(own).__name__}"
     try:
-        for name, method in methods(model).items():
-            got = model.generate(**_again(inputs), **OPTIONS, custom_generate=pass_ext.custom_generate(method))
+        for name, method in methods(getattr(model, WRITERS.get(model.config.model_type, ""), model)).items():
+            ours = pass_ext.custom_generate(method)
+            got = model.generate(**_again(inputs), **options, custom_generate=ours)
+            if ours.stats is None:
+                return "refused: its own generate is no loop over tokens, and calls no custom_generate"
             if not torch.equal(own, got):
                 return f"another text by {name}"
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -212,26 +231,7 @@ def _why(outcome: str) -> str:
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="classes to judge, by the names of their configs; default: all")
-    parser.add_argument("--render", action="store_true", help="judge nothing; write the page from the result")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the page is out of date")
-    options = parser.parse_args()
-    file, page = ROOT / RESULT, ROOT / PAGE
-    if options.check:
-        return int(not page.exists() or page.read_text() != render(json.loads(file.read_text())))
-    if not options.render:
-        known = {line["architecture"]: line for line in json.loads(file.read_text())["rows"]} if options.names else {}
-        for name in options.names or classes():
-            with _quiet():
-                known[name] = judge(name)
-            print(json.dumps(known[name]), flush=True)
-            gc.collect()
-        rows = [known[name] for name in classes() if name in known]
-        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        save({"date": date, "versions": versions(), "rows": rows}, file)
-    page.write_text(render(json.loads(file.read_text())))
-    return 0
+    return command(__doc__, RESULT, PAGE, classes, judge, render)
 
 
 if __name__ == "__main__":

@@ -225,7 +225,8 @@ def _held_already(
         return take_past(session, texts, samples)
     if session.past is not None:
         raise ValueError(
-            "generate: session.past must be None with prompt, which the model reads whole; or give a cache of transformers to "
+            f"generate: session.past must be None {'with prompt' if prompt else f'for {session.model.name}'}, which the model "
+            "reads whole; or give a cache of transformers to "
             "model.generate(past_key_values=…, custom_generate=pass_ext.custom_generate(…))"
         )
     if session.batch_invariant and len(asked.texts) > 1:

@@ -15,6 +15,7 @@ from support.paths import ROOT
 from benchmarks.architectures import __main__ as architectures
 from benchmarks.architectures.__main__ import NEW, RESULT, SAME, WAYS, judged
 from benchmarks.architectures.models import NOT_TRIED, SMALL_HEADS_ONLY, model_types, tiny_config, tiny_model
+from benchmarks.architectures.table import versions
 from pass_ext import NGram, Plain, generate
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "gemma2", "gemma3_text", "phi3", "gpt2", "olmo2")
@@ -41,7 +42,7 @@ def test_transformers_own_text_or_a_refusal(architecture, result):
     assert architecture not in FAMILIES or line["different rows"] == len(architectures.LENGTHS), (
         "equal texts for different prompts prove nothing"
     )
-    if result["versions"]["transformers"] == architectures.versions()["transformers"]:
+    if result["versions"]["transformers"] == versions()["transformers"]:
         shown = next(row for row in result["rows"] if row["architecture"] == architecture)
         assert kinds(line) == kinds(shown), "the page shows another outcome: judge it again"
 
@@ -170,14 +171,14 @@ def test_the_page_shows_the_committed_result(tmp_path):
     assert check(tmp_path) == 1
 
 
-def release(versions):
-    return tuple(map(int, versions["transformers"].split(".")[:2]))
+def release(found):
+    return tuple(map(int, found["transformers"].split(".")[:2]))
 
 
 def test_every_architecture_is_in_the_table(result):
     """An older transformers may have some that it has given up since."""
     known = [row["architecture"] for row in result["rows"]]
-    if release(architectures.versions()) >= release(result["versions"]):
+    if release(versions()) >= release(result["versions"]):
         new = sorted(set(model_types()) - set(known))
         assert not new, f"judge them: python -m benchmarks.architectures {' '.join(new)}"
     assert known == sorted(known)

@@ -30,7 +30,7 @@ from pass_ext.decoding.drafting.from_ngrams import ngram_drafters
 from pass_ext.decoding.drafting.from_slots import lookahead_drafter
 from pass_ext.decoding.methods import ByModel, MultiCandidate, Speculative
 from pass_ext.decoding.models.any_model import packed_model
-from pass_ext.decoding.models.encoders import check_draft
+from pass_ext.decoding.models.encoders import listening
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.vocabulary import check_pair
 from pass_ext.decoding.planning.pace import Pace
@@ -215,7 +215,7 @@ def model_drafter(
         draft = packed_model(method.draft_model)
     except TypeError as error:
         raise TypeError(f"{type(method).__name__}: draft_model: {error}") from error
-    check_draft(draft, context.target)
+    draft = listening(draft, context.target)
     chosen = chosen_tree(method, context, draft)
     return None if chosen is None else ModelDrafter(draft, chosen[0], context, decision, chosen[1])
 

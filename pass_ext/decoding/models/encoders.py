@@ -8,6 +8,7 @@ the layers find them in a cache again, and attention knows them by their identit
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from inspect import signature
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pass_ext.decoding.models.packed import Adapted
-from pass_ext.decoding.models.parts import cache_name, decoder_of, unwrapped
+from pass_ext.decoding.models.parts import cache_name, decoder_of, has_encoder, unwrapped
 from pass_ext.decoding.models.shadow import shadow_of
 from pass_ext.decoding.models.whole_prompts import INPUTS, is_nothing, naming_inputs
 from pass_ext.ops.attention import padded_widths
@@ -27,6 +28,10 @@ from pass_ext.ops.attention import padded_widths
 ENCODER_INPUTS = INPUTS | {"encoder_outputs", "inputs", "decoder_input_ids", "decoder_attention_mask"}
 """What reaches a decoder by its encoder alone, and the decoder's beginning."""
 _CROSS = {"encoder_attn", "crossattention"}  # what transformers' layers call their attention to an encoder
+_OUTPUTS = (
+    "encoder_outputs",
+    "encoder_hidden_states",
+)  # what a model's forward calls those of its encoder, a decoder's alone
 
 
 class Encoded:
@@ -98,9 +103,10 @@ class EncoderInputs:
         return cls(given.get("encoder_outputs"), given.get("attention_mask"), given)
 
     def of_draft(self, draft: Adapted) -> Encoded:
-        """Of a draft model: its own encoder reads what a processor gave; where that is not known, its decoder reads the same
-        outputs."""
-        if self._given.get(unwrapped(draft.model).main_input_name) is None:
+        """Of a draft model: its own encoder reads what a processor gave; a decoder alone, or where that is not known, has the
+        outputs of the target's."""
+        inner = unwrapped(draft.model)
+        if not has_encoder(inner) or self._given.get(inner.main_input_name) is None:
             return self.read(draft)
         return EncoderInputs(None, self._given.get("attention_mask"), self._given).read(draft)
 
@@ -113,29 +119,35 @@ class EncoderInputs:
         decoder, outputs, names = decoder_of(shadow), self._outputs, [*self._given] or ["encoder_outputs"]
         with naming_inputs(model.model, names):
             if outputs is None:
-                outputs = self._encoded(shadow)
-            hidden = outputs if isinstance(outputs, Tensor) else outputs[0]
+                outputs = self._outputs = self._encoded(shadow)
+            if isinstance(outputs, Tensor):
+                outputs = _outputs_of(outputs)
+            hidden = outputs[0]
             batch, rows = hidden.shape[:2]
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
             forward = signature(type(shadow).forward).parameters
+            name, prefix, masks = _arguments_of(shadow)
             has_mask = "encoder_attention_mask" in signature(type(decoder).forward).parameters
-            mask = self._mask if has_mask and "attention_mask" in forward else None
+            mask = self._mask if has_mask and masks in forward else None
             if mask is not None and mask.shape != (batch, rows):
                 raise ValueError(
                     f"attention_mask must be of the encoder's outputs, {[batch, rows]}, got {[*mask.shape]}"
                 )
             shadow(
-                decoder_input_ids=torch.zeros(batch, 1, dtype=torch.long, device=hidden.device),
-                encoder_outputs=(hidden,),
                 use_cache=True,
                 return_dict=True,
-                **{cache_name(type(shadow).forward): cache},
-                **({} if mask is None else {"attention_mask": mask}),
+                **{
+                    f"{prefix}input_ids": torch.zeros(batch, 1, dtype=torch.long, device=hidden.device),
+                    name: outputs if name == _OUTPUTS[0] else hidden,
+                    cache_name(type(shadow).forward): cache,
+                },
+                **({} if mask is None else {masks: mask}),
             )
         layers = [
             (layer.keys.transpose(1, 2), layer.values.transpose(1, 2))  # type: ignore[union-attr]
             for layer in cache.cross_attention_cache.layers
         ]
+        rows = layers[0][0].shape[1]
         seen = torch.ones(batch, rows, dtype=torch.bool, device=hidden.device) if mask is None else mask.bool()
         lengths = seen.sum(1, dtype=torch.int32)
         if not bool(seen.all()):  # padding comes last
@@ -153,34 +165,64 @@ class EncoderInputs:
         return encoder(**inputs, return_dict=True)
 
 
-def check_draft(draft: Adapted, target: Adapted) -> None:
-    """Refuses a draft model that would miss what its layers attend to."""
+def listening(draft: Adapted, target: Adapted) -> Adapted:
+    """The draft model; where its layers attend to an encoder that it has not, as one that attends to the target's outputs.
+    Refuses what could not hear as the target does."""
     if draft.has_encoder and not target.has_encoder:
         raise ValueError(
             f"draft_model must have no encoder for {target.name}, which has none, got {type(unwrapped(draft.model)).__name__}"
         )
     parts = draft.model.modules() if isinstance(draft.model, torch.nn.Module) else ()
-    if target.has_encoder and not draft.has_encoder and any(_CROSS & part._modules.keys() for part in parts):
+    if not target.has_encoder or draft.has_encoder or not any(_CROSS & part._modules.keys() for part in parts):
+        return draft
+    inner, encoder = unwrapped(draft.model), unwrapped(target.model).get_encoder()
+    if not set(_OUTPUTS) & signature(type(inner).forward).parameters.keys() or draft.shared_model is not None:
         raise ValueError(
-            f"draft_model must have the encoder that its layers attend to, got {type(unwrapped(draft.model)).__name__}: load "
-            "it with AutoModelForSpeechSeq2Seq or AutoModelForSeq2SeqLM"
+            f"draft_model must have the encoder that its layers attend to, got {type(inner).__name__}: load it with "
+            "AutoModelForSpeechSeq2Seq or AutoModelForSeq2SeqLM"
         )
+    if inner.config.hidden_size != encoder.config.hidden_size:
+        raise ValueError(
+            f"draft_model must attend to rows of {encoder.config.hidden_size} numbers, which the encoder of {target.name} "
+            f"makes, got {type(inner).__name__} for {inner.config.hidden_size}"
+        )
+    found = copy.copy(draft)
+    found.has_encoder = True
+    return found
 
 
 def some_inputs(model: Adapted) -> EncoderInputs:
     """Inputs of one request, as long as the model takes or 256 rows, to measure calls by."""
-    encoder, table = unwrapped(model.model).get_encoder(), model.table
-    rows = getattr(encoder.config, "max_source_positions", 256)
-    return EncoderInputs(table.new_zeros(1, rows, encoder.config.hidden_size), None, {})
+    inner = unwrapped(model.model)
+    config = (inner.get_encoder() if has_encoder(inner) else inner).config
+    rows = getattr(config, "max_source_positions", 256)
+    return EncoderInputs(model.table.new_zeros(1, rows, config.hidden_size), None, {})
+
+
+def _outputs_of(hidden: Tensor) -> Any:
+    """As an encoder gives them. Some decoders attend to the pooled ones."""
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=hidden)  # type: ignore[arg-type]
+
+
+def _arguments_of(model: Any) -> tuple[str, str, str]:
+    """What a model's forward calls the encoder's outputs, what its names of the decoder's inputs begin with, and what it calls
+    the mask of the outputs."""
+    known = signature(type(model).forward).parameters
+    alone = "decoder_input_ids" not in known
+    name = next(name for name in _OUTPUTS if name in known)
+    return name, "" if alone else "decoder_", "encoder_attention_mask" if alone else "attention_mask"
 
 
 def decoder_inputs(model: Any, encoded: Encoded, rows: Tensor, seen: Tensor) -> dict[str, Any]:
     """The arguments of a shadow's call on rows ``[N, d]``."""
     hidden = rows.new_zeros(1, 1, encoded.width)  # nobody reads them: keys and values are in the cache
+    name, prefix, _ = _arguments_of(unwrapped(model))
     return {
-        "encoder_outputs": (hidden,),
-        "decoder_inputs_embeds": rows[None],
-        "decoder_attention_mask": seen,
+        name: _outputs_of(hidden) if name == _OUTPUTS[0] else hidden,
+        f"{prefix}inputs_embeds": rows[None],
+        f"{prefix}attention_mask": seen,
         "use_cache": True,
         cache_name(type(unwrapped(model)).forward): encoded.cache,
         "return_dict": True,

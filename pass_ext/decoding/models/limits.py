@@ -84,6 +84,9 @@ def _unserved_encoder(model: Any) -> str | None:
     missing = {"encoder_outputs", "decoder_inputs_embeds"} - set(takes)
     if missing:
         return f"has an encoder, and {type(model).__name__}.forward takes no {', '.join(sorted(missing))}"
+    parts = decoder_of(model).modules()
+    if any("merged_attention_mask" in signature(type(part).forward).parameters for part in parts):
+        return "attends to its encoder's rows and its text in one softmax, which pass_ext does not implement"
     if "cache" not in takes:
         return f"has an encoder, which transformers from 5.24 on is needed for, got {transformers.__version__}"
     return None
@@ -142,7 +145,9 @@ def rope_limit(text: Any) -> int | None:
 
 def known_positions(model: Any, most: int) -> int | None:
     """``most`` if the model looks positions up in a table of that many rows, learned or a buffer; None if it computes them."""
-    tokens = (model.get_input_embeddings(), model.get_output_embeddings())
+    inner = unwrapped(model)
+    owner = decoder_of(inner) if has_encoder(inner) else model
+    tokens = (owner.get_input_embeddings(), model.get_output_embeddings())
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module not in tokens]
     rows = {table.num_embeddings - getattr(table, "offset", 0) for table in tables}
     rows |= {

@@ -84,6 +84,8 @@ class StepAttend(Attend, Protocol):
     """Takes the hidden states that are wanted; None: none are."""
     encoded: Any
     """The ``Encoded`` that rows attend to besides their text; None: nothing."""
+    heard: int
+    """How many layers have attended to it."""
 
     def __call__(
         self,

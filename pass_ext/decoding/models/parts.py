@@ -40,8 +40,11 @@ def decoder_of(model: Any) -> Any:
     inner = model._modules.get("model")
     if decoder is model and inner is not None:
         return inner
-    nested = decoder._modules.get("model") if has_encoder(model) else None  # a causal model beside an encoder
-    return decoder if nested is None else nested.get_decoder()
+    if not has_encoder(model):
+        return decoder
+    return decoder._modules.get(
+        "model", decoder
+    ).get_decoder()  # of a causal model beside an encoder, or of a whole one
 
 
 def has_encoder(model: Any) -> bool:
@@ -58,7 +61,8 @@ def reads_whole(model: Any) -> bool:
 def number_of_layers(config: Any) -> int | None:
     """Of the decoder of a model with this config; None: it does not say."""
     text = config.get_text_config(decoder=True)
-    if getattr(config, "is_encoder_decoder", False):
+    # A decoder alone, as WhisperForCausalLM, has the config of both.
+    if getattr(config, "is_encoder_decoder", False) or text.attribute_map.get("num_hidden_layers") == "encoder_layers":
         for part in (config, text):  # the names of the second may be without "decoder"
             for name in ("decoder_layers", "num_decoder_layers"):
                 if hasattr(part, name):

@@ -80,6 +80,11 @@ class TransformersModel(Adapted):
         self.has_encoder = has_encoder(model)
         self.reads_whole = reads_whole(unwrapped(model))
         self._embedding = module = (decoder_of(unwrapped(model)) if self.has_encoder else model).get_input_embeddings()
+        if not hasattr(module, "weight"):
+            raise ValueError(
+                f"{self.name} embeds tokens by {type(module).__name__}, which has no table of rows, so pass_ext cannot decode "
+                "this model"
+            )
         self.has_table = not isinstance(module, PackedEmbedding) and is_plain(module.weight)
         self.table = module.weight if self.has_table else _shape_of_table(module, self.name)
         limits.check_model(model, self.name, self.table.dtype)
@@ -305,6 +310,10 @@ class TransformersModel(Adapted):
         with our_call(call):
             logits: Tensor = shadow(**inputs).logits[0]
         self._check_attended(attended.layers)
+        if self.has_encoder and attend.heard != len(attended.layers):
+            raise ValueError(
+                f"{self.name}: {attend.heard} of {len(attended.layers)} layers attended to the encoder's rows; every layer must"
+            )
         return logits
 
     def _check_attended(self, layers: list[Any]) -> None:

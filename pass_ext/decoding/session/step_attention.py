@@ -34,7 +34,7 @@ class StepAttention(StepAttend):
                 f"{session.model.name} has an encoder, and this call has nothing for it to read: it decodes with "
                 "generate(prompt=…), and drafts for models that have encoders too"
             )
-        self.layers = 0
+        self.layers = self.heard = 0
         self.taps = taps
         self.options: list[dict[str, Any]] = []
         self.may_have_changed = may_have_changed
@@ -82,6 +82,7 @@ class StepAttention(StepAttend):
 
     def of_encoder(self, layer: int, q: Tensor, *, scale: float | None) -> Tensor:
         (keys, values), dims, trees = self.encoded.layers[layer], self.encoded.dims, self.trees
+        self.heard += 1
         k, v = (cache.new_zeros(len(q), *cache.shape[2:]) for cache in (keys, values))
         sees_no_row = torch.zeros_like(trees.visible)
         out, _ = attention_tree(

@@ -281,14 +281,70 @@ def test_processors_that_read_the_encoders_ids(name, value):
     )
 
 
+def decoder_alone(model):
+    """The decoder and output layer of a model with an encoder, which have the same weights."""
+    kind, head = {
+        "whisper": (transformers.WhisperForCausalLM, "proj_out"),
+        "bart": (transformers.BartForCausalLM, "lm_head"),
+    }[model.config.model_type]
+    found = kind(type(model.config)(**model.config.to_dict())).eval().requires_grad_(False)
+    found.model.decoder.load_state_dict(model.model.decoder.state_dict())
+    getattr(found, head).load_state_dict(getattr(model, head).state_dict())
+    return found
+
+
+@pytest.mark.parametrize("name", ["whisper", "bart"])
+def test_a_decoder_alone_drafts_by_what_the_target_has_heard(name):
+    """Its config counts the encoder's layers too, three beside the decoder's two."""
+    model = model_of(name)
+    inputs, draft = inputs_of(model), decoder_alone(model)
+    want = own(model, inputs)
+    for method in (Speculative(draft, 3), MultiCandidate(draft, (2, 2))):
+        inside = custom_generate(method)
+        assert torch.equal(own(model, inputs, custom_generate=inside), want)
+        made = generate(model, want[:, :1], method, prompt=inputs, max_new_tokens=NEW, eos_token_id=[])
+        assert torch.equal(made.sequences, want)
+        most = -(-NEW // (4 if isinstance(method, Speculative) else 3)) + 2  # every draft is right
+        assert max(inside.stats.model_calls, made.stats.model_calls) <= most
+    assert torch.equal(ours(model, inputs, Speculative(draft, "auto")), ours(model, inputs))
+
+
+def test_a_layer_that_does_not_attend_to_the_encoder_is_noticed(monkeypatch):
+    """Without the pooled rows, to which its decoder attends, it would write a text by itself."""
+    from benchmarks.architectures.own_prompts import OWN
+    from benchmarks.architectures.pictures import tiny_model as with_pictures
+    from pass_ext.decoding.models import encoders
+
+    model = with_pictures("pp_formulanet", transformers.AutoModelForImageTextToText)
+    inputs, whole = OWN["pp_formulanet"](model), encoders._outputs_of
+    begun = torch.tensor([[1, 5]])
+    options = dict(decoder_input_ids=begun, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+    made = generate(model, begun, NGram(shortest=1), prompt=inputs, max_new_tokens=4, eos_token_id=[])
+    assert torch.equal(made.sequences, model.generate(**inputs, **options))
+
+    def without(hidden):
+        outputs = whole(hidden)
+        outputs.pooler_output = None
+        return outputs
+
+    monkeypatch.setattr(encoders, "_outputs_of", without)
+    with pytest.raises(
+        ValueError, match="pp_formulanet: 0 of 2 layers attended to the encoder's rows; every layer must"
+    ):
+        generate(model, begun, prompt=inputs, max_new_tokens=2)
+
+
 def test_a_draft_must_hear_as_the_target_does():
     from transformers import LlamaConfig, LlamaForCausalLM, WhisperForCausalLM
 
     model = model_of("whisper")
-    deaf = WhisperForCausalLM(type(model.config)(**model.config.to_dict())).eval()
-    for draft in (Speculative(deaf, 2), Speculative(deaf, "auto")):
-        with pytest.raises(ValueError, match="must have the encoder that its layers attend to, got WhisperForCausalLM"):
-            ours(model, inputs_of(model), draft)
+    with pytest.raises(ValueError, match="must have the encoder that its layers attend to, got WhisperForCausalLM"):
+        ours(model, inputs_of(model), Speculative(EarlyExitDraft(decoder_alone(model), 1), 2))
+    narrow = WhisperForCausalLM(type(model.config)(**{**model.config.to_dict(), "d_model": 16})).eval()
+    with pytest.raises(
+        ValueError, match="must attend to rows of 32 numbers, which the encoder of whisper makes, got Whis"
+    ):
+        ours(model, inputs_of(model), Speculative(narrow, 2))
     shape = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
     text = LlamaForCausalLM(LlamaConfig(**shape)).eval()
     with pytest.raises(ValueError, match="must have no encoder for llama, which has none, got WhisperForConditional"):

@@ -104,6 +104,28 @@ def test_prompts_of_a_batch_may_differ(name):
         assert torch.equal(own, own_text(model, inputs, custom_generate=custom_generate(method)))
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_prompts_whose_rows_see_those_after_them(attention):
+    """PaliGemma. By "sdpa" the rows of a text alone see each other too, by "eager" they do not."""
+    model = tiny_model("paligemma", AutoModelForImageTextToText)
+    model.set_attn_implementation(attention)
+    inputs = prompts(model, [*BEFORE, PICTURE, *AFTER])
+    causal = inputs | {"token_type_ids": torch.ones_like(inputs["input_ids"])}
+    assert not torch.equal(*map(partial(first_logits, model), (inputs, causal)))
+    ids = torch.tensor([[*BEFORE, *AFTER], [0, 0, *AFTER]])
+    alone = dict(input_ids=ids, attention_mask=(ids > 0).long())
+    for given in (inputs, causal, prompts(model, [5, PICTURE, 6, 7], [PICTURE, 5, 6, 7, 8, 5]), alone):
+        own = own_text(model, given)
+        for method in (None, NGram(longest=2, shortest=1)):
+            assert torch.equal(own, own_text(model, given, custom_generate=custom_generate(method)))
+            assert torch.equal(own, ours(model, given, method))
+    texts = generate(model, ids, attention_mask=alone["attention_mask"], max_new_tokens=12, eos_token_id=[96])
+    assert torch.equal(texts.sequences, own_text(model, alone))
+    past = [(torch.zeros(2, 2, 2, 16),) * 2] * 2, 2
+    with pytest.raises(ValueError, match=r"session\.past must be None for paligemma, which the model reads whole"):
+        generate(model, ids, max_new_tokens=1, session=Session(model, past=past))
+
+
 @pytest.mark.parametrize("name", BY_GRID)
 def test_rows_after_a_picture_have_fewer_positions_than_rows(name, monkeypatch):
     model = model_of(name)

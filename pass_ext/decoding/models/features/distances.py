@@ -108,7 +108,9 @@ def _with_tables(model: nn.Module) -> list[Any]:
     return [
         part
         for part in model.modules()
-        if hasattr(part, _BUCKETS) and part._modules.get("relative_attention_bias") is not None and part.is_decoder
+        if hasattr(part, _BUCKETS)
+        and part._modules.get("relative_attention_bias") is not None
+        and getattr(part, "is_decoder", False)
     ]
 
 
