@@ -223,23 +223,28 @@ def _held_already(
     the model's own forward, or its encoder, reads. asked: the prompts, each once."""
     if not prompt and not session.model.reads_whole:
         return take_past(session, texts, samples)
+    if isinstance(prompt, EncoderInputs):
+        _one_at_a_time(session, asked)
+        take_encoded(session, prompt, len(texts) // len(asked.texts))
+        return take_past(session, texts, samples)
     if session.past is not None:
         raise ValueError(
             f"generate: session.past must be None {'with prompt' if prompt else f'for {session.model.name}'}, which the model "
             "reads whole; or give a cache of transformers to "
             "model.generate(past_key_values=…, custom_generate=pass_ext.custom_generate(…))"
         )
+    _one_at_a_time(session, asked)
+    if not isinstance(prompt, WholePrompts):
+        prompt = WholePrompts.prepared(session.model.model, asked.input_ids, asked.mask, prompt or {})
+    return take_read(session, prompt.read(session.model, taps), samples * prompt.copies)
+
+
+def _one_at_a_time(session: Session, asked: Prompts) -> None:
     if session.batch_invariant and len(asked.texts) > 1:
         raise ValueError(
             "Session(batch_invariant=True) takes one prompt with pictures, sound or an encoder's input at a time, for the "
             f"model reads those of a batch together, got {len(asked.texts)}"
         )
-    if isinstance(prompt, EncoderInputs):
-        take_encoded(session, prompt, len(texts) // len(asked.texts))
-        return [0] * len(texts)
-    if not isinstance(prompt, WholePrompts):
-        prompt = WholePrompts.prepared(session.model.model, asked.input_ids, asked.mask, prompt or {})
-    return take_read(session, prompt.read(session.model, taps), samples * prompt.copies)
 
 
 def _device_rows(

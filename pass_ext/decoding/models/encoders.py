@@ -77,10 +77,15 @@ class EncoderInputs:
         outputs: of the encoder; None: it has not read them yet.
         mask: ``[B, S]``, 0 where an input is padding; None: nowhere.
         given: what a processor gives; {}: not known.
+        cross: transformers' cache of the keys and values of these outputs, from an earlier call; None: there was none.
     """
 
-    def __init__(self, outputs: Any, mask: Tensor | None, given: Mapping[str, Any]) -> None:
-        self._outputs, self._mask, self._given = outputs, mask, given
+    def __init__(self, outputs: Any, mask: Tensor | None, given: Mapping[str, Any], cross: Any = None) -> None:
+        self._outputs, self._mask, self._given, self._earlier = outputs, mask, given, cross
+        self.keeps_cross = False
+        """The cache of the first call is wanted."""
+        self.cross: Any = None
+        """That cache, once the target's decoder was called."""
 
     @classmethod
     def of_processor(cls, given: Mapping[str, Any], model: Adapted) -> EncoderInputs:
@@ -138,7 +143,7 @@ class EncoderInputs:
                 return_dict=True,
                 **{
                     f"{prefix}input_ids": torch.zeros(batch, 1, dtype=torch.long, device=hidden.device),
-                    name: outputs if name == _OUTPUTS[0] else hidden,
+                    name: _outputs_for(outputs, name, prefix),
                     cache_name(type(shadow).forward): cache,
                 },
                 **({} if mask is None else {masks: mask}),
@@ -147,6 +152,10 @@ class EncoderInputs:
             (layer.keys.transpose(1, 2), layer.values.transpose(1, 2))  # type: ignore[union-attr]
             for layer in cache.cross_attention_cache.layers
         ]
+        if self.keeps_cross and self.cross is None:
+            self.cross = cache.cross_attention_cache
+        if self._earlier is not None:
+            self._check_earlier(layers, model.name)
         rows = layers[0][0].shape[1]
         seen = torch.ones(batch, rows, dtype=torch.bool, device=hidden.device) if mask is None else mask.bool()
         lengths = seen.sum(1, dtype=torch.int32)
@@ -154,6 +163,19 @@ class EncoderInputs:
             order = seen.to(torch.int8).sort(dim=1, descending=True, stable=True).indices[..., None, None]
             layers = [(k.gather(1, order.expand_as(k)), v.gather(1, order.expand_as(v))) for k, v in layers]
         return Encoded(layers, lengths, hidden.shape[-1])
+
+    def _check_earlier(self, layers: Sequence[tuple[Tensor, Tensor]], name: str) -> None:
+        """Refuses a cache of another input, of which the target's decoder would have read the text."""
+        earlier, self._earlier = self._earlier.layers, None
+        pairs = zip(earlier, layers, strict=len(earlier) == len(layers))
+        if len(earlier) != len(layers) or not all(
+            layer.keys.shape[2] >= keys.shape[1]
+            and torch.allclose(layer.keys[:, :, : keys.shape[1]].transpose(1, 2).to(keys), keys, rtol=0.05, atol=0.05)
+            for layer, (keys, _) in pairs
+        ):
+            raise ValueError(
+                f"past_key_values must be of the input that the encoder of {name} reads now, got keys of another one"
+            )
 
     def _encoded(self, shadow: Any) -> Any:
         encoder = shadow.get_encoder()
@@ -176,7 +198,7 @@ def listening(draft: Adapted, target: Adapted) -> Adapted:
     if not target.has_encoder or draft.has_encoder or not any(_CROSS & part._modules.keys() for part in parts):
         return draft
     inner, encoder = unwrapped(draft.model), unwrapped(target.model).get_encoder()
-    if not set(_OUTPUTS) & signature(type(inner).forward).parameters.keys() or draft.shared_model is not None:
+    if not set(_OUTPUTS) & signature(type(inner).forward).parameters.keys():
         raise ValueError(
             f"draft_model must have the encoder that its layers attend to, got {type(inner).__name__}: load it with "
             "AutoModelForSpeechSeq2Seq or AutoModelForSeq2SeqLM"
@@ -203,7 +225,12 @@ def _outputs_of(hidden: Tensor) -> Any:
     """As an encoder gives them. Some decoders attend to the pooled ones."""
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-    return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=hidden)  # type: ignore[arg-type]
+    return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=hidden)
+
+
+def _outputs_for(outputs: Any, name: str, prefix: str) -> Any:
+    """The encoder's outputs as a model's forward takes them: a decoder alone takes their rows."""
+    return outputs[0] if name != _OUTPUTS[0] else outputs if prefix else (outputs[0],)
 
 
 def _arguments_of(model: Any) -> tuple[str, str, str]:
@@ -220,7 +247,7 @@ def decoder_inputs(model: Any, encoded: Encoded, rows: Tensor, seen: Tensor) -> 
     hidden = rows.new_zeros(1, 1, encoded.width)  # nobody reads them: keys and values are in the cache
     name, prefix, _ = _arguments_of(unwrapped(model))
     return {
-        name: _outputs_of(hidden) if name == _OUTPUTS[0] else hidden,
+        name: _outputs_for(_outputs_of(hidden), name, prefix),
         f"{prefix}inputs_embeds": rows[None],
         f"{prefix}attention_mask": seen,
         "use_cache": True,

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pass_ext.decoding.models.cache import write_cache
 from pass_ext.decoding.models.encoders import EncoderInputs
 from pass_ext.decoding.models.parts import given_cache, unwrapped
 
@@ -14,15 +15,21 @@ from pass_ext.decoding.models.parts import given_cache, unwrapped
 def prepared_inputs(model: Any, prepared: Mapping[str, Any], given: Mapping[str, Any]) -> EncoderInputs:
     """The encoder's outputs; and its inputs, for the encoder of a draft model. given: what the caller wrote."""
     cache, main = given_cache(prepared), unwrapped(model).main_input_name
-    if cache is not None and int(cache.get_seq_length()):
-        raise ValueError(
-            f"custom_generate: caches of {model.config.model_type}, which has an encoder, cannot be exchanged: give the whole "
-            "beginning of the text and no past_key_values"
-        )
     read = {main: given.get("inputs") if given.get(main) is None else given[main]}
     if given.get("attention_mask") is not None:
         read["attention_mask"] = given["attention_mask"]
-    return EncoderInputs(prepared["encoder_outputs"], prepared.get("attention_mask"), read)
+    cross = cache.cross_attention_cache if cache is not None and any(cache.is_updated.values()) else None
+    return EncoderInputs(prepared["encoder_outputs"], prepared.get("attention_mask"), read, cross)
+
+
+def with_cross(cache: Any, own: Any, cross: Any) -> Any:
+    """The cache of a decoder beside an encoder: own, of its text; cross, of the encoder's outputs."""
+    cache.self_attention_cache = own
+    for number, layer in enumerate(cross.layers):
+        if not cache.is_updated.get(number):
+            write_cache(cache.cross_attention_cache, number, layer.keys, layer.values)
+            cache.is_updated[number] = True
+    return cache
 
 
 def after_listening(processors: Sequence[Any], model: Any, ids: Tensor, prepared: Mapping[str, Any]) -> list[Any]:

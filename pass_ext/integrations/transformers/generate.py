@@ -40,7 +40,7 @@ from pass_ext.decoding.requests.processors import NodeProcessor
 from pass_ext.decoding.session.session import Past, Session
 from pass_ext.decoding.stats import GenerationStats
 from pass_ext.integrations.grammar import grammars_of
-from pass_ext.integrations.transformers.encoders import after_listening, prepared_inputs
+from pass_ext.integrations.transformers.encoders import after_listening, prepared_inputs, with_cross
 from pass_ext.integrations.transformers.processors import NodeCriteria, NotedRows, sampling_parameters, step_scores
 from pass_ext.integrations.transformers.refusals import given_arguments, refuse_unread
 
@@ -119,25 +119,37 @@ class CustomGenerate:
         mask = model_kwargs.get("decoder_attention_mask" if adapted.has_encoder else "attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids)
         if adapted.has_encoder:
-            whole, names, cache = prepared_inputs(model, model_kwargs, given), [], None
+            whole, names, both = prepared_inputs(model, model_kwargs, given), [], given_cache(model_kwargs)
+            cache = None if both is None else both.self_attention_cache
+            held = 0 if cache is None else int(cache.get_seq_length())
+            if held >= input_ids.shape[1]:
+                raise ValueError(
+                    f"custom_generate: decoder_input_ids must hold the whole text, the {held} cached tokens included, got "
+                    f"{input_ids.shape[1]}"
+                )
             logits_processor = after_listening(logits_processor, model, input_ids, model_kwargs)
         else:
             check_embeddings(input_ids, model_kwargs)
             _check_length(input_ids, mask, generation_config)
-            cache = given_cache(model_kwargs)
+            cache = both = given_cache(model_kwargs)
         positions = model_kwargs.get("position_ids")
         if positions is not None and not _count_tokens(positions, mask):
             names.append("position_ids")
         max_length, end_tokens, criteria = _split_criteria(stopping_criteria, generation_config)
         max_length += unnamed
         cache_format = _other_cache_format(model, has_padding=bool((mask == 0).any()))
-        fills_cache = cache is not None and _must_be_filled(cache, max_length - 1, generation_config, not cache_format)
+        is_users = getattr(both, "_is_user_defined", None)
+        fills_cache = cache is not None and _must_be_filled(
+            cache, max_length - 1, generation_config, not cache_format, is_users
+        )
         copies = generation_config.num_return_sequences or 1
         if adapted.reads_whole and not names:
             names.append("input_ids")
         if names:
             whole = WholePrompts(input_ids, mask, generation_config, model_kwargs, names).once(copies, model.config)
-        past = None if cache is None or whole is not None else _past(cache, mask, adapted)
+        past = None if cache is None or isinstance(whole, WholePrompts) else _past(cache, mask, adapted)
+        if isinstance(whole, EncoderInputs):
+            whole.keeps_cross = fills_cache
         if cache_format and (fills_cache or past is not None):
             raise ValueError(
                 f"custom_generate: {model.config.model_type} caches {cache_format}, which pass_ext cannot read or write: give "
@@ -183,6 +195,8 @@ class CustomGenerate:
         self.stats = result.stats
         if fills_cache:
             cache = _filled(cache, session, result, mask)
+            if isinstance(whole, EncoderInputs):
+                cache = with_cross(both, cache, whole.cross)
         sequences = result.sequences[:, unnamed:]
         if not generation_config.return_dict_in_generate:
             return sequences
@@ -275,8 +289,9 @@ def _other_cache_format(model: Any, *, has_padding: bool) -> str:
     return other_format(model)
 
 
-def _must_be_filled(cache: Any, columns: int, config: Any, is_writable: bool) -> bool:
-    """True if the caller has the cache after the call. Raises for caches that cannot store keys and values unchanged."""
+def _must_be_filled(cache: Any, columns: int, config: Any, is_writable: bool, is_users: bool | None) -> bool:
+    """True if the caller has the cache after the call. Raises for caches that cannot store keys and values unchanged. is_users:
+    the caller gave it; None: transformers does not say."""
     from transformers import DynamicCache, StaticCache, cache_utils
     from transformers import __version__ as transformers_version
 
@@ -294,7 +309,6 @@ def _must_be_filled(cache: Any, columns: int, config: Any, is_writable: bool) ->
         room = getattr(layer, "max_cache_len", columns)
         if type(layer).__name__ == "StaticLayer" and room < columns:
             raise ValueError(f"custom_generate: the static cache must have room for {columns} tokens, got {room}")
-    is_users = getattr(cache, "_is_user_defined", None)
     if any(type(layer).__name__ in SLIDING_LAYERS for layer in layers):
         if is_users or int(cache.get_seq_length()):
             raise ValueError(

@@ -1,5 +1,7 @@
 """Encoders beside decoders: texts are transformers' own, token for token, by every method; Whisper's generate whole."""
 
+import copy
+
 import pytest
 import torch
 
@@ -262,12 +264,44 @@ def test_a_batch_invariant_session_reads_one_input():
         ours(model, inputs_of(model), session=Session(model, batch_invariant=True))
 
 
-def test_a_cache_of_transformers():
+@pytest.mark.parametrize("name", ["whisper", "bart", "t5", "trocr"])
+def test_caches_go_both_ways(name):
+    """What one has written, the other goes on from; a text of which no token is cached begins with the same cache."""
+    model = model_of(name)
+    inputs, draft = inputs_of(model), custom_generate(NGram(shortest=1))
+    want = own(model, inputs)
+    begun = dict(max_new_tokens=6, return_dict_in_generate=True)
+    theirs, written = own(model, inputs, **begun), own(model, inputs, **begun, custom_generate=draft)
+    assert torch.equal(theirs.sequences, written.sequences)
+    for part in ("self_attention_cache", "cross_attention_cache"):
+        pairs = zip(getattr(theirs.cache, part).layers, getattr(written.cache, part).layers, strict=True)
+        for expected, layer in pairs:
+            for x, y in ((expected.keys, layer.keys), (expected.values, layer.values)):
+                torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    more, cache = dict(max_new_tokens=NEW - 6, custom_generate=draft), copy.deepcopy(written.cache)
+    for cached in (theirs.cache, written.cache):
+        assert torch.equal(own(model, inputs, decoder_input_ids=written.sequences, cache=cached, **more), want)
+        assert int(cached.get_seq_length()) == want.shape[1] - 1, "a cache that the caller gave goes on"
+    with pytest.raises(
+        ValueError, match="decoder_input_ids must hold the whole text, the 16 cached tokens included, got 7"
+    ):
+        own(model, inputs, decoder_input_ids=written.sequences, cache=written.cache, **more)
+    # transformers' generate reads cached tokens again, so its model goes on.
+    given = {"encoder_outputs": model.get_encoder()(**inputs, return_dict=True)}
+    given |= {name: mask for name, mask in inputs.items() if name == "attention_mask"}
+    for column in range(6, NEW):
+        logits = model(decoder_input_ids=want[:, column : column + 1], cache=cache, **given).logits
+        assert torch.equal(logits[:, -1].argmax(-1), want[:, column + 1])
+
+
+def test_a_cache_of_another_input_is_refused():
     model = model_of("bart")
-    inputs, options = inputs_of(model), dict(return_dict_in_generate=True)
-    begun = own(model, inputs, **options)
-    with pytest.raises(ValueError, match="caches of bart, which has an encoder, cannot be exchanged"):
-        own(model, inputs, decoder_input_ids=begun.sequences, cache=begun.cache, custom_generate=custom_generate())
+    begun = own(model, inputs_of(model), max_new_tokens=4, return_dict_in_generate=True)
+    other = inputs_of(model, seed=1)
+    with pytest.raises(
+        ValueError, match="past_key_values must be of the input that the encoder of bart reads now, got"
+    ):
+        own(model, other, decoder_input_ids=begun.sequences, cache=begun.cache, custom_generate=custom_generate())
 
 
 @pytest.mark.parametrize(("name", "value"), [("encoder_repetition_penalty", 2.0), ("encoder_no_repeat_ngram_size", 2)])
@@ -337,9 +371,13 @@ def test_a_layer_that_does_not_attend_to_the_encoder_is_noticed(monkeypatch):
 def test_a_draft_must_hear_as_the_target_does():
     from transformers import LlamaConfig, LlamaForCausalLM, WhisperForCausalLM
 
+    class Deaf(WhisperForCausalLM):
+        def forward(self, input_ids=None, inputs_embeds=None):
+            raise AssertionError
+
     model = model_of("whisper")
-    with pytest.raises(ValueError, match="must have the encoder that its layers attend to, got WhisperForCausalLM"):
-        ours(model, inputs_of(model), Speculative(EarlyExitDraft(decoder_alone(model), 1), 2))
+    with pytest.raises(ValueError, match="must have the encoder that its layers attend to, got Deaf: load it with"):
+        ours(model, inputs_of(model), Speculative(Deaf(type(model.config)(**model.config.to_dict())).eval(), 2))
     narrow = WhisperForCausalLM(type(model.config)(**{**model.config.to_dict(), "d_model": 16})).eval()
     with pytest.raises(
         ValueError, match="must attend to rows of 32 numbers, which the encoder of whisper makes, got Whis"
