@@ -67,7 +67,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     ),
     "perception_lm": dict(vision_config=dict(model_args=dict(embed_dim=WIDTH)), vision_use_cls_token=False),
     "qwen2_5_omni": dict(
-        enable_audio_output=False,
         thinker_config=dict(text_config=_MROPE, vision_config=dict(window_size=32), vision_start_token_id=91),
     ),
     "qwen3_omni_moe": dict(

@@ -5,7 +5,7 @@
     same       transformers' own greedy text, token for token
     refused    a sentence with the reason
 
-What is given: "pixels" or "sound", the tensors that its processor gives; or "rows", random ones in place of those that the
+What is given: "pixels", "sound" or "its own", the tensors that its processor gives; or "rows", random ones in place of those that the
 encoder makes, where the shapes that it takes are not written here; or nothing.
 
 `python -m benchmarks.architectures.whole_prompts [name …]` judges them and writes
@@ -40,7 +40,7 @@ RESULT = Path("benchmarks/results/architectures/whole_prompts.json")
 PAGE = RESULT.with_suffix(".md")
 SAME, NEW, IMAGE, SOUND, ROWS = "same", 8, 90, 92, 4
 OPTIONS: dict[str, Any] = dict(max_new_tokens=NEW, do_sample=False)
-_THINKING = dict(return_audio=False, thinker_max_new_tokens=NEW, thinker_eos_token_id=None, thinker_do_sample=False)
+_THINKING = dict(generation_mode="text", thinker_max_new_tokens=NEW, thinker_eos_token_id=None, thinker_do_sample=False)
 OWN_OPTIONS: dict[str, dict[str, Any]] = dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), _THINKING)
 
 
@@ -189,7 +189,8 @@ transformers {transformers}, torch {torch}, {date}: every class of `AutoModelFor
 `model.generate(custom_generate=…)`.
 
 *text*: a prompt of text alone. *pictures*: after a random picture or sound. *given*: `pixels` or `sound` are the tensors of
-its processor, which its own encoder reads; `rows` are random ones in place of what its encoder makes.
+its processor, which its own encoder reads, and so is `its own` where the processor gives other tensors than most; `rows` are
+random ones in place of what its encoder makes. Towers of timm are one convolution where timm is not installed.
 **yes**: the text is transformers' own, by all four methods. **no**: refused with the reason.
 
 """
@@ -210,7 +211,8 @@ def render(result: dict[str, Any]) -> str:
     text += f"\n## Not decoded: {len(others)}\n\n| architecture | given | text | why not |\n| --- | --- | --- | --- |\n"
     for line in others:
         text += f"| {line['architecture']} | {line['given']} | {_cell(line['text'])} | {_why(line['pictures'])} |\n"
-    text += f"\n## Not tried: {len(untried)}\n\n| architecture | text | why not |\n| --- | --- | --- |\n"
+    if untried:
+        text += f"\n## Not tried: {len(untried)}\n\n| architecture | text | why not |\n| --- | --- | --- |\n"
     for line in untried:
         why = line.get("not tried", line.get("pictures", ""))
         text += f"| {line['architecture']} | {_cell(line.get('text', ''))} | {_why(why)} |\n"
