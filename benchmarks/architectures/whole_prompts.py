@@ -5,8 +5,8 @@
     same       transformers' own greedy text, token for token
     refused    a sentence with the reason
 
-What is given: "pixels", "sound" or "its own", the tensors that its processor gives; or "rows", random ones in place of those that the
-encoder makes, where the shapes that it takes are not written here; or nothing.
+What is given: "pixels", "sound" or "its own", the tensors that its processor gives; or "rows", random ones in place of
+those that the encoder makes, where the shapes that it takes are not written here; or nothing.
 
 `python -m benchmarks.architectures.whole_prompts [name …]` judges them and writes
 benchmarks/results/architectures/whole_prompts.json and .md; `--check` compares the page.
