@@ -63,9 +63,9 @@ struct AttentionProblem {
 //   lse = ln(e^lse_a + e^lse_b)        out = e^(lse_a - lse) out_a + e^(lse_b - lse) out_b
 struct MergeProblem {
   const void *out_a, *out_b;
-  const float *lse_a, *lse_b;  // lse_b null: b saw nothing
+  const float *lse_a, *lse_b;
   void* out;
-  float* lse;    // null: not wanted
+  float* lse;
   int64_t rows;  // rows times heads
   int32_t head_dim;
   FloatType type;
@@ -224,9 +224,13 @@ PASS_EXT_HOST_DEVICE float share_beside_sink(float sum, float sink) {
   return scaled / (scaled + 1.0f);
 }
 
-// The share of row `row` of [rows, heads], whose total is 2^maximum sum.
-PASS_EXT_HOST_DEVICE float share_beside_sink(const AttentionProblem& problem, int64_t row, float maximum, float sum) {
-  return share_beside_sink(sum, fused(problem.sinks[row % problem.heads], kLog2E, -maximum));
+// What makes the result of row `row` of [rows, heads] of its weighted values, beside its sink. `rounded`: the sum of
+// the weights that were multiplied; 2^maximum exact: the row's total.
+PASS_EXT_HOST_DEVICE float factor_of_row(const AttentionProblem& problem, int64_t row, float maximum, float rounded,
+                                         float exact) {
+  const float factor = rounded == 0.0f ? 0.0f : 1.0f / rounded;
+  if (!problem.sinks) return factor;
+  return factor * share_beside_sink(exact, fused(problem.sinks[row % problem.heads], kLog2E, -maximum));
 }
 
 // The factors of two results in their merge. A side of weight 0 does not count and may hold anything.
@@ -246,7 +250,7 @@ PASS_EXT_HOST_DEVICE MergeWeights weights_of(float lse_a, float lse_b) {
 
 // The same for row `row` of a merge, beside its sink.
 PASS_EXT_HOST_DEVICE MergeWeights weights_of(const MergeProblem& problem, int64_t row) {
-  MergeWeights weights = weights_of(problem.lse_a[row], problem.lse_b ? problem.lse_b[row] : float_of(0xff800000u));
+  MergeWeights weights = weights_of(problem.lse_a[row], problem.lse_b[row]);
   if (problem.sinks && weights.lse != float_of(0xff800000u)) {
     const float share = share_beside_sink(1.0f, (problem.sinks[row % problem.heads] - weights.lse) * kLog2E);
     weights.a *= share;

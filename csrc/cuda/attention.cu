@@ -100,7 +100,6 @@ void attention_on_cuda(const AttentionProblem& problem, CodeType codes, const Ke
     else
       gpu::launch_attention(problem, plan, output_of<float>(workspace), scope.stream());
   }
-  gpu::launch_sinks(problem, scope.stream());
   check_launch("attention_tree");
 }
 

@@ -365,26 +365,31 @@ PASS_EXT_DEVICE void add_to_shares_before(const GroupAttention& group, GroupSums
   }
 }
 
-PASS_EXT_DEVICE float inverse_of(float total) { return total == 0.0f ? 0.0f : 1.0f / total; }
+PASS_EXT_DEVICE float factor_of_row(const AttentionProblem& problem, int64_t row, const RowTotals& totals) {
+  return factor_of_row(problem, row, totals.maximum, totals.rounded, totals.exact);
+}
 
 // Writes the results of an item, whose totals are in shared memory. `index`: of its first head, in [rows, heads].
 template <typename Shape>
 PASS_EXT_DEVICE void write_item(const AttentionProblem& problem, int64_t index, int count,
                                 const GroupSums<Shape>& sums) {
   using T = typename Shape::T;
-  const typename Shape::Scratch& scratch = group_scratch<Shape>();
+  typename Shape::Scratch& scratch = group_scratch<Shape>();
+  float* const factors = scratch.shrink;  // [kRows]: nobody reads what was there
+  const int own = row_of_thread<Shape>();
+  if (writes_totals<Shape>() && own < count) {
+    const RowTotals& totals = scratch.sums[own];
+    factors[own] = factor_of_row(problem, index + own, totals);
+    problem.lse[index + own] = log_of_total(totals.maximum, totals.exact);
+  }
+  sync_block();  // the factors are there
   for_rows<Shape>(count, [&](int row, int tile, int half) {
-    const float inverse = inverse_of(scratch.sums[row].rounded);
     T* const line = static_cast<T*>(problem.out) + (index + row) * Shape::kValueDim + 2 * (lane_index() % 4);
 #pragma unroll
     for (int chunk = 0; chunk < Shape::kValueChunks; ++chunk)
       *reinterpret_cast<uint32_t*>(line + column_of_chunk<Shape>(chunk)) =
-          pack2<T>(sums[tile][chunk][2 * half] * inverse, sums[tile][chunk][2 * half + 1] * inverse);
+          pack2<T>(sums[tile][chunk][2 * half] * factors[row], sums[tile][chunk][2 * half + 1] * factors[row]);
   });
-  if (writes_totals<Shape>() && row_of_thread<Shape>() < count) {
-    const RowTotals& totals = scratch.sums[row_of_thread<Shape>()];
-    problem.lse[index + row_of_thread<Shape>()] = log_of_total(totals.maximum, totals.exact);
-  }
 }
 
 template <typename Shape>
@@ -451,9 +456,9 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(value_dim / 4) group_combine_kernel(PASS_
       has_before = true;
     }
   }
-  const float inverse = inverse_of(totals.rounded);
+  const float factor = factor_of_row(problem, index, totals);
   *reinterpret_cast<uint64_t*>(static_cast<T*>(problem.out) + int64_t{index} * value_dim + column) =
-      pack2<T>(sums[0] * inverse, sums[1] * inverse) | uint64_t{pack2<T>(sums[2] * inverse, sums[3] * inverse)} << 32;
+      pack2<T>(sums[0] * factor, sums[1] * factor) | uint64_t{pack2<T>(sums[2] * factor, sums[3] * factor)} << 32;
   if (thread_rank() == 0) problem.lse[index] = log_of_total(totals.maximum, totals.exact);
 }
 

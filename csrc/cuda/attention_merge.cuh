@@ -1,6 +1,5 @@
 // attention_merge on the GPU: merges two results for the same rows over disjoint keys with the weights of
-// core/attention.h. A thread computes 16 bytes of a row if rows are multiples of that, else one element. The
-// sinks of attention_tree are a merge with nothing, in place: the kernels that attend need not know of them.
+// core/attention.h. A thread computes 16 bytes of a row if rows are multiples of that, else one element.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +26,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kMergeThreads) merge_kernel(MergeProblem 
   const int64_t row = chunks == 0 ? index : index / chunks;
   if (row >= problem.rows) return;
   const MergeWeights weights = weights_of(problem, row);
-  if (problem.lse != nullptr && (chunks == 0 || index % chunks == 0)) problem.lse[row] = weights.lse;
+  if (chunks == 0 || index % chunks == 0) problem.lse[row] = weights.lse;
   if (chunks == 0) return;
   const T* const a = static_cast<const T*>(problem.out_a) + index * kElements;
   const T* const b = static_cast<const T*>(problem.out_b) + index * kElements;
@@ -68,20 +67,6 @@ inline void launch_merge(const MergeProblem& problem, Stream stream) {
     case FloatType::float16: return launch_merge_of<float16>(problem, stream);
     case FloatType::float32: return launch_merge_of<float>(problem, stream);
   }
-}
-
-// Multiplies attention_tree's result by what its sinks leave.
-inline void launch_sinks(const AttentionProblem& problem, Stream stream) {
-  if (problem.sinks == nullptr) return;
-  MergeProblem merge{};
-  merge.out_a = merge.out_b = merge.out = problem.out;
-  merge.lse_a = problem.lse;
-  merge.rows = problem.rows * problem.heads;
-  merge.head_dim = problem.value_dim;
-  merge.type = problem.type;
-  merge.sinks = problem.sinks;
-  merge.heads = problem.heads;
-  launch_merge(merge, stream);
 }
 
 }  // namespace pass_ext::gpu

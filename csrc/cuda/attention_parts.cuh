@@ -74,7 +74,7 @@ struct RowSum {
   PASS_EXT_DEVICE void write(const AttentionProblem& problem, int64_t index, int column) const {
     if (column == 0) problem.lse[index] = log_of_total(totals.maximum, totals.exact);
     if (column >= value_dim_of<is_one_width>(problem)) return;
-    const float factor = totals.rounded == 0.0f ? 0.0f : 1.0f / totals.rounded;
+    const float factor = factor_of_row(problem, index, totals.maximum, totals.rounded, totals.exact);
     T* const to = static_cast<T*>(problem.out) + index * value_dim_of<is_one_width>(problem) + column;
     *reinterpret_cast<uint64_t*>(to) = pack2<T>(columns[0] * factor, columns[1] * factor) |
                                        uint64_t{pack2<T>(columns[2] * factor, columns[3] * factor)} << 32;

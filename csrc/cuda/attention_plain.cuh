@@ -100,13 +100,13 @@ struct PlainSums {
 
   template <typename T>
   PASS_EXT_DEVICE void write(const AttentionProblem& problem, int64_t index, int r) const {
-    const float inverse = total[r] == 0.0f ? 0.0f : 1.0f / total[r];
+    const float factor = factor_of_row(problem, index, highest[r], total[r], total[r]);
     const int32_t thread = static_cast<int32_t>(thread_rank());
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const int32_t column = thread + kPlainThreads * c;
       if (column < problem.value_dim)
-        static_cast<T*>(problem.out)[index * problem.value_dim + column] = from_float<T>(sums[r][c] * inverse);
+        static_cast<T*>(problem.out)[index * problem.value_dim + column] = from_float<T>(sums[r][c] * factor);
     }
     if (thread == 0) problem.lse[index] = log_of_total(highest[r], total[r]);
   }

@@ -100,7 +100,6 @@ void attention_tree(const Arguments& given) {
     pass_ext::gpu::launch_codes_attention(problem, codes, attention_plan(given, problem), workspace, {});
   else
     pass_ext::gpu::launch_attention(problem, attention_plan(given, problem), workspace, {});
-  pass_ext::gpu::launch_sinks(problem, {});
 }
 
 using pass_ext::gpu::AttentionTasks;
