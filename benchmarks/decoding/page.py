@@ -18,21 +18,12 @@ from benchmarks.decoding.contenders import HF, JOINED, NGRAM, ONE_PASS, PLAIN, T
 from benchmarks.decoding.drafts_page import draft_sections
 from benchmarks.decoding.summary import ALL
 from benchmarks.decoding.tables import Section, number, optional, speed_up
-from benchmarks.harness import markdown, picture
+from benchmarks.harness import markdown, picture, template
 from benchmarks.harness.cases import Row
 from benchmarks.harness.results import LEFT_OUT, device_name, device_words, show_aims
 
 NAME = "decoding"
 PAGE = f"{NAME}.md"
-HEADER = """# Decoding speed
-
-Written by `python -m benchmarks.pages` from `decoding*.json` beside this page; do not edit. How it is measured, and which
-times count: [benchmarks/README.md](../../README.md).
-
-*speed-up*: Plain's time per token ÷ this contender's, on the same prompts, measured in turn; in brackets the 10th to 90th
-percentile over prompts drawn with replacement. *tokens per call*: new tokens ÷ calls of the model, with the call on the prompt.
-*acceptance length*: mean tokens of a step that had drafts, with the token that the model adds.
-"""
 
 
 def sections(result: dict[str, Any]) -> list[Section]:
@@ -203,7 +194,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 def render_page(results: Sequence[tuple[Path, dict[str, Any]]]) -> str:
     """The page of a folder's results."""
-    out = [HEADER]
+    out: list[str] = []
     for path, result in results:
         out += [f"## {_describe(result)}", "", _provenance(result), ""]
         if shows(result):
@@ -214,9 +205,7 @@ def render_page(results: Sequence[tuple[Path, dict[str, Any]]]) -> str:
         out += ["", f"Loops: {result['settings']['looping']}.", ""]
         if result["left_out"]:
             out += [f"Left out for lack of time: {'; '.join(result['left_out'])}.", ""]
-    if not results:
-        out += ["Nothing has been measured yet.", ""]
-    return "\n".join(out)
+    return template.page(__file__, {}, results=out or ["Nothing has been measured yet.", ""])
 
 
 def _describe(result: dict[str, Any]) -> str:

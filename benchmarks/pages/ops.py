@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.harness import template
 from benchmarks.harness.markdown import aims, table
 from benchmarks.harness.results import (
     LEFT_OUT,
@@ -19,16 +20,6 @@ from benchmarks.harness.results import (
     why_absent,
     with_spread,
 )
-
-HEADER = """# The ops on this machine
-
-Written by `python -m benchmarks.pages` from `ops/*.json` beside this page; do not edit. How they are measured, and which
-times count: [benchmarks/README.md](../../README.md). Whole texts: [performance](../../../docs/performance.md).
-
-Each table says how many times as long as ours another way takes, over all sizes: the least, the median and the most. Above 1,
-ours is faster. Ways in italics do another job and are shown for comparison. Every line with its microseconds is in the linked
-file; `python -m benchmarks.pages FILE` prints it.
-"""
 
 
 def render(result: dict[str, Any]) -> str:
@@ -90,7 +81,9 @@ def _end(result: dict[str, Any]) -> list[str]:
 def render_page(paths: Iterable[Path]) -> str:
     """The page of a folder, from its result files; quick runs are left out."""
     results = [(f"ops/{path.name}", json.loads(path.read_text())) for path in sorted(paths)]
-    return "\n".join([HEADER, *(summary(result, file) for file, result in results if not result["quick"])])
+    return template.page(
+        __file__, {}, results=[summary(result, file) for file, result in results if not result["quick"]]
+    )
 
 
 def pages(root: Path) -> dict[Path, str]:
