@@ -57,25 +57,26 @@ def copied(arguments):
     return {name: value.clone() if torch.is_tensor(value) else value for name, value in arguments.items()}
 
 
+STATE = ("rows", "parents", "lengths", "prefix_lens", "report")
 ANSWERS = {}
 
 
-def answer(op, state, arguments):
+def answer(state, arguments):
     """The state after the reference, which is slow: computed once for all backends."""
     arguments = {name: value.cpu() if torch.is_tensor(value) else value for name, value in copied(arguments).items()}
     numbers = [value.numpy() if torch.is_tensor(value) else value for value in arguments.values()]
-    key = op, hashlib.sha256(pickle.dumps([*arguments, *numbers])).digest()
+    key = hashlib.sha256(pickle.dumps([*arguments, *numbers])).digest()
     if key not in ANSWERS:
-        getattr(reference, op)(**arguments)
+        reference.next_tree_(**arguments)
         ANSWERS[key] = {name: arguments[name] for name in state}
     return ANSWERS[key]
 
 
-def checked(op, state, arguments):
-    """The state after the op of this name is that of the reference, to the bit -> the state, and the text if there is one."""
-    state = (*state, *(["text"] if arguments.get("text") is not None else []))
-    wanted = answer(op, state, arguments)
-    getattr(pass_ext, op)(**arguments)
+def check(arguments):
+    """The state after the op is that of the reference, to the bit -> the state, and the text if there is one."""
+    state = (*STATE, *(["text"] if arguments.get("text") is not None else []))
+    wanted = answer(state, arguments)
+    pass_ext.next_tree_(**arguments)
     for name in state:
         assert_same_bits(arguments[name].cpu(), wanted[name])
     return {name: arguments[name].cpu() for name in state}

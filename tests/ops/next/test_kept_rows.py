@@ -5,12 +5,11 @@ import random
 
 import pytest
 import torch
-from next_cases import VOCABULARY, checked, copied, law_of, of_few_tokens, on, tables
+from next_cases import STATE, VOCABULARY, check, copied, law_of, of_few_tokens, on, tables
 
 import pass_ext
 from pass_ext import Tree
 
-STATE = ("rows", "parents", "lengths", "prefix_lens", "report")
 TREES = {
     "root": Tree.chain(0),
     "chain": Tree.chain(4).with_lookahead({0: 4, 4: 4}),
@@ -40,11 +39,6 @@ def a_step(backend, tree, requests=3, *, count=8, rank=None, seed=0, sampled=Fal
         scores=scores, **tables(rank), **law_of(requests, sampled=sampled, filters=filters),
     )  # fmt: skip
     return on(backend, arguments)
-
-
-def check(arguments):
-    """The state after the op is that of the reference, to the bit -> the state."""
-    return checked("next_tree_", STATE, arguments)
 
 
 @pytest.mark.sanitizer

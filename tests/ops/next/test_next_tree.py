@@ -6,13 +6,11 @@ import random
 
 import pytest
 import torch
-from next_cases import VOCABULARY, checked, copied, law_of, of_few_tokens, on, tables
+from next_cases import STATE, VOCABULARY, check, copied, law_of, of_few_tokens, on, tables
 
 import pass_ext
 from pass_ext import Tree, reference
 from pass_ext.testing import assert_same_bits
-
-STATE = ("rows", "parents", "lengths", "prefix_lens", "report")
 
 
 def judged_rows(numbers, row_count, slots):
@@ -61,11 +59,6 @@ def a_step(
     if priced:
         arguments["price"] = 0.3 * torch.rand(row_count).cumsum(0)
     return on(backend, arguments)
-
-
-def check(arguments):
-    """The state after the op is that of the reference, to the bit -> the state."""
-    return checked("next_tree_", STATE, arguments)
 
 
 def shapes_of(state):
