@@ -209,7 +209,7 @@ def main() -> int:
     if not (options.render or options.check or options.other):
         parser.error("name the folder of the other version")
     measured = lambda: measure(options.other.resolve(), options.rounds, options.only)  # noqa: E731
-    if options.only:
+    if options.only and not (options.render or options.check):
         print(render(measured()))
         return 0
     return by_machine.command("versions", options, measured, render)
