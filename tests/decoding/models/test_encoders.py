@@ -1,6 +1,7 @@
 """Encoders beside decoders: texts are transformers' own, token for token, by every method; Whisper's generate whole."""
 
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -34,14 +35,7 @@ if Version(transformers.__version__) < Version("5.24"):
 
 BEGUN = torch.tensor([[1, 5, 6], [1, 7, 8]])
 NEW = OPTIONS["max_new_tokens"]
-_models = {}
-
-
-def model_of(name, **options):
-    key = name, *options.items()
-    if key not in _models:
-        _models[key] = tiny_model(name, **options)
-    return _models[key]
+model_of = cache(tiny_model)
 
 
 def own(model, inputs, **options):

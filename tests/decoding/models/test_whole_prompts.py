@@ -2,7 +2,7 @@
 
 import copy
 import io
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from benchmarks.architectures.pictures import (  # noqa: E402
     sound_of,
     tiny_model,
 )
+from benchmarks.architectures.whole_prompts import classes  # noqa: E402
 from pass_ext import (  # noqa: E402
     EarlyExitDraft,
     MultiCandidate,
@@ -44,6 +45,7 @@ from pass_ext.checkpoint import demo_model, load_checkpoint  # noqa: E402
 from pass_ext.decoding.drafting.draft_calls import DraftCalls  # noqa: E402
 from pass_ext.decoding.drafting.drafter import Drafter  # noqa: E402
 from pass_ext.decoding.drafting.from_ngrams import NGramDrafter  # noqa: E402
+from pass_ext.decoding.models.any_model import packed_model  # noqa: E402
 from pass_ext.decoding.models.whole_prompts import WholePrompts  # noqa: E402
 from pass_ext.drafting import Candidates, Proposal  # noqa: E402
 
@@ -53,13 +55,11 @@ if Version(transformers.__version__) < Version("5.24"):
 PICTURE, SMALL = (4, 8), (4, 4)
 BEFORE, AFTER = [5, 6], [7, 8, 5, 6, 7]
 OPTIONS = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=[96])
-_models = {}
 
 
+@cache
 def model_of(name, auto=AutoModelForImageTextToText):
-    if name not in _models:
-        _models[name] = tiny_model(name, auto)
-    return _models[name]
+    return tiny_model(name, auto)
 
 
 def own_text(model, inputs, **options):
@@ -520,6 +520,19 @@ def test_bad_prompts_are_refused():
     refused(
         r"inputs_embeds must come with the input_ids of all its rows, \[1, 7\]", ids=text[:, 1:], inputs_embeds=embeds
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pix2struct", "takes no position_ids, so rows of a tree cannot be given their places"),
+        ("kyutai_speech_to_text", "embeds tokens by KyutaiSpeechToTextEmbeddings, which has no table of rows"),
+        ("t5gemma2", "attends to its encoder's rows and its text in one softmax, which pass_ext does not implement"),
+    ],
+)
+def test_what_a_model_has_is_refused_by_name(name, message):
+    with pytest.raises(ValueError, match=f"^{name}.* {message}"):
+        packed_model(tiny_model(name, getattr(transformers, classes()[name])))
 
 
 @pytest.mark.parametrize("name", ["kosmos-2", "kosmos-2.5"])
