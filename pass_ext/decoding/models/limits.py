@@ -172,8 +172,9 @@ def placeholder_ids(config: Any, vocabulary: int) -> list[int]:
     return sorted(value for value in found if 0 <= value < vocabulary)
 
 
-def replaced_ids(model: Any, name: str, ids: list[int], stand_ins: list[int], embed: Any) -> dict[int, int]:
-    """The tokens among ``ids`` that the model embeds as another one, and that one, which must be among ``stand_ins``.
+def replaced_ids(model: Any, name: str, ids: list[int], stand_ins: list[int], embed: Any) -> dict[int, int] | None:
+    """The tokens among ``ids`` that the model embeds as another one, and that one, which must be among ``stand_ins``; None: its
+    calls failed.
 
     Compares the first layer's keys, called with ids and with their embeddings.
 
@@ -189,7 +190,7 @@ def replaced_ids(model: Any, name: str, ids: list[int], stand_ins: list[int], em
             _first_keys(model, known, **x) for x in ({"inputs_embeds": embed(known)[None]}, {"input_ids": known[None]})
         )
     except Exception:  # a generation's first call says what is wrong
-        return {}
+        return None
     replaced: dict[int, int] = {}
     for number, token in enumerate(ids):
         if torch.equal(theirs[number], ours[number]):

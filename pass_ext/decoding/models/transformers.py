@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,10 @@ from pass_ext.decoding.models.taps import Tap, check_places
 from pass_ext.decoding.models.vocabulary import logit_shards_of
 from pass_ext.ops.lookahead import lookahead_embed
 from pass_ext.weights.layers import PackedEmbedding, table_of
+
+_replaced: WeakKeyDictionary[nn.Module, dict[tuple[int, ...], dict[int, int]]] = WeakKeyDictionary()
+"""Of each model without hooks, by the placeholders that its config names: the tokens that it embeds as others. To find them out
+takes a shadow and two calls."""
 
 
 class TransformersModel(Adapted):
@@ -215,11 +220,18 @@ class TransformersModel(Adapted):
         placeholders = limits.placeholder_ids(self.model.config, len(self.table))
         if not placeholders or self.has_encoder:
             return {}
+        key, known = tuple(placeholders), _replaced.setdefault(unwrapped(self.model), {})
+        may_be_kept = not is_hooked(text_parts(self.model))
+        if may_be_kept and key in known:
+            return known[key]
         pad = getattr(self.model.config.get_text_config(decoder=True), "pad_token_id", None)
         stand_ins = [0, *([] if pad is None else [pad])]
         shadow = unwrapped(self._its_shadow())
         with torch.no_grad():
-            return limits.replaced_ids(shadow, self.name, placeholders, stand_ins, self.embed_tokens)
+            found = limits.replaced_ids(shadow, self.name, placeholders, stand_ins, self.embed_tokens)
+        if may_be_kept and found is not None:
+            known[key] = found
+        return found or {}
 
     def __call__(
         self, rows: Tensor, positions: Tensor, attend: StepAttend, wanted: Tensor | None, slots: CallSlots | None = None

@@ -21,6 +21,8 @@ from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.heads.best_paths import best_paths
 from pass_ext.decoding.drafting.heads.best_paths import best_paths
 from pass_ext.decoding.drafting.heads.best_paths import best_paths
+from pass_ext.decoding.drafting.heads.best_paths import best_paths
+from pass_ext.decoding.drafting.heads.best_paths import best_paths
 from pass_ext.decoding.planning.step_times import StepTimes
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -429,6 +429,26 @@ def test_early_exits_after_a_picture(name):
     assert result.stats.mean_acceptance_length > 3.5
 
 
+def test_placeholders_are_compared_once(monkeypatch):
+    """And again where a hook could embed them otherwise."""
+    from pass_ext.decoding.models import limits
+
+    model, calls = tiny_model("llava", AutoModelForImageTextToText), []
+    compare = limits.replaced_ids
+    monkeypatch.setattr(limits, "replaced_ids", lambda *given: calls.append(given) or compare(*given))
+    inputs = prompts(model, [*BEFORE, PICTURE, *AFTER])
+    first = ours(model, inputs)
+    assert torch.equal(ours(model, inputs), first) and len(calls) == 1
+    hook = model.get_input_embeddings().register_forward_hook(lambda part, given, out: out)
+    assert torch.equal(ours(model, inputs), first) and len(calls) == 2
+    hook.remove()
+    assert torch.equal(ours(model, inputs), first) and len(calls) == 2
+    monkeypatch.setattr(limits, "replaced_ids", lambda *given: calls.append(given))  # its calls have failed
+    model.config.video_token_id = 94
+    ours(model, inputs), ours(model, inputs)
+    assert len(calls) == 4
+
+
 def test_hooks_in_an_encoder_leave_the_decoder_its_fused_forward():
     """transformers hooks a vision tower whose hidden states it wants, and leaves the hooks there."""
     model = tiny_model("llava", AutoModelForImageTextToText)
