@@ -19,10 +19,6 @@ from pass_ext import Plain, Session, Tree, generate, load_drafter
 from pass_ext.decoding.drafting import drafter
 from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.heads.best_paths import best_paths
-from pass_ext.decoding.drafting.heads.best_paths import best_paths
-from pass_ext.decoding.drafting.heads.best_paths import best_paths
-from pass_ext.decoding.drafting.heads.best_paths import best_paths
-from pass_ext.decoding.drafting.heads.best_paths import best_paths
 from pass_ext.decoding.planning.step_times import StepTimes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
