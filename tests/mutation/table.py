@@ -175,6 +175,11 @@ def _laws(kinds: str, *files: str) -> list[str]:
     return [*paths, "-k", " or ".join([*kinds.split(), *(f"test_{name}" for name in files)])]
 
 
+def _there(*features: str) -> list[str]:
+    """Those of these features' tests that are there: deleting a feature changes no row of other files."""
+    return [name for name in features if (ROOT / f"tests/decoding/models/test_{name}.py").exists()]
+
+
 # Path below pass_ext/decoding/ -> the tests. A new file of heads/ needs no line, nor does one of pass_ext/weights/.
 _PYTHON: dict[str, list[str]] = {
     "models/shadow": ["tests/decoding/models/test_model_meanwhile.py", "tests/decoding/models/test_layer_adapters.py"],
@@ -211,7 +216,10 @@ _PYTHON: dict[str, list[str]] = {
         f"models/features/{name}": _laws("inkling_text", "distance_bias")
         for name in ("distances", "distance_bias", "scaled_queries")
     },
-    **{f"models/features/{name}": _laws("deepseek_v32 deepseek_v4 qwen4", "latents") for name in ("feature", "table")},
+    **{
+        f"models/features/{name}": _laws("deepseek_v32 deepseek_v4 qwen4", *_there("latents"))
+        for name in ("feature", "table")
+    },
     **{
         f"models/features/{name}": _laws("gpt_neo bloom [mpt", "own_attention")
         for name in ("own_attention", "key_biases")
@@ -220,15 +228,18 @@ _PYTHON: dict[str, list[str]] = {
     "models/features/repeated_attention": _laws("diffllama dory", "repeated_layers"),
     "models/layer_attention": [
         "tests/decoding/test_cache_dtype.py",
-        *_laws("deepseek_v32 deepseek_v4 minimax_m3 inkling test_cache_dtype", "latents"),
+        *_laws("deepseek_v32 deepseek_v4 minimax_m3 inkling test_cache_dtype", *_there("latents")),
     ],
-    "models/cached_rows": ["tests/decoding/test_cache_dtype.py", "tests/decoding/models/test_indexed.py"],
+    "models/cached_rows": [
+        "tests/decoding/test_cache_dtype.py",
+        *(f"tests/decoding/models/test_{name}.py" for name in _there("indexed")),
+    ],
     "session/step_attention": [
         "tests/decoding/test_session.py",
         "tests/decoding/test_cache_dtype.py",
         *(
             f"tests/decoding/models/test_{name}.py"
-            for name in ("fused_forward", "latents", "compressed", "indexed", "row_attention")
+            for name in ("fused_forward", *_there("latents", "compressed", "indexed"), "row_attention")
         ),
     ],
     "models/product_times": ["tests/ops/test_linear.py", "-k", "measure or faster or light"],
@@ -283,7 +294,9 @@ _PYTHON: dict[str, list[str]] = {
         f"models/{name}": _laws("deepseek_v32 minimax_m3", "indexed", "indexed_blocks", "indexed_heads")
         for name in ("features/indexed", "features/indexers")
     },
-    **{f"models/{name}": _laws("qwen4", "indexed_blocks") for name in ("equivalence", "features/ngram_layers")},
+    **{
+        f"models/{name}": _laws("qwen4", *_there("indexed_blocks")) for name in ("equivalence", "features/ngram_layers")
+    },
     **{
         f"models/features/{name}": _laws("deepseek_v4", "compressed")
         for name in ("compressed", "compressors", "hash_routers")
@@ -294,10 +307,8 @@ _PYTHON: dict[str, list[str]] = {
     ],
     "models/one_order": ["tests/decoding/models/test_one_order.py"],
     "models/row_attention": [
-        "tests/decoding/models/test_row_attention.py",
-        "tests/decoding/models/test_decoded_models.py",
-        "tests/decoding/models/test_repeated_layers.py",
-        "tests/decoding/models/test_falcon.py",
+        f"tests/decoding/models/test_{name}.py"
+        for name in ("row_attention", "decoded_models", *_there("repeated_layers"), "falcon")
     ],
     "sampling": ["tests/decoding/loop/test_several_texts.py", *_GENERATE[:-1], f"{_GENERATE[-1]} or several_texts"],
     "session/past": [
