@@ -77,6 +77,12 @@ def stored_model(file: Path, dtype: torch.dtype) -> Any:
 # ---- the file ----
 
 
+def mtp_layers(file: Path) -> list[str]:
+    """The names of the layers of a file, such as "blk.46.nextn", that predict tokens after the next."""
+    names = (str(tensor.name).partition(".nextn.") for tensor in _reader_of(file).tensors)
+    return list(dict.fromkeys(f"{layer}.nextn" for layer, found, _ in names if found))
+
+
 def _reader_of(file: Path) -> Any:
     from gguf import GGUFReader
 

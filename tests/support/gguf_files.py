@@ -6,9 +6,9 @@ import numpy as np
 HIDDEN, LAYERS, FFN, VOCABULARY, EXPERTS = 32, 2, 64, 258, 4
 
 
-def write_gguf(path, kind="F32", *, tied=False, missing=()):
+def write_gguf(path, kind="F32", *, tied=False, missing=(), mtp=False):
     """Writes a llama of two small layers with a token per byte, its matrices in this format; returns the path. missing: tensors
-    that it leaves out."""
+    that it leaves out. mtp: with parts of an MTP layer."""
     matrices = {"token_embd": (VOCABULARY, HIDDEN)} | ({} if tied else {"output": (VOCABULARY, HIDDEN)})
     vectors = {"output_norm": HIDDEN}
     for layer in range(LAYERS):
@@ -17,6 +17,9 @@ def write_gguf(path, kind="F32", *, tied=False, missing=()):
         matrices |= {f"blk.{layer}.{name}": (FFN, HIDDEN) for name in ("ffn_gate", "ffn_up")}
         matrices[f"blk.{layer}.ffn_down"] = HIDDEN, FFN
         vectors |= {f"blk.{layer}.{name}": HIDDEN for name in ("attn_norm", "ffn_norm")}
+    if mtp:
+        matrices[f"blk.{LAYERS}.nextn.eh_proj"] = HIDDEN, 2 * HIDDEN
+        vectors |= {f"blk.{LAYERS}.nextn.{name}": HIDDEN for name in ("enorm", "hnorm")}
     return _write(path, "llama", kind, matrices, vectors, missing, lambda writer: None)
 
 

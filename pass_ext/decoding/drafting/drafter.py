@@ -140,16 +140,19 @@ class DraftContext:
         nodes = uploaded(parents, self.device)
         return draw_children(logits, width, drawing_mode(self.sampling, self.rule), sampling, places, depth, nodes)
 
-    def pace(self, times: StepTimes | None = None, tokens: float = 1.0, seconds: float | None = None) -> Pace:
+    def pace(
+        self, times: StepTimes | None = None, tokens: float = 1.0, seconds: float | None = None, drafts: object = None
+    ) -> Pace:
         """The pace at which drafting pauses, for ``Drafter.pace``.
 
         Args:
             times: seconds of the target's calls by their rows; None: measured, once per model and machine.
             tokens: expected of a step, for each request.
             seconds: of that step; None: a plain one's.
+            drafts: what drafts, such as a head: the times of steps with another one are not its own.
         """
         times = measured_times(self.target, graphs=self.graphs) if times is None else times
-        clock = step_clock(times, 1 << max(map(len, self.texts)).bit_length())
+        clock = step_clock(times, 1 << max(map(len, self.texts)).bit_length(), id(drafts))
         return Pace(clock, tokens, times.at(len(self.texts)) if seconds is None else seconds)
 
     def check_origins(self, *origins: str) -> None:

@@ -229,7 +229,7 @@ def chosen_tree(method: ByModel, context: DraftContext, draft: Adapted) -> tuple
         if plan.is_plain and context.target_adds:
             return None
         tree = Tree.chain(1) if plan.is_plain else plan.tree
-        pace = context.pace(call_times(context.target, draft, graphs=context.graphs)[0])
+        pace = context.pace(call_times(context.target, draft, graphs=context.graphs)[0], drafts=draft.model)
     if context.chains_only and len(tree.leaves) != 1:
         raise ValueError(
             f"{name}: branching must be that of a chain, (1, 1, ...), because rule {context.rule!r} takes chains, got a tree "

@@ -234,7 +234,7 @@ def lookahead_drafter(method: PaSS, context: DraftContext, *, is_alone: bool = T
         )
     pace = None
     if times is not None and is_alone:
-        pace = context.pace(times, plan.tokens_per_call, times.at(plan.rows * requests))
+        pace = context.pace(times, plan.tokens_per_call, times.at(plan.rows * requests), method.lookahead)
     choice = _choice(method, context, plan) if is_alone else None
     return LookaheadDrafter(method.lookahead, plan, context, choice, pace, recalls=method.recall)
 

@@ -2,7 +2,7 @@
 
     lost    seconds of a drafted step / those of a plain one - its tokens / those of a plain one; gains only make good losses
     pause   once 3 plain steps or more are lost: 32 plain steps for each. Each trial after a pause ends once 1.5 are lost, in a
-            pause as for 6, for 12, then always for 18, if no more were lost
+            pause as for 6, for 12, then always for 18, if no more were lost. A text after one that ended so begins with one
     price   of n rows of each request: their seconds, in tokens at the speed of the last steps
 
 So drafts that are never right cost 3 % of a text of 256 tokens, where a drafted step takes less than two plain ones, and 5 %
@@ -38,7 +38,7 @@ class Pace:
     def __init__(self, clock: StepClock, tokens: float, seconds: float) -> None:
         self.clock = clock
         self._tokens, self._seconds = PLANNED_STEPS * tokens, PLANNED_STEPS * seconds
-        self._lost, self._trials, self._left = 0.0, 0, 0  # trials in a row that lost
+        self._lost, self._left = 0.0, 0
         self._has_drafted = False
         self._drafted = 0  # steps since the last plain one
         self._steps, self._plain_tokens = 0, 1.0
@@ -65,10 +65,11 @@ class Pace:
         self._drafted += 1
         self._lost += took / self.clock.seconds(requests, is_plain=True) - each / self._plain_tokens
         if self._lost < 0:  # it has paid
-            self._lost, self._trials = 0.0, 0
-        if self._lost >= (MOST_LOST_AGAIN if self._trials else MOST_LOST):
-            self._left = round(PAUSED * max(self._lost, min(MOST_LOST * 2**self._trials, LONGEST)))
-            self._lost, self._trials = 0.0, self._trials + 1
+            self._lost, self.clock.lost_trials = 0.0, 0
+        trials = self.clock.lost_trials
+        if self._lost >= (MOST_LOST_AGAIN if trials else MOST_LOST):
+            self._left = round(PAUSED * max(self._lost, min(MOST_LOST * 2**trials, LONGEST)))
+            self._lost, self.clock.lost_trials = 0.0, trials + 1
 
     def prices(self, most: int, requests: int) -> list[float] | None:
         """Tokens that a step of 1, 2, … rows costs each of so many requests; None: those of the last call still hold."""

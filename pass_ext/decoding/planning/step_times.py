@@ -105,6 +105,8 @@ class StepClock:
 
     def __init__(self, table: StepTimes) -> None:
         self.table = table
+        self.lost_trials = 0
+        """Trials in a row in which drafting has lost (pace.py), those of the texts before too."""
         # when, seconds / t(rows)
         self._plain: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
         self._drafted: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
@@ -148,9 +150,9 @@ class StepClock:
 
 
 @lru_cache(maxsize=64)
-def step_clock(table: StepTimes, tokens: int) -> StepClock:
-    """The clock of texts of about so many tokens, a power of two: attention takes longer after a long text. The last
-    64 clocks are kept, so a generation begins with the steps of the one before."""
+def step_clock(table: StepTimes, tokens: int, drafts: int) -> StepClock:
+    """The clock of texts of about so many tokens, a power of two: attention takes longer after a long text. drafts: a number
+    for what drafts. The last 64 clocks are kept, so a generation begins with the steps of the one before."""
     return StepClock(table)
 
 

@@ -106,7 +106,7 @@ def test_trees_have_the_rows_that_are_worth_their_price(head, monkeypatch):
     plain = generate(target, ids, Plain(), **LIMITS).sequences
     sizes = {}
     for name, price in (("dear", DEAR), ("cheap", CHEAP)):
-        monkeypatch.setattr(DraftContext, "pace", lambda self, price=price: Priced(price))
+        monkeypatch.setattr(DraftContext, "pace", lambda self, price=price, **_: Priced(price))
         got = generate(target, ids, recorded := Recorded(method), **LIMITS)
         assert torch.equal(got.sequences, plain)
         for text, candidates in recorded.of():
@@ -123,7 +123,7 @@ def test_trees_have_the_rows_that_are_worth_their_price(head, monkeypatch):
 def test_texts_are_plains(head, count, monkeypatch):
     """Greedy and by seed, ragged, each request with its own rows."""
     _, target, method, _ = head
-    monkeypatch.setattr(DraftContext, "pace", lambda self: Priced([0.05 * rows for rows in range(1, 33)]))
+    monkeypatch.setattr(DraftContext, "pace", lambda self, **_: Priced([0.05 * rows for rows in range(1, 33)]))
     ids, mask = ragged_prompts(count, vocabulary=VOCABULARY)
     warm = [0.9, 0.0, 1.3, 0.6, 1.0, 0.2, 0.0, 0.8][:count]
     for options in ({}, dict(temperature=warm, seeds=list(range(count)))):
@@ -180,7 +180,7 @@ def test_prices_that_come_in_a_pause_are_kept(head, monkeypatch):
         def prices(self, most, requests):
             return [0.5 * rows for rows in range(1, most + 1)] if self.step == 2 else None
 
-    monkeypatch.setattr(DraftContext, "pace", lambda self: Third([2]))
+    monkeypatch.setattr(DraftContext, "pace", lambda self, **_: Third([2]))
     _, target, method, _ = head
     recorded = Recorded(method)
     generate(target, whole_prompts(1, 20, vocabulary=VOCABULARY), recorded, **LIMITS)

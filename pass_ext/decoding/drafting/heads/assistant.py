@@ -212,5 +212,5 @@ def assistant_drafters(method: Assistant, context: DraftContext) -> Sequence[Dra
     context.check_origins(*([N_GRAM] if method.ngram else []), AssistantDrafter.name)
     length = method.length if isinstance(method.length, int) else _AUTO_LENGTH
     drafter = AssistantDrafter(method.head, context, length)
-    drafter.pace = context.pace() if method.length == "auto" else None
+    drafter.pace = context.pace(drafts=method.head) if method.length == "auto" else None
     return [drafter, *ngram_drafters(method.ngram, context)]

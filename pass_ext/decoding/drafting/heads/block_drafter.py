@@ -275,5 +275,5 @@ def dflash_drafters(method: DFlash, context: DraftContext) -> list[Drafter]:
             f"DFlash: rows must be None, a chain, for rule {context.rule!r}, which divides by the distribution that candidates "
             f"were drawn from, or takes chains alone, got {method.rows!r}"
         )
-    pace = context.pace() if "auto" in (method.length, method.rows) else None
+    pace = context.pace(drafts=head) if "auto" in (method.length, method.rows) else None
     return [BlockDrafter(head, context, length, method.rows, pace), *ngram_drafters(method.ngram, context)]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.weights.folder import Read, layout_of, read_grouped, sorted_tensors
+from pass_ext.weights.gguf import mtp_layers
 from pass_ext.weights.grouped import LAYOUTS, Grouped
 from pass_ext.weights.layers import PackedLinear
 
@@ -202,6 +203,13 @@ def _files_of(path: str) -> tuple[Path, list[Path]]:
     """The folder of a checkpoint and the files of its tensors."""
     place = Path(path).expanduser()
     if place.is_file():
+        if place.suffix == ".gguf":
+            layers = mtp_layers(place)
+            has = f"its MTP layer {', '.join(layers)}.* is not read" if layers else "it has no MTP layer"
+            raise ValueError(
+                f"load_drafter: {path}: {has}: heads are read from safetensors, for transformers has no names for "
+                "llama.cpp's parts of one. Give the folder that the file was converted from; the model may be the file's"
+            )
         if place.suffix not in _ENDINGS:
             raise ValueError(f"load_drafter: a file must end in {' or '.join(_ENDINGS)}, got {path}")
         return place.parent, [place]
