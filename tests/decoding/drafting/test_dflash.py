@@ -327,7 +327,7 @@ def test_drafts_are_drawn_from_what_a_grammar_allows(kind, load):
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_wait_while_drafting_pauses(kind, load, monkeypatch):
     """With length "auto" it pauses at the pace of the generation. Later drafts are those of a head that has read all along."""
-    monkeypatch.setattr(DraftContext, "pace", lambda self: PauseAt([step for step in range(24) if step % 3]))
+    monkeypatch.setattr(DraftContext, "pace", lambda self, **_: PauseAt([step for step in range(24) if step % 3]))
     model, (ids, mask) = target(), ragged_prompts(3, vocabulary=VOCABULARY)
     config, found = files(kind, seed=1)
     recorded = Recorded(dataclasses.replace(load(config, found, model), length="auto"))

@@ -169,9 +169,9 @@ def test_a_truncated_bin_file(tmp_path, target):
 def test_paths_that_are_nothing(tmp_path, target):
     with pytest.raises(FileNotFoundError, match="no such file or folder"):
         load_drafter(tmp_path / "missing", target)
-    (tmp_path / "head.gguf").write_bytes(b"GGUF")
+    (tmp_path / "head.onnx").write_bytes(b"GGUF")
     with pytest.raises(ValueError, match="must end in"):
-        load_drafter(tmp_path / "head.gguf", target)
+        load_drafter(tmp_path / "head.onnx", target)
 
 
 def test_a_head_is_used_with_its_model_alone(folder, target):
