@@ -16,7 +16,7 @@ from support.speech import speaking_whisper
 from transformers import GenerationMixin
 
 import pass_ext
-from benchmarks.architectures import encoders, whole_prompts
+from benchmarks.architectures import encoders, picture_times, whole_prompts
 
 PAGE = ROOT / "docs/guide/pictures.md"
 
@@ -31,6 +31,18 @@ def test_the_table_shows_its_result_and_the_page_its_counts():
     assert f"of {len(result['rows'])} of" in PAGE.read_text()
     for words in (f"sound in {right},", f"{refused} are refused"):
         assert words in PAGE.read_text().replace("\n", " ")
+
+
+def test_the_page_shows_what_a_picture_costs():
+    result, page = json.loads(picture_times.RESULT.read_text()), PAGE.read_text().replace("\n", " ")
+    seconds = f"reading {result['seconds, ours']:.2f} s beside {result['seconds, own']:.2f} s"
+    ratios = f"seven pairs is {result['reading']:.2f},", f"a token after it {result['token']:.2f} times"
+    for words in (
+        f"{result['machine']['model']}, {result['machine']['torch_threads']} threads, {result['date'][:10]}",
+        *ratios,
+        seconds,
+    ):
+        assert words in page
 
 
 def test_the_blocks_of_the_page_run():
