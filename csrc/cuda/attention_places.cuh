@@ -29,7 +29,6 @@ PASS_EXT_HOST_DEVICE uint32_t first_place_of_share(int32_t share) {
 PASS_EXT_HOST_DEVICE int32_t share_with(uint32_t place) {
   if (place < 4096) return static_cast<int32_t>(place / kPlacesOfStep);
   int32_t doubling = 0;
-#pragma unroll 1
   while (place >> doubling >= 8192) ++doubling;
   return 32 + 16 * doubling + static_cast<int32_t>((place >> doubling) - 4096) / 256;
 }
