@@ -51,7 +51,8 @@ def take_read(session: Session, read: ReadPrompts, samples: int) -> list[int]:
     lengths, offsets, session.begins = (
         [number for number in numbers for _ in range(samples)] for numbers in (read.lengths, read.offsets, read.begins)
     )
-    _put(session, read.layers, lengths, read.states, samples)
+    if any(lengths):  # of prompts of one token nothing is read yet
+        _put(session, read.layers, lengths, read.states, samples)
     if read.states and session.wants_states:
         session.read = lengths, [state.clone() for state in session.states]
     _stand(session, offsets)

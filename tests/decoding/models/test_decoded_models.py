@@ -135,12 +135,19 @@ def test_a_config_without_a_token_that_ends_texts():
     assert torch.equal(got.sequences, want)
 
 
-def test_layers_that_are_not_causal():
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_layers_that_are_not_causal(attention):
+    """By "sdpa" rows of a prompt then see those after them; rows of a text that is written have a causal mask."""
     model = model_of("llama", **_SHAPE)
+    model.set_attn_implementation(attention)
+    causal = model(IDS).logits
     model.model.layers[0].self_attn.is_causal = False
+    assert torch.equal(model(IDS).logits, causal) == (attention == "eager")
     for ids in (IDS, IDS[:, :1]):
-        with pytest.raises(ValueError, match="LlamaAttention is not causal"):
-            generate(model, ids, max_new_tokens=2)
+        want = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+        for method in (None, pass_ext.NGram(shortest=1)):
+            got = generate(model, ids, method, max_new_tokens=8, eos_token_id=[])
+            assert torch.equal(got.sequences, want), method
 
 
 def test_one_row_that_sees_all_is_no_bidirectional_model():
