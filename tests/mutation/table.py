@@ -243,6 +243,7 @@ _PYTHON: dict[str, list[str]] = {
         ),
     ],
     "models/product_times": ["tests/ops/test_linear.py", "-k", "measure or faster or light"],
+    "models/modules": ["tests/decoding/models/test_known_parts.py"],
     "models/module_ops": [
         "tests/decoding/models/test_known_parts.py",
         "tests/ops/test_linear.py",

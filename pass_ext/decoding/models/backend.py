@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pass_ext.decoding.models.equivalence import MACHINE
 from pass_ext.decoding.models.fused_forward import End, FusedForward
 from pass_ext.decoding.models.module_ops import is_plain
+from pass_ext.decoding.models.modules import modules_of
 from pass_ext.decoding.models.packed import StepAttend
 from pass_ext.decoding.models.parts import ModelPlan, Unlike, layers_of, plan_of
 
@@ -135,7 +136,7 @@ class ModelState:
         """Settings, and where weights lie, and as what."""
         self._configs: set[int] = set()
         kinds: dict[type[nn.Module], None] = {}
-        for part in model.modules():
+        for part in modules_of(model):
             attributes = vars(part)
             self._note([value for name, value in attributes.items() if name not in _OF_EVERY_MODULE])
             for name in ("_parameters", "_buffers", "_modules"):

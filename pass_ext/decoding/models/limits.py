@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.features.table import FEATURES, attending_layers, first, unknown_kinds
 from pass_ext.decoding.models.layer_kinds import kinds_of
+from pass_ext.decoding.models.modules import modules_of
 from pass_ext.decoding.models.parts import configs_of, decoder_of, has_encoder, unwrapped
 from pass_ext.decoding.models.row_attention import AttentionCalls, reads_keys_of_cache
 from pass_ext.decoding.models.shadow import OurCall, our_call
@@ -84,7 +85,7 @@ def _unserved_encoder(model: Any) -> str | None:
     missing = {"encoder_outputs", "decoder_inputs_embeds"} - set(takes)
     if missing:
         return f"has an encoder, and {type(model).__name__}.forward takes no {', '.join(sorted(missing))}"
-    parts = decoder_of(model).modules()
+    parts = modules_of(decoder_of(model))
     if any("merged_attention_mask" in signature(type(part).forward).parameters for part in parts):
         return "attends to its encoder's rows and its text in one softmax, which pass_ext does not implement"
     if "cache" not in takes:
@@ -107,7 +108,7 @@ def _lost_adapter(model: Any) -> str | None:
         if getattr(config, "is_prompt_learning", False) and not getattr(wrapper, "_adapters_disabled", False):
             kind = getattr(config.peft_type, "value", config.peft_type)
             return f"has a peft adapter of the kind {kind}, which puts learned tokens, keys or values before each text"
-    for part in model.modules() if hasattr(model, "modules") else ():
+    for part in modules_of(model) if hasattr(model, "modules") else ():
         variants = vars(part).get("lora_variant")
         if not variants:
             continue
@@ -148,7 +149,7 @@ def known_positions(model: Any, most: int) -> int | None:
     inner = unwrapped(model)
     owner = decoder_of(inner) if has_encoder(inner) else model
     tokens = (owner.get_input_embeddings(), model.get_output_embeddings())
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module not in tokens]
+    tables = [module for module in modules_of(model) if isinstance(module, nn.Embedding) and module not in tokens]
     rows = {table.num_embeddings - getattr(table, "offset", 0) for table in tables}
     rows |= {
         len(buffer) for name, buffer in model.named_buffers() if buffer.dim() == 2 and "pos" in name.rsplit(".")[-1]

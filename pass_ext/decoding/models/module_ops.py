@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.models.modules import modules_of
 from pass_ext.decoding.models.product_times import FLOATS, torch_is_faster
 from pass_ext.decoding.models.rebound import globals_of, rebound
 from pass_ext.ops import linear  # noqa: F401, which registers the op
@@ -49,7 +50,7 @@ def computes_by_ops(module: nn.Module, takes: Callable[..., bool]) -> None:
     if is_autocast_enabled():
         return
     torchs = _products_of_torch(module)
-    for part in module.modules():
+    for part in modules_of(module):
         if "forward" not in vars(part) and type(type(part).forward) is FunctionType:
             forward: Any = (
                 _linear_forward(part, partial(takes, is_torchs=part in torchs))
@@ -161,13 +162,13 @@ def _multiplies(kind: Any, forward: Callable[..., Tensor], dtype: torch.dtype, h
 
 
 def _linear_layers(module: nn.Module) -> list[nn.Linear]:
-    return [part for part in module.modules() if _is_linear(part) and "weight" in part._parameters]
+    return [part for part in modules_of(module) if _is_linear(part) and "weight" in part._parameters]
 
 
 def _products_of_torch(module: nn.Module) -> set[nn.Module]:
     """The linear layers that PyTorch computes faster. Those in an element of a ``ModuleList`` are measured together: all
     products of a decoder layer by one library. Else keys and values of a large model could be ours and its queries not."""
-    layers = [layer for part in module.modules() if isinstance(part, nn.ModuleList) for layer in part]
+    layers = [layer for part in modules_of(module) if isinstance(part, nn.ModuleList) for layer in part]
     groups = [_linear_layers(layer) for layer in layers]
     in_layers = {part for group in groups for part in group}
     groups += [[part] for part in _linear_layers(module) if part not in in_layers]

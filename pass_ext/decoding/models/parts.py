@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.module_ops import Norm, are_of_torch, gate_of, is_plain_linear, is_untouched, norm_of
+from pass_ext.decoding.models.modules import modules_of
 from pass_ext.ops.linear import shape_of
 from pass_ext.weights.layers import PackedLinear, is_whole
 
@@ -54,7 +55,7 @@ def has_encoder(model: Any) -> bool:
 
 def reads_whole(model: Any) -> bool:
     """True for a decoder of which some layers say that rows of a prompt attend to those after them too."""
-    own = (part for part in decoder_of(model).modules() if hasattr(part, "layer_idx"))
+    own = (part for part in modules_of(decoder_of(model)) if hasattr(part, "layer_idx"))
     return not has_encoder(model) and any(getattr(part, "is_causal", True) is False for part in own)
 
 
@@ -76,7 +77,7 @@ def text_parts(model: Any) -> list[nn.Module]:
     and sound are none."""
     inner = unwrapped(model)
     ends = [part for part in (decoder_of(inner), inner.get_output_embeddings()) if isinstance(part, nn.Module)]
-    inside, named = {part for end in ends for part in end.modules()}, dict(inner.named_modules())
+    inside, named = {part for end in ends for part in modules_of(end)}, dict(inner.named_modules())
     places = [name.split(".") for name, part in named.items() if part in ends]
     around = {".".join(place[:depth]) for place in places for depth in range(len(place))}
     return [part for name, part in named.items() if part in inside or name in around]
@@ -85,7 +86,7 @@ def text_parts(model: Any) -> list[nn.Module]:
 def decoder_layers(model: Any) -> nn.ModuleList:
     """The layers of a transformers decoder."""
     count = number_of_layers(model.config)
-    for module in decoder_of(model).modules():
+    for module in modules_of(decoder_of(model)):
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ValueError(f"{type(model).__name__} has no list of {count} layers whose inputs could be read or shifted")

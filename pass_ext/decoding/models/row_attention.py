@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pass_ext.decoding.models.layer_attention import Attending
+from pass_ext.decoding.models.modules import modules_of
 from pass_ext.decoding.models.parts import decoder_of
 from pass_ext.decoding.models.shadow import OurCall, own_call
 
@@ -37,7 +38,7 @@ def attend_by_rows(shadow: Any) -> None:
                 f"{shadow.config.model_type}: {type(shadow).__name__} has attention of its own and takes no other "
                 "(transformers' AttentionInterface), so pass_ext cannot decode it"
             )
-    for part in shadow.modules():  # layers of another model have its config
+    for part in modules_of(shadow):  # layers of another model have its config
         config = vars(part).get("config")
         if getattr(config, "_attn_implementation", KEY) != KEY:
             config._attn_implementation = {"": KEY}
@@ -54,7 +55,7 @@ def _parts_with_own_attention(model: Any) -> list[Any]:
     takes_ours = getattr(model, "_can_set_attn_implementation", None)
     if takes_ours is None or takes_ours():
         return []
-    parts = decoder_of(model).modules()  # encoders are called with tensors
+    parts = modules_of(decoder_of(model))  # encoders are called with tensors
     codes = ((part, getattr(inspect.unwrap(type(part).forward), "__code__", None)) for part in parts)
     return [part for part, code in codes if code is not None and _SDPA.__name__ in code.co_names]
 
@@ -253,7 +254,7 @@ def layers_with_keys_of_others(model: nn.Module) -> int:
 
 
 def _with_keys_of_others(model: nn.Module) -> list[nn.Module]:
-    return [part for part in model.modules() if getattr(part, "is_kv_shared_layer", False)]
+    return [part for part in modules_of(model) if getattr(part, "is_kv_shared_layer", False)]
 
 
 _BY = "pass_ext_by"

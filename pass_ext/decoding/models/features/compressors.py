@@ -19,6 +19,7 @@ from pass_ext.decoding.models.features.compressed import ByEntries, CallEntries,
 from pass_ext.decoding.models.features.feature import Feature
 from pass_ext.decoding.models.features.indexed import IndexRows
 from pass_ext.decoding.models.layer_attention import Attending
+from pass_ext.decoding.models.modules import modules_of
 from pass_ext.decoding.models.row_attention import attend_by
 from pass_ext.decoding.models.shadow import own_call
 from pass_ext.ops.attention import WIDTH_STEP
@@ -148,7 +149,7 @@ def _compressed(
 
 def _attending(model: nn.Module) -> list[Any]:
     """Layers' attention that has a compressor."""
-    return [part for part in model.modules() if part._modules.get("compressor") is not None]
+    return [part for part in modules_of(model) if part._modules.get("compressor") is not None]
 
 
 def _handed(part: Any, _: dict[str, Any]) -> Attending | None:

@@ -20,6 +20,7 @@ from pass_ext.decoding.models.equivalence import difference_of
 from pass_ext.decoding.models.features.distance_bias import DistanceBias
 from pass_ext.decoding.models.features.feature import Feature
 from pass_ext.decoding.models.layer_attention import Attending, LayerAttention
+from pass_ext.decoding.models.modules import modules_of
 from pass_ext.decoding.models.row_attention import attend_by
 from pass_ext.ops import linear  # noqa: F401, which registers the op
 
@@ -54,14 +55,14 @@ class DistanceBiases(Feature):
 
     def serve(self, shadow: Any, embedded: Callable[[Tensor], Tensor]) -> None:
         """These modules give attention what it looks up in."""
-        for part in shadow.modules():
+        for part in modules_of(shadow):
             module = part._modules.get(_PROFILES)
             if module is not None:
                 module.forward = partial(_mixed, module)
                 attend_by(part, _biased)
         for part in _with_tables(shadow):
             part.compute_bias = partial(_of_buckets, part)
-        for part in shadow.modules():
+        for part in modules_of(shadow):
             if hasattr(part, _BUCKETS):
                 attend_by(part, _biased)
 
@@ -97,7 +98,7 @@ def _biased(given: dict[str, Any]) -> ByDistance | None:
 
 
 def _modules(model: nn.Module) -> Iterator[Any]:
-    for part in model.modules():
+    for part in modules_of(model):
         module = part._modules.get(_PROFILES)
         if module is not None:
             yield module
@@ -107,7 +108,7 @@ def _with_tables(model: nn.Module) -> list[Any]:
     """The layers of a decoder that have such a table; later ones may use it too."""
     return [
         part
-        for part in model.modules()
+        for part in modules_of(model)
         if hasattr(part, _BUCKETS)
         and part._modules.get("relative_attention_bias") is not None
         and getattr(part, "is_decoder", False)

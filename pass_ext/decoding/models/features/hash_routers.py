@@ -13,13 +13,14 @@ from typing import Any
 from torch import Tensor
 
 from pass_ext.decoding.models.features.feature import Feature
+from pass_ext.decoding.models.modules import modules_of
 from pass_ext.decoding.models.shadow import own_call
 
 
 class HashRouters(Feature):
     def serve(self, shadow: Any, embedded: Callable[[Tensor], Tensor]) -> None:
         """Routers that look tokens up take those of a call."""
-        for part in shadow.modules():
+        for part in modules_of(shadow):
             if "tid2eid" in part._buffers:
                 ends = getattr(shadow.config.get_text_config(decoder=True), "eos_token_id", None)
                 end = ends[0] if isinstance(ends, (list, tuple)) else ends

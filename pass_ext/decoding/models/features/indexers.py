@@ -22,6 +22,7 @@ from pass_ext.decoding.models.features import indexed
 from pass_ext.decoding.models.features.feature import Feature, Pair
 from pass_ext.decoding.models.features.indexed import Blocks, Choice, HeadBlocks, IndexRows
 from pass_ext.decoding.models.features.latents import latent_layers
+from pass_ext.decoding.models.modules import modules_of
 from pass_ext.decoding.models.parts import decoder_of
 from pass_ext.decoding.models.row_attention import attend_by
 from pass_ext.ops.attention import MOST_KEY_DIM, MOST_VALUE_DIM
@@ -405,7 +406,7 @@ def _key_heads(part: Any, indexer: Any) -> int:
 
 def _indexers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Layers' attention, and the indexers of these."""
-    for part in model.modules():
+    for part in modules_of(model):
         indexer = part._modules.get("indexer")
         if indexer is not None and not hasattr(part, "compress_rate"):  # compressors.py has those of compressors
             yield part, indexer

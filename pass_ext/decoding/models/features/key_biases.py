@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pass_ext.decoding.models.modules import modules_of
 from pass_ext.decoding.models.parts import decoder_of
 
 
@@ -53,7 +54,7 @@ class KeyBias(NamedTuple):
 def key_biases(model: Any) -> dict[int, KeyBias]:
     """Those of the layers of a model that have one, by their number."""
     decoder, found = decoder_of(model), dict[int, KeyBias]()
-    for part in model.modules():
+    for part in modules_of(model):
         kind = type(part).__name__
         if kind == "BloomAttention":
             like = part.dense.weight

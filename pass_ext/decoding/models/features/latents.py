@@ -25,6 +25,7 @@ from pass_ext.decoding.models.features.feature import Feature, Pair
 from pass_ext.decoding.models.features.indexed import Choice
 from pass_ext.decoding.models.layer_attention import Attending, LayerAttention
 from pass_ext.decoding.models.module_ops import is_autocast_enabled, is_plain, is_untouched, most_few_rows
+from pass_ext.decoding.models.modules import modules_of
 from pass_ext.decoding.models.row_attention import attend_by
 from pass_ext.decoding.models.shadow import takes_rows_of_our_call
 from pass_ext.ops import linear  # noqa: F401, which registers the op
@@ -50,7 +51,7 @@ class LatentAttention(Feature):
 
     def other_format(self, model: Any) -> str:
         """Layers that keep expanded heads have other caches than transformers, which keeps latents."""
-        by_latents = {part.layer_idx for part in model.modules() if getattr(part, "kv_lora_rank", None) is not None}
+        by_latents = {part.layer_idx for part in modules_of(model) if getattr(part, "kv_lora_rank", None) is not None}
         return "latent keys and values (kv_lora_rank)" if by_latents - latent_layers(model).keys() else ""
 
     def from_theirs(self, model: Any, cache: Any, pairs: Mapping[int, Pair], columns: Tensor) -> Mapping[int, Pair]:
@@ -74,8 +75,8 @@ def latent_layers(model: nn.Module) -> dict[int, tuple[int, int]]:
 def _latent_parts(model: nn.Module) -> list[Any]:
     if is_autocast_enabled():
         return []
-    any_device = any(part._modules.get("indexer") is not None for part in model.modules())
-    return [part for part in model.modules() if _expands_latents(part, any_device=any_device)]
+    any_device = any(part._modules.get("indexer") is not None for part in modules_of(model))
+    return [part for part in modules_of(model) if _expands_latents(part, any_device=any_device)]
 
 
 def _expands_latents(part: Any, *, any_device: bool) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.models.equivalence import difference_of
 from pass_ext.decoding.models.features.feature import Feature
+from pass_ext.decoding.models.modules import modules_of
 from pass_ext.decoding.models.shadow import own_call
 from pass_ext.decoding.models.step_states import StatePlace, StepStates
 from pass_ext.ops.state import state_commit_
@@ -57,7 +58,7 @@ class Lightning(Feature):
 
 
 def _parts(model: nn.Module) -> list[Any]:
-    return [part for part in model.modules() if {"slope_rate", "diagonal_decay"} <= part._buffers.keys()]
+    return [part for part in modules_of(model) if {"slope_rate", "diagonal_decay"} <= part._buffers.keys()]
 
 
 def _place(part: Any) -> StatePlace:

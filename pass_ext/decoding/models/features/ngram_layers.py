@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from pass_ext.decoding.models.equivalence import difference_of
 from pass_ext.decoding.models.features.feature import Feature
+from pass_ext.decoding.models.modules import modules_of
 from pass_ext.decoding.models.parts import decoder_of
 from pass_ext.decoding.models.shadow import own_call
 from pass_ext.decoding.models.step_states import StatePlace, StepStates
@@ -66,7 +67,7 @@ class NgramLayers(Feature):
 
 def _parts(model: nn.Module) -> list[Any]:
     """The modules that look up n-grams."""
-    return [part for part in model.modules() if "ple_embedding" in part._modules]
+    return [part for part in modules_of(model) if "ple_embedding" in part._modules]
 
 
 def _places(part: Any) -> list[StatePlace]:

@@ -20,6 +20,7 @@ from torch.nn import functional
 from pass_ext.decoding.models.equivalence import difference_of
 from pass_ext.decoding.models.features.feature import Feature, Pair
 from pass_ext.decoding.models.features.key_biases import KeyBias, key_biases, without_columns
+from pass_ext.decoding.models.modules import modules_of
 from pass_ext.decoding.models.shadow import own_call
 
 Attention = Callable[..., Tensor]
@@ -72,7 +73,7 @@ class OwnAttention(Feature):
 
 
 def _parts(model: nn.Module) -> list[Any]:
-    return [part for part in model.modules() if type(part).__name__ in (_GPT_NEO, _BLOOM, _MPT, _TROCR)]
+    return [part for part in modules_of(model) if type(part).__name__ in (_GPT_NEO, _BLOOM, _MPT, _TROCR)]
 
 
 def _serve(part: Any, attend: Attention, biases: dict[int, KeyBias]) -> None:

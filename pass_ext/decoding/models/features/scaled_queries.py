@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.models.features.feature import Feature
+from pass_ext.decoding.models.modules import modules_of
 from pass_ext.decoding.models.shadow import own_call
 
 _SCALES = "attn_temperature_tuning"
@@ -26,12 +27,12 @@ _LOG_SCALES = "log_scaling_n_floor"
 class ScaledQueries(Feature):
     def unserved(self, model: Any) -> str | None:
         """A layer that takes no cache cannot be told where a row is."""
-        if any(_scales(part) and _cache_argument(part) is None for part in model.modules()):
+        if any(_scales(part) and _cache_argument(part) is None for part in modules_of(model)):
             return f"scales attention by the number of the row ({_SCALES}), not by position"
         return None
 
     def untrained(self, model: Any, length: int) -> str | None:
-        if not any(_scales(part) and length >= getattr(part, "floor_scale", 0) for part in model.modules()):
+        if not any(_scales(part) and length >= getattr(part, "floor_scale", 0) for part in modules_of(model)):
             return None
         return (
             "its attention takes positions from the numbers of rows, and in a call of many groups of slots the rows of a group "
@@ -39,7 +40,7 @@ class ScaledQueries(Feature):
         )
 
     def serve(self, shadow: Any, embedded: Callable[[Tensor], Tensor]) -> None:
-        for part in shadow.modules():
+        for part in modules_of(shadow):
             argument = _cache_argument(part) if _scales(part) else None
             if argument is not None:
                 part.forward = partial(_at_its_places, part.forward, argument)

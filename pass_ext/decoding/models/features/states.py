@@ -23,6 +23,7 @@ from torch.nn import functional
 from pass_ext.decoding.models.equivalence import difference_of
 from pass_ext.decoding.models.features.feature import Feature
 from pass_ext.decoding.models.layer_kinds import STATES, keeps_states, kinds_of
+from pass_ext.decoding.models.modules import modules_of
 from pass_ext.decoding.models.one_order import any_order
 from pass_ext.decoding.models.parts import decoder_layers
 from pass_ext.decoding.models.rebound import globals_of, rebound
@@ -220,10 +221,10 @@ class RecurrentStates(Feature):
             return None
         known = _Known()
         apart = [(feature, part) for feature in self._of_their_own for part in feature.states(model)]
-        inside = {module for _, part in apart for module in part.modules()}
+        inside = {module for _, part in apart for module in modules_of(part)}
         served = {part for feature, part in apart if feature.computed_by(model)}
         own = None
-        for part in model.modules():
+        for part in modules_of(model):
             if part in inside:
                 continue
             uses = known.of(type(part))
@@ -231,7 +232,9 @@ class RecurrentStates(Feature):
             if any(method in uses.names and is_window not in windows for method, is_window in _STORES.items()):
                 own = type(part).__name__
         for layer, kind in zip(decoder_layers(model), kinds_of(text), strict=False):
-            if kind in STATES and not any(known.of(type(part)).functions or part in served for part in layer.modules()):
+            if kind in STATES and not any(
+                known.of(type(part)).functions or part in served for part in modules_of(layer)
+            ):
                 own = own or f"{type(layer).__name__}, a layer of the kind {kind}"
         if own is None:
             return None
@@ -242,13 +245,13 @@ class RecurrentStates(Feature):
 
     def states(self, model: Any) -> Mapping[nn.Module, list[StatePlace]]:
         known = _Known()
-        names = {part: known.of(type(part)).functions for part in model.modules()}
+        names = {part: known.of(type(part)).functions for part in modules_of(model)}
         return {
             part: [_place(name, part) for name in FUNCTIONS if name in used] for part, used in names.items() if used
         }
 
     def computed_by(self, model: Any) -> list[str]:
-        known, kinds = _Known(), {type(part) for part in model.modules()}
+        known, kinds = _Known(), {type(part) for part in modules_of(model)}
         return [name for name in FUNCTIONS if any(name in known.of(kind).functions for kind in kinds)]
 
     def serve(self, shadow: Any, embedded: Callable[[Tensor], Tensor]) -> None:
@@ -263,7 +266,7 @@ def _place(name: str, part: nn.Module) -> StatePlace:
 def serve_states(shadow: nn.Module) -> list[nn.Module]:
     """Gives a shadow's layers that keep a state methods that call our functions; returns them."""
     known, served_parts = _Known(), list[nn.Module]()
-    for part in shadow.modules():
+    for part in modules_of(shadow):
         for method, (function, names) in known.of(type(part)).methods.items():
             theirs = globals_of(function)
             ours = rebound(function, {name: _Served(name, theirs[name], _place(name, part)) for name in names})
