@@ -55,8 +55,11 @@ def has_encoder(model: Any) -> bool:
 
 def reads_whole(model: Any) -> bool:
     """True for a decoder of which some layers say that rows of a prompt attend to those after them too."""
-    own = (part for part in modules_of(decoder_of(model)) if hasattr(part, "layer_idx"))
-    return not has_encoder(model) and any(getattr(part, "is_causal", True) is False for part in own)
+    if has_encoder(model):
+        return False
+    lists = [part for part in decoder_of(model)._modules.values() if isinstance(part, nn.ModuleList)]
+    own = (part for layers in lists for part in modules_of(layers) if hasattr(part, "layer_idx"))
+    return any(getattr(part, "is_causal", True) is False for part in own)
 
 
 def number_of_layers(config: Any) -> int | None:
