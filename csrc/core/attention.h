@@ -219,18 +219,15 @@ PASS_EXT_HOST_DEVICE float log_of_total(float maximum, float sum) {
 // What a sink leaves of a total: sum / (sum + 2^sink). The sink's logit is relative to what the sum is in powers of.
 PASS_EXT_HOST_DEVICE float share_beside_sink(float sum, float sink) {
   if (!(sum > 0.0f)) return sum;
-  if (!(sink > 0.0f)) return sum / (sum + power_of_two(sink));
-  const float scaled = sum * power_of_two(-sink);
-  return scaled / (scaled + 1.0f);
+  const bool is_large = sink > 0.0f;
+  const float power = power_of_two(is_large ? -sink : sink);  // of one term, relative to the other
+  const float scaled = is_large ? sum * power : sum;
+  return scaled / (scaled + (is_large ? 1.0f : power));
 }
 
-// What makes the result of row `row` of [rows, heads] of its weighted values, beside its sink. `rounded`: the sum of
-// the weights that were multiplied; 2^maximum exact: the row's total.
-PASS_EXT_HOST_DEVICE float factor_of_row(const AttentionProblem& problem, int64_t row, float maximum, float rounded,
-                                         float exact) {
-  const float factor = rounded == 0.0f ? 0.0f : 1.0f / rounded;
-  if (!problem.sinks) return factor;
-  return factor * share_beside_sink(exact, fused(problem.sinks[row % problem.heads], kLog2E, -maximum));
+// The sink of row `row` of [rows, heads], relative to a total in powers of 2^maximum.
+PASS_EXT_HOST_DEVICE float sink_of_row(const AttentionProblem& problem, int64_t row, float maximum) {
+  return fused(problem.sinks[row % problem.heads], kLog2E, -maximum);
 }
 
 // The factors of two results in their merge. A side of weight 0 does not count and may hold anything.

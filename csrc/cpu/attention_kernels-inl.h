@@ -385,7 +385,10 @@ inline void finish_rows(const AttentionTask& task, PartialRows* parts, int32_t c
     for (int32_t part = 1; part < count; ++part) merge_row(parts[0], parts[part], r, dim);
     const int64_t row = task.packed_row(r);
     const float* values = parts[0].values + int64_t{r} * dim;
-    const float factor = factor_of_row(problem, row, parts[0].maximum[r], parts[0].total[r], parts[0].exact_total[r]);
+    const float total = parts[0].total[r];
+    float factor = total == 0.0f ? 0.0f : 1.0f / total;
+    if (problem.sinks)
+      factor *= share_beside_sink(parts[0].exact_total[r], sink_of_row(problem, row, parts[0].maximum[r]));
     switch (problem.type) {
       case FloatType::bfloat16: write_row(static_cast<bfloat16*>(problem.out) + row * dim, values, factor, dim); break;
       case FloatType::float16: write_row(static_cast<float16*>(problem.out) + row * dim, values, factor, dim); break;

@@ -365,10 +365,6 @@ PASS_EXT_DEVICE void add_to_shares_before(const GroupAttention& group, GroupSums
   }
 }
 
-PASS_EXT_DEVICE float factor_of_row(const AttentionProblem& problem, int64_t row, const RowTotals& totals) {
-  return factor_of_row(problem, row, totals.maximum, totals.rounded, totals.exact);
-}
-
 // Writes the results of an item, whose totals are in shared memory. `index`: of its first head, in [rows, heads].
 template <typename Shape>
 PASS_EXT_DEVICE void write_item(const AttentionProblem& problem, int64_t index, int count,
@@ -395,8 +391,8 @@ PASS_EXT_DEVICE void write_item(const AttentionProblem& problem, int64_t index, 
 template <typename Shape>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kGroupThreads, Shape::kResidentBlocks)
     group_attention_kernel(PASS_EXT_PARAMETER GroupAttention group) {
-  using T = typename Shape::T;
   begin_kernel(group);
+  using T = typename Shape::T;
   for_each_task(group.tasks, group_scratch<Shape>().task, [&](const Task& task) {
     GroupItem& item = group_scratch<Shape>().item;
     set_item<Shape>(group, task, item);

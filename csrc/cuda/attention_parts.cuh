@@ -24,6 +24,16 @@ PASS_EXT_DEVICE void store_totals(float* part_row, int dim, const RowTotals& tot
   store16(part_row + dim, {{bits_of(totals.maximum), bits_of(totals.rounded), bits_of(totals.exact), 0}});
 }
 
+// Called, because a thread writes several rows.
+PASS_EXT_DEVICE_CALL float share_of_row(float sum, float sink) { return share_beside_sink(sum, sink); }
+
+// What makes the result of row `row` of [rows, heads] of its weighted values.
+PASS_EXT_DEVICE float factor_of_row(const AttentionProblem& problem, int64_t row, const RowTotals& totals) {
+  const float factor = totals.rounded == 0.0f ? 0.0f : 1.0f / totals.rounded;
+  if (problem.sinks == nullptr) return factor;
+  return factor * share_of_row(totals.exact, sink_of_row(problem, row, totals.maximum));
+}
+
 // A thread's sum of parts: four columns of one row, and the row's totals.
 struct RowSum {
   RowTotals totals;
@@ -74,7 +84,7 @@ struct RowSum {
   PASS_EXT_DEVICE void write(const AttentionProblem& problem, int64_t index, int column) const {
     if (column == 0) problem.lse[index] = log_of_total(totals.maximum, totals.exact);
     if (column >= value_dim_of<is_one_width>(problem)) return;
-    const float factor = factor_of_row(problem, index, totals.maximum, totals.rounded, totals.exact);
+    const float factor = factor_of_row(problem, index, totals);
     T* const to = static_cast<T*>(problem.out) + index * value_dim_of<is_one_width>(problem) + column;
     *reinterpret_cast<uint64_t*>(to) = pack2<T>(columns[0] * factor, columns[1] * factor) |
                                        uint64_t{pack2<T>(columns[2] * factor, columns[3] * factor)} << 32;

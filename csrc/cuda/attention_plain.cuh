@@ -13,6 +13,7 @@
 #include "core/attention.h"
 #include "core/attention_lists.h"
 #include "core/quantize.h"
+#include "cuda/attention_parts.cuh"
 #include "cuda/attention_places.cuh"
 #include "cuda/attention_tasks.cuh"
 #include "cuda/attention_tasks_plan.cuh"
@@ -100,7 +101,7 @@ struct PlainSums {
 
   template <typename T>
   PASS_EXT_DEVICE void write(const AttentionProblem& problem, int64_t index, int r) const {
-    const float factor = factor_of_row(problem, index, highest[r], total[r], total[r]);
+    const float factor = factor_of_row(problem, index, {highest[r], total[r], total[r]});
     const int32_t thread = static_cast<int32_t>(thread_rank());
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {

@@ -144,7 +144,7 @@ _OF_A_LINEAR = {*vars(nn.Linear(1, 1)), "_is_hf_initialized"}
 
 @cache
 def _multiplies(kind: Any, forward: Callable[..., Tensor], dtype: torch.dtype, has_bias: bool) -> bool:
-    """True if modules of this class compute ``linear_rows``. By whole numbers, whose sums are exact in any order."""
+    """True if modules of this class compute what ``linear_rows`` does. By whole numbers, whose sums are exact in any order."""
     if dtype not in FLOATS:
         return False
     x, weight, bias = ((_random(*shape) * 3).round().to(dtype) for shape in ((3, 4, 96), (64, 96), (64,)))
@@ -158,7 +158,8 @@ def _multiplies(kind: Any, forward: Callable[..., Tensor], dtype: torch.dtype, h
             computed = forward(stand_in, x)
     except Exception:  # it needs more than these
         return False
-    return _is_close(_linear(x, weight, stand_in.bias), computed)
+    exact = x.double() @ weight.double().mT
+    return _is_close((exact if stand_in.bias is None else exact + bias).to(dtype), computed)
 
 
 def _linear_layers(module: nn.Module) -> list[nn.Linear]:

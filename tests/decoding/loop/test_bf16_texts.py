@@ -86,7 +86,7 @@ def test_slots_do_not_decide_how_a_prompt_is_computed(model, length, monkeypatch
     """The products of many rows are PyTorch's, which may add in another order."""
     by_torch = []
     linear = nn.functional.linear
-    monkeypatch.setattr(module_ops.functional, "linear", lambda x, *rest: by_torch.append(x.shape) or linear(x, *rest))
+    monkeypatch.setattr(nn.functional, "linear", lambda x, *rest: by_torch.append(x.shape) or linear(x, *rest))
     for method in (
         Plain(),
         methods_for(model)["one pass"],
