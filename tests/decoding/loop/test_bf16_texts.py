@@ -11,7 +11,6 @@ from support.small_models import VOCABULARY, small_model
 from torch import nn
 
 from pass_ext import NGram, PaSS, Plain, Session, Speculative, generate
-from pass_ext.decoding.models import module_ops
 from pass_ext.decoding.models.module_ops import most_few_rows
 
 # Around the ends of tiles of keys; a prompt that is few rows, but not with its slots; one that is not.
