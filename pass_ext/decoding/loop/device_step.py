@@ -184,9 +184,6 @@ class DeviceStep(Step):
     def _run_used(self, drafts: bool) -> None:
         """A step of the chosen rows that are in use."""
         most, left = self._plan.count, self._texts.remaining
-        if not drafts and all(left):
-            self._run_roots(0)  # as a step of Plain: its trees are known
-            return
         used = [row[_USED] if rest else 0 for row, rest in zip(self._read_rows, left, strict=True)]
         nodes = [row[_NODES] for row in self._read_rows]
         if not drafts and any(count > 1 for count in used):
