@@ -28,10 +28,8 @@ from pass_ext.ops.attention import padded_widths
 ENCODER_INPUTS = INPUTS | {"encoder_outputs", "inputs", "decoder_input_ids", "decoder_attention_mask"}
 """What reaches a decoder by its encoder alone, and the decoder's beginning."""
 _CROSS = {"encoder_attn", "crossattention"}  # what transformers' layers call their attention to an encoder
-_OUTPUTS = (
-    "encoder_outputs",
-    "encoder_hidden_states",
-)  # what a model's forward calls those of its encoder, a decoder's alone
+_OUTPUTS = "encoder_outputs", "encoder_hidden_states"
+"""What the forward of a model calls its encoder's, and that of a decoder alone."""
 
 
 class Encoded:
