@@ -24,7 +24,7 @@ import torch
 
 from pass_ext.huge_pages import to_huge_pages
 from pass_ext.weights.folder import folder_model, layout_of
-from pass_ext.weights.gguf import read_once, stored_model
+from pass_ext.weights.gguf import read_once, refuse_unread, stored_model
 from pass_ext.weights.torchao import pack_torchao
 
 MAX_CACHED_BYTES = 2 << 30
@@ -87,6 +87,7 @@ def load_checkpoint(
     cached = _cache_entry(file, dtype)
     if cached.exists() and (loaded := _load_cached(cached, dtype)) is not None:
         return loaded
+    refuse_unread(file)
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model = plain_copy(AutoModelForCausalLM.from_pretrained(**source, dtype=dtype), dtype)

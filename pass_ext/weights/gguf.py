@@ -37,6 +37,7 @@ def stored_model(file: Path, dtype: torch.dtype) -> Any:
     """The model, frozen and in eval mode. dtype: of all that is not packed. ValueError for a file that cannot be read."""
     from transformers import AutoConfig
 
+    refuse_unread(file)
     reader = _reader_of(file)
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     for key, field in reader.fields.items():  # transformers leaves it at its default
@@ -75,6 +76,16 @@ def stored_model(file: Path, dtype: torch.dtype) -> Any:
 
 
 # ---- the file ----
+
+
+def refuse_unread(file: Path) -> None:
+    """ValueError for an architecture of whose files transformers reads neither the rotation's scaling nor the experts."""
+    field = _reader_of(file).fields.get("general.architecture")
+    if field is not None and field.contents() in ("gpt-oss", "gpt_oss"):
+        raise ValueError(
+            f"{file.name} is a GGUF file of gpt_oss, which is not read: load its checkpoint, a folder or a name on the Hub, "
+            "whose experts in MXFP4 keep their 4 bits"
+        )
 
 
 def mtp_layers(file: Path) -> list[str]:

@@ -6,7 +6,7 @@ import numpy as np
 HIDDEN, LAYERS, FFN, VOCABULARY, EXPERTS = 32, 2, 64, 258, 4
 
 
-def write_gguf(path, kind="F32", *, tied=False, missing=(), mtp=False):
+def write_gguf(path, kind="F32", *, tied=False, missing=(), mtp=False, architecture="llama"):
     """Writes a llama of two small layers with a token per byte, its matrices in this format; returns the path. missing: tensors
     that it leaves out. mtp: with parts of an MTP layer."""
     matrices = {"token_embd": (VOCABULARY, HIDDEN)} | ({} if tied else {"output": (VOCABULARY, HIDDEN)})
@@ -20,7 +20,7 @@ def write_gguf(path, kind="F32", *, tied=False, missing=(), mtp=False):
     if mtp:
         matrices[f"blk.{LAYERS}.nextn.eh_proj"] = HIDDEN, 2 * HIDDEN
         vectors |= {f"blk.{LAYERS}.nextn.{name}": HIDDEN for name in ("enorm", "hnorm")}
-    return _write(path, "llama", kind, matrices, vectors, missing, lambda writer: None)
+    return _write(path, architecture, kind, matrices, vectors, missing, lambda writer: None)
 
 
 def write_gguf_of_experts(path, kind, *, width=768, missing=()):
