@@ -68,7 +68,7 @@ STABLE_TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
   // next
   library.def(
       "next_tree_(Tensor(a!) rows, Tensor(b!) parents, Tensor(c!) lengths, Tensor(d!) prefix_lens, Tensor(e!) report, "
-      "Tensor limits, Tensor emitted, Tensor path, Tensor num_accepted, Tensor status, Tensor? rates, Tensor? price, "
+      "Tensor limits, Tensor emitted, Tensor path, Tensor num_accepted, Tensor status, Tensor? rates, Tensor? costs, "
       "Tensor? offered, Tensor? scores, int first, Tensor? left, Tensor? right, Tensor(f!)? text, "
       "Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor? seeds) -> ()");
 

@@ -178,7 +178,7 @@ def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     sizes = f"1 row of {vocabulary}, top-k 50, top-p 0.9"
     yield Case("draft_sample", sizes, drafting, draft, drawn, is_same=False)
 
-    def judging() -> tuple[Tensor, Tensor, Tensor]:
+    def verifying() -> tuple[Tensor, Tensor, Tensor]:
         return (
             random(1 + drafts, vocabulary) * 3,
             random(drafts, vocabulary) * 3,
@@ -207,7 +207,7 @@ def cases(device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
         return (rest / torch.rand_like(rest).log_().neg_()).argmax()  # far faster than multinomial
 
     sizes = f"1 + {drafts} rows of {vocabulary}, rejection"
-    yield Case("accept_chain", sizes, judging, accept, speculative, is_same=False)
+    yield Case("accept_chain", sizes, verifying, accept, speculative, is_same=False)
 
     layers, path, accepted = 32, whole([0, 1, 4, -1], torch.int32)[None], whole([2], torch.int32)
     kept, bounds, start = whole([0, 1, 4]), whole([0, nodes], torch.int32), whole([1000], torch.int32)

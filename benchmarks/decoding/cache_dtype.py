@@ -80,7 +80,7 @@ def measure_steps() -> list[dict[str, Any]]:
         pass_ext.generate(model, whole[:, :length], max_new_tokens=1, eos_token_id=[], session=read)
         pasts[length, dtype] = [tuple(x[:, : length - 1].clone() for x in layer) for layer in read.caches], length - 1
     for case in cases:
-        sessions[case] = pass_ext.Session(model, room=case[0] + STEPS + 64, cache_dtype=case[1])
+        sessions[case] = pass_ext.Session(model, capacity=case[0] + STEPS + 64, cache_dtype=case[1])
 
     def seconds(case: tuple[int, Any, str], tokens: int) -> tuple[float, int]:
         length, dtype, method = case

@@ -10,7 +10,7 @@
 //   W(o, m)    = 0.8 · sum over i < m - o of  0.6^i · rate[o] · … · rate[o + i],   what m slots are worth when o of
 //              them are passed: the next step has to pay for rows too, and more for those of later slots
 //   tokens     = 1 + W(root's) + sum over candidates v of  reach(v) · (1 + W(slots of v) - W(slots of v's parent))
-//   rows       = arg max over g, h, d, k of  tokens - price[rows]:  g slots behind the root, h behind the d-th node of
+//   rows       = arg max over g, h, d, k of  tokens - costs[rows]:  g slots behind the root, h behind the d-th node of
 //              the best chain, which has first children alone, and the first k candidates; 1 + g + h + k at most R
 // A row costs 2^-10 tokens at least. Among equals the choice with the fewest rows wins, then smaller g, h, d.
 // Without rates nothing is chosen: a request keeps its rows, child k of a node gets the k-th best token below it, and
@@ -36,13 +36,13 @@ PASS_EXT_HOST_DEVICE int32_t chance_units(float value) {
 }
 
 // A row that gives less is not worth the choice; and choices would be nearly equal, where rounding decides.
-constexpr int kLeastPriceBits = 10;
+constexpr int kLeastCostBits = 10;
 constexpr int32_t kLeastReach = kChanceUnit >> 12;  // candidates below it are never worth a row
 
 struct NextTreeProblem {
   NextProblem step;
   const float* rates;  // [slots], the share of places where a slot's best candidate is right; null: rows are kept
-  const float* price;  // [row_count], tokens that a step of 1, 2, … rows costs; null: rows are free
+  const float* costs;  // [row_count], tokens that a step of 1, 2, … rows costs; null: rows are free
   int32_t* parents;    // [requests, row_count]
   int32_t slots;       // the most behind a node
   int32_t first;       // the row of the judged step whose tokens offered[:, 0] are
@@ -240,12 +240,12 @@ PASS_EXT_HOST_DEVICE int32_t worth_of_slots(const NextTreeProblem& problem, int3
   return chance_units(total);
 }
 
-// A step's price in units of 2^-40. NaN counts as 0.
-PASS_EXT_HOST_DEVICE int64_t price_of_rows(const NextTreeProblem& problem, int32_t rows) {
-  const int64_t least = static_cast<int64_t>(rows) << (2 * kChanceBits - kLeastPriceBits);
-  if (problem.price == nullptr) return least;
-  const float price = problem.price[rows - 1], most = 0x1p20f;
-  const float known = price > -most ? minimum(price, most) : price <= -most ? -most : 0.0f;
+// A step's cost in units of 2^-40. NaN counts as 0.
+PASS_EXT_HOST_DEVICE int64_t cost_of_rows(const NextTreeProblem& problem, int32_t rows) {
+  const int64_t least = static_cast<int64_t>(rows) << (2 * kChanceBits - kLeastCostBits);
+  if (problem.costs == nullptr) return least;
+  const float cost = problem.costs[rows - 1], most = 0x1p20f;
+  const float known = cost > -most ? minimum(cost, most) : cost <= -most ? -most : 0.0f;
   return least + static_cast<int64_t>(static_cast<double>(known) * 0x1p40);
 }
 
@@ -275,8 +275,8 @@ PASS_EXT_HOST_DEVICE uint32_t key_of(const TreeForm& form, int32_t rows) {
   return static_cast<uint32_t>(rows << 12 | form.behind_root << 8 | form.behind_chain << 4 | form.depth);
 }
 
-// The best number of candidates of a form. prices: of 1, 2, … rows.
-PASS_EXT_HOST_DEVICE TreeChoice best_of_form(const TreeNodes& nodes, const TreeWorth& worth, const int64_t* prices,
+// The best number of candidates of a form. costs: of 1, 2, … rows.
+PASS_EXT_HOST_DEVICE TreeChoice best_of_form(const TreeNodes& nodes, const TreeWorth& worth, const int64_t* costs,
                                              const TreeForm& form, int32_t row_count, int32_t levels) {
   const int32_t fixed = 1 + form.behind_root + form.behind_chain, room = row_count - fixed;
   const int32_t least = nodes.chain[form.depth], most = nodes.count - 1 < room ? nodes.count - 1 : room;
@@ -295,7 +295,7 @@ PASS_EXT_HOST_DEVICE TreeChoice best_of_form(const TreeNodes& nodes, const TreeW
       tokens += static_cast<int64_t>(nodes.units[node]) *
                 (kChanceUnit + worth_behind(node) - worth_behind(nodes.parent[node]));
     if (node < least) continue;
-    const int64_t value = tokens - prices[fixed + node - 1];
+    const int64_t value = tokens - costs[fixed + node - 1];
     if (value > best.value) best = {value, key_of(form, fixed + node)};
   }
   return best;

@@ -221,23 +221,22 @@ class CpuTree {
   uint64_t mass_[kMostChosenSlots];
 };
 
-struct TreePrices {
+struct TreeCosts {
   TreeWorth worth;
   int64_t of_rows[kMostChosenRows];
 };
 
-TreePrices prices_of(const NextTreeProblem& problem) {
-  TreePrices prices{};
-  if (problem.rates == nullptr) return prices;
+TreeCosts costs_of(const NextTreeProblem& problem) {
+  TreeCosts costs{};
+  if (problem.rates == nullptr) return costs;
   for (int32_t passed = 0; passed <= kMostChosenSlots; ++passed)
     for (int32_t slots = 0; slots <= kMostChosenSlots; ++slots)
-      prices.worth.of[passed][slots] = worth_of_slots(problem, passed, slots);
-  for (int32_t rows = 1; rows <= problem.step.row_count; ++rows)
-    prices.of_rows[rows - 1] = price_of_rows(problem, rows);
-  return prices;
+      costs.worth.of[passed][slots] = worth_of_slots(problem, passed, slots);
+  for (int32_t rows = 1; rows <= problem.step.row_count; ++rows) costs.of_rows[rows - 1] = cost_of_rows(problem, rows);
+  return costs;
 }
 
-void choose(const NextTreeProblem& problem, int64_t request, const TreePrices& prices, CpuTree& tree) {
+void choose(const NextTreeProblem& problem, int64_t request, const TreeCosts& costs, CpuTree& tree) {
   const NextProblem& step = problem.step;
   const NextRoot root = next_root(step, request);
   report_step(step, request, root);
@@ -258,7 +257,7 @@ void choose(const NextTreeProblem& problem, int64_t request, const TreePrices& p
   TreeChoice best = no_choice();
   for (int32_t form = 0; form < count_forms(problem.slots, tree.nodes.chain_length); ++form) {
     const TreeChoice choice =
-        best_of_form(tree.nodes, prices.worth, prices.of_rows, form_at(form, problem.slots), step.row_count, levels);
+        best_of_form(tree.nodes, costs.worth, costs.of_rows, form_at(form, problem.slots), step.row_count, levels);
     if (is_better_choice(choice, best)) best = choice;
   }
   const TreeShape shape = shape_of(best);
@@ -269,10 +268,10 @@ void choose(const NextTreeProblem& problem, int64_t request, const TreePrices& p
 
 void next_tree_on_cpu(const NextTreeProblem& problem, const Tensor&) {
   check_values(problem);
-  const TreePrices prices = prices_of(problem);
+  const TreeCosts costs = costs_of(problem);
   const auto run = [&](int64_t begin, int64_t end) {
     CpuTree tree(problem);
-    for (int64_t request = begin; request < end; ++request) choose(problem, request, prices, tree);
+    for (int64_t request = begin; request < end; ++request) choose(problem, request, costs, tree);
   };
   for_ranges(problem.step.requests, requests_per_task(problem.step), run);
 }

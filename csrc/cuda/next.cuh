@@ -24,7 +24,7 @@ constexpr int kTreeWarps = kTreeThreads / 32;
 
 // Shared memory of a block; behind it [row_count, count] scores, as many chances, and the counts of recall.
 struct TreeShared {
-  int64_t prices[kMostChosenRows];
+  int64_t costs[kMostChosenRows];
   uint64_t mass[kMostChosenSlots];
   TreeChoice best[kTreeWarps];
   JudgedRows judged;
@@ -201,7 +201,7 @@ PASS_EXT_DEVICE TreeChoice best_choice(const NextTreeProblem& problem, TreeShare
   TreeChoice best = no_choice();
   const int32_t forms = count_forms(problem.slots, shared.nodes.chain_length);
   for (int32_t form = static_cast<int32_t>(thread_rank()); form < forms; form += kTreeThreads) {
-    const TreeChoice choice = best_of_form(shared.nodes, shared.worth, shared.prices, form_at(form, problem.slots),
+    const TreeChoice choice = best_of_form(shared.nodes, shared.worth, shared.costs, form_at(form, problem.slots),
                                            problem.step.row_count, levels);
     if (is_better_choice(choice, best)) best = choice;
   }
@@ -229,7 +229,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kTreeThreads) next_tree_kernel(PASS_EXT_P
   if (thread == 0) shared.root = next_root(step, request);
   if (thread < row_count) {
     read_judged(problem, request, thread, shared.judged);
-    if constexpr (!kKeeps) shared.prices[thread] = price_of_rows(problem, thread + 1);
+    if constexpr (!kKeeps) shared.costs[thread] = cost_of_rows(problem, thread + 1);
   }
   if (!kKeeps && thread < kWorths * kWorths)
     shared.worth.of[thread / kWorths][thread % kWorths] = worth_of_slots(problem, thread / kWorths, thread % kWorths);

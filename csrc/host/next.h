@@ -142,7 +142,7 @@ template <RunNextTree run>
 void next_tree(const Tensor& rows, const Tensor& parents, const Tensor& lengths, const Tensor& prefix_lens,
                const Tensor& report, const Tensor& limits, const Tensor& emitted, const Tensor& path,
                const Tensor& num_accepted, const Tensor& status, const OptionalTensor& rates,
-               const OptionalTensor& price, const OptionalTensor& offered, const OptionalTensor& scores, int64_t first,
+               const OptionalTensor& costs, const OptionalTensor& offered, const OptionalTensor& scores, int64_t first,
                const OptionalTensor& left, const OptionalTensor& right, const OptionalTensor& text,
                const OptionalTensor& temperature, const OptionalTensor& top_k, const OptionalTensor& top_p,
                const OptionalTensor& min_p, const OptionalTensor& seeds) {
@@ -161,9 +161,9 @@ void next_tree(const Tensor& rows, const Tensor& parents, const Tensor& lengths,
     problem.slots = static_cast<int32_t>(slots);
     problem.rates = contiguous_data<const float>(op, "rates", *rates, ScalarType::Float, {slots}, "[L]", rows);
   }
-  if (price.has_value() && !rates.has_value()) refuse(op, "price must come with rates, got price alone");
-  if (price)
-    problem.price = contiguous_data<const float>(op, "price", *price, ScalarType::Float, {step.row_count}, "[R]", rows);
+  if (costs.has_value() && !rates.has_value()) refuse(op, "costs must come with rates, got costs alone");
+  if (costs)
+    problem.costs = contiguous_data<const float>(op, "costs", *costs, ScalarType::Float, {step.row_count}, "[R]", rows);
   if (offered.has_value() != scores.has_value())
     refuse(op, "offered and scores must come together, got only ", offered ? "offered" : "scores");
   if (left.has_value() != right.has_value() || (left.has_value() && !offered.has_value()))

@@ -1,9 +1,9 @@
-"""How drafts are judged: ``AcceptFunction``, and ``DECODING_RULES``, the rules by name: those of the ops, and one more.
+"""How drafts are verified: ``AcceptFunction``, and ``DECODING_RULES``, the rules by name: those of the ops, and one more.
 
 Rule "longest_branch" is the published selection of target-initialised multi-candidate decoding. Approximate:
 
     first level    w tokens of the target's distribution at the last accepted node, drawn without replacement (greedy: its best)
-    below it       the draft's tokens, judged by rule "rejection", branch by branch
+    below it       the draft's tokens, verified by rule "rejection", branch by branch
     result         the longest accepted chain, the first of equal ones. The target adds no token: the next first level does
 
 Choosing the branch whose drafts do best changes the distribution of the text; docs/guide/speculative.md says by how much.
@@ -32,8 +32,8 @@ _SEED_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # between the seeds of branches, so
 
 
 @dataclass(frozen=True)
-class JudgedRows:
-    """The rows of a step, which an accept function judges; as arguments of ``accept_tree``."""
+class VerifiedRows:
+    """The rows of a step, which an accept function verifies; as arguments of ``accept_tree``."""
 
     logits: Tensor
     tokens: Tensor
@@ -50,7 +50,7 @@ class JudgedRows:
 
 
 class AcceptFunction(ABC):
-    """How drafts are judged."""
+    """How drafts are verified."""
 
     name: str
     """The rule that drafts are drawn for."""
@@ -58,7 +58,7 @@ class AcceptFunction(ABC):
     """The target adds a token after the accepted ones. False: it draws the first level of the next candidates instead, so
     greedy texts depend on the rule too."""
     by_ops: ClassVar[bool] = False
-    """``accept_tree`` judges: ranks may hold the columns of the logits, and it tells log probabilities of the tokens."""
+    """``accept_tree`` verifies: ranks may hold the columns of the logits, and it tells log probabilities of the tokens."""
     follows_one_path: ClassVar[bool] = False
     """Only drafts on one path of each tree are accepted."""
     is_synthetic: ClassVar[bool] = False
@@ -76,7 +76,7 @@ class AcceptFunction(ABC):
         return None
 
     @abstractmethod
-    def accept(self, rows: JudgedRows) -> AcceptResult:
+    def accept(self, rows: VerifiedRows) -> AcceptResult:
         """A result like that of ``accept_tree``."""
 
 
@@ -88,7 +88,7 @@ class DecodingRule(AcceptRule, AcceptFunction):
 
     by_ops: ClassVar[bool] = True
 
-    def accept(self, rows: JudgedRows) -> AcceptResult:
+    def accept(self, rows: VerifiedRows) -> AcceptResult:
         rule = self.name
         if rows.sampling.is_greedy:  # all rules agree on greedy texts, and this one takes any tree
             rule = "coupled"
@@ -140,7 +140,7 @@ class LongestBranch(DecodingRule):
         at = torch.tensor(positions, device=logits.device)
         return draft_sample(logits, width, mode="without", positions=at, **sampling.keywords())[0]
 
-    def accept(self, rows: JudgedRows) -> AcceptResult:
+    def accept(self, rows: VerifiedRows) -> AcceptResult:
         parents, bounds, device = rows.trees.parents.tolist(), rows.trees.cu_nodes.tolist(), rows.logits.device
         branches: list[tuple[int, list[int]]] = []  # request, its nodes in the tree
         places: list[int] = []  # among the request's branches
@@ -162,7 +162,7 @@ class LongestBranch(DecodingRule):
         each = rows.sampling.of_requests(owner)
         if each.seeds is not None:
             each = replace(each, seeds=each.seeds + (torch.tensor(places, device=device) + 1) * _SEED_STEP)
-        judged = accept_tree(
+        verified = accept_tree(
             rows.logits[at],
             rows.tokens[at],
             packed.parents,
@@ -175,18 +175,18 @@ class LongestBranch(DecodingRule):
             **each.keywords(),
         )
         each_tokens = [rows.tokens[first:last].tolist() for first, last in pairwise(bounds)]
-        return _longest(each_tokens, branches, judged)
+        return _longest(each_tokens, branches, verified)
 
 
 def _longest(
     tokens: Sequence[Sequence[int]],
     branches: Sequence[tuple[int, list[int]]],
-    judged: AcceptResult,
+    verified: AcceptResult,
 ) -> AcceptResult:
-    paths, status = judged.path.tolist(), judged.status.tolist()
+    paths, status = verified.path.tolist(), verified.status.tolist()
     best: dict[int, list[int]] = {}
     wrong = [0] * len(tokens)
-    for (b, nodes), path, count, bits in zip(branches, paths, judged.num_accepted.tolist(), status, strict=True):
+    for (b, nodes), path, count, bits in zip(branches, paths, verified.num_accepted.tolist(), status, strict=True):
         wrong[b] |= bits
         if tokens[b][nodes[0]] >= 0 and count + 1 > len(best.get(b, ())):
             best[b] = [nodes[place] for place in path[: count + 1]]
@@ -196,7 +196,7 @@ def _longest(
         return [*numbers, *[-1] * (width - len(numbers))]
 
     chosen = [best.get(b, []) for b in range(len(tokens))]
-    device = judged.path.device
+    device = verified.path.device
     return AcceptResult(
         torch.tensor([filled([tokens[b][node] for node in path]) for b, path in enumerate(chosen)], device=device),
         torch.tensor([filled([0, *path]) for path in chosen], dtype=torch.int32, device=device),

@@ -106,7 +106,7 @@ def generate(
         top_k, top_p, min_p: filters; None: off. These, temperature and seeds are one value for all, or one per request.
         seeds: with rule "coupled" or "coupled_inverse" the text is a function of prompt, seed and these parameters, whatever
             the method and the batch. None: fresh seeds of torch's own generator; or give another ``torch.Generator``.
-        rule: how drafts are judged: one of ``pass_ext.RULES``, "longest_branch" (approximate), or
+        rule: how drafts are verified: one of ``pass_ext.RULES``, "longest_branch" (approximate), or
             ``pass_ext.drafting.SyntheticAcceptance(...)``.
         eos_token_id: tokens that end a text; None: the generation_config's, else the model's own; ``[]``: none.
         streamer: gets new tokens as transformers' streamers do (``put``, ``end``). If it has ``put_step(tokens, accepted)``, it
@@ -264,7 +264,7 @@ def _device_rows(
             (processors, "logits processors run on the host"),
             (context.guides is not None, "a grammar's masks are made on the host"),
             (context.target.logit_shards is not None, "the columns of the logits are divided among ranks"),
-            (context.is_judged_by_rule and context.rule != "coupled", f"rule {context.rule!r} is not 'coupled'"),
+            (context.is_verified_by_rule and context.rule != "coupled", f"rule {context.rule!r} is not 'coupled'"),
         ):
             if decides:
                 raise HostDecides(reason)

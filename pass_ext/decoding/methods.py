@@ -122,7 +122,7 @@ class PaSS:
 
 @dataclass(frozen=True)
 class Speculative:
-    """A draft model writes a chain of tokens, which the model judges in one call.
+    """A draft model writes a chain of tokens, which the model verifies in one call.
 
     Args:
         draft_model: a model as ``generate`` takes it, or an ``EarlyExitDraft``; of any dtype, on any device.
@@ -153,7 +153,7 @@ class Speculative:
 
 @dataclass(frozen=True)
 class MultiCandidate:
-    """A draft model writes a tree of candidates, level by level, which the model judges in one call.
+    """A draft model writes a tree of candidates, level by level, which the model verifies in one call.
 
     Args:
         draft_model: as for ``Speculative``.

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.accept import AcceptFunction, JudgedRows
+from pass_ext.decoding.accept import AcceptFunction, VerifiedRows
 from pass_ext.decoding.requests.processors import Processor
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.ops.accept import AcceptResult
@@ -58,7 +58,7 @@ class SyntheticAcceptance(AcceptFunction):
         chances = [share / before if before > 0.0 else 0.0 for before, share in shares]
         return [*chances, *[0.0] * depth][:depth]
 
-    def accept(self, rows: JudgedRows) -> AcceptResult:
+    def accept(self, rows: VerifiedRows) -> AcceptResult:
         first = rows.trees.cu_nodes[:-1].long()
         return self.along(rows.logits, rows.tokens, _spines(rows), first, rows.positions, rows.sampling)
 
@@ -119,9 +119,9 @@ class SyntheticAcceptance(AcceptFunction):
         )
 
 
-def _spines(judged: JudgedRows) -> Tensor:
+def _spines(verified: VerifiedRows) -> Tensor:
     """``[B, depth + 1]`` int64: each request's nodes from the root to its deepest drafted token, then -1."""
-    tokens, trees, depth, vocabulary = judged.tokens, judged.trees, judged.depth, judged.logits.shape[1]
+    tokens, trees, depth, vocabulary = verified.tokens, verified.trees, verified.depth, verified.logits.shape[1]
     nodes = torch.arange(trees.max_nodes, device=tokens.device)
     first, last = trees.cu_nodes[:-1, None].long(), len(tokens) - 1
     rows = (first + nodes).clamp(max=last)

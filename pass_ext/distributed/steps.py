@@ -2,7 +2,7 @@
 
 The rounds are known before a step begins: they depend on the rule, on which filters there are, and on the tree's shape, never
 on logits. A tree needs sums over what is left of p after a child was rejected. The sums after the j-th child of a node (j from
-0) are known one round after those after the child before it; a node can be judged when its parent has come to it:
+0) are known one round after those after the child before it; a node can be verified when its parent has come to it:
 
     t(root) = 0,   t(child j of n) = t(n) + j,   sums after child j of n: round t(n) + j + 1
 

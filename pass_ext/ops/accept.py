@@ -226,7 +226,7 @@ def accept_chain(
         allowed, draft_allowed: ``[B, K + 1, ceil(V / 32)]`` and ``[B, K, ceil(V / 32)]`` int32 words.
         cu_nodes: ``[B + 1]`` int32: the chains are packed, and request b owns rows ``cu_nodes[b]:cu_nodes[b + 1]``, one more
             than it has drafts. ``target_logits`` is ``[N, V]``, and ``draft_tokens`` ``[N]`` the tokens that the model read in
-            these rows; a request's first one is not judged. ``draft_logits`` and the masks are those of ``accept_tree``.
+            these rows; a request's first one is not verified. ``draft_logits`` and the masks are those of ``accept_tree``.
         max_depth: with ``cu_nodes``: the most drafts of a request. It sets the width of the result; later ones are ignored.
         draft_rows: with ``cu_nodes``: as in ``accept_tree``.
 

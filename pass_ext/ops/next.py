@@ -31,7 +31,7 @@ def next_tree_(
     num_accepted: Tensor,
     status: Tensor,
     rates: Tensor | None = None,
-    price: Tensor | None = None,
+    costs: Tensor | None = None,
     offered: Tensor | None = None,
     scores: Tensor | None = None,
     first: int = 0,
@@ -71,12 +71,12 @@ def next_tree_(
         emitted, path, num_accepted, status: as ``accept_tree`` returned them, ``[B, A]``, ``[B, A]``, ``[B]`` and ``[B]``.
         rates: ``[L]`` float32, L at most 8: the share of places where the best candidate of each slot is right. A group has at
             most L slots. None: rows are kept.
-        price: ``[R]`` float32, with rates: the tokens that a step of 1, 2, … R rows costs, beside 2^-10 for each row. None: no
+        costs: ``[R]`` float32, with rates: the tokens that a step of 1, 2, … R rows costs, beside 2^-10 for each row. None: no
             more.
-        offered: ``[B, S, K]`` int64, K at most 128: tokens that rows ``first`` to ``first + S`` of the judged step offer; -1
+        offered: ``[B, S, K]`` int64, K at most 128: tokens that rows ``first`` to ``first + S`` of the verified step offer; -1
             for none. Those of rows that are no look-ahead slots are not read. None: no candidates.
         scores: ``[B, S, K]`` float32, their log probabilities, as mode "top" of ``draft_sample`` returns both.
-        first: the row of the judged step whose tokens ``offered[:, 0]`` are.
+        first: the row of the verified step whose tokens ``offered[:, 0]`` are.
         left, right: ``[V, r]`` float32: a token scores ``left[parent's token] · right[token]`` more. None: nothing more.
         text: ``[B, T]`` int64, the tokens of each text, the root included; the emitted ones are written after it, and tokens
             score more by what the text recalls, as ``recall_scores`` says. None: nothing is recalled.
@@ -103,12 +103,12 @@ def next_tree_(
         (tensor([[ 8,  6, -1]]), tensor([[-1,  0,  1]], dtype=torch.int32))
     """
     op = "next_tree_"
-    refuse_gradients(op, rates, price, scores, left, right)
+    refuse_gradients(op, rates, costs, scores, left, right)
     requests, device = lengths.shape[0] if lengths.dim() else 0, rows.device
     call(
         _op, rows, parents, lengths, prefix_lens, report, integers(op, "limits", limits, torch.int64),
         integers(op, "emitted", emitted, torch.int64), integers(op, "path", path),
-        integers(op, "num_accepted", num_accepted), integers(op, "status", status), rates, price,
+        integers(op, "num_accepted", num_accepted), integers(op, "status", status), rates, costs,
         integers(op, "offered", offered, torch.int64), scores, first, left, right, text,
         *sampling_tensors(op, (temperature, top_k, top_p, min_p), requests, device),
         parameter_tensor(op, "seeds", seeds, requests, torch.int64, device),

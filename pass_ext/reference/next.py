@@ -32,7 +32,7 @@ def next_tree_(
     num_accepted: Tensor,
     status: Tensor,
     rates: Tensor | None = None,
-    price: Tensor | None = None,
+    costs: Tensor | None = None,
     offered: Tensor | None = None,
     scores: Tensor | None = None,
     first: int = 0,
@@ -86,8 +86,8 @@ def next_tree_(
         else:
             most = rows.shape[2]
             candidates = _likeliest(root, most, deepest, below)
-            prices = None if price is None else price.tolist()
-            shape = _best_shape(candidates, rates.tolist(), prices, most, levels)
+            of_rows = None if costs is None else costs.tolist()
+            shape = _best_shape(candidates, rates.tolist(), of_rows, most, levels)
             laid, used, nodes = _laid(candidates, shape, most), shape.rows, 1 + shape.candidates
         report[b] = -1
         report[b, :5] = torch.tensor([-1 if at_limit else accepted, int(status[b]), drafted, used, nodes])
@@ -233,7 +233,7 @@ def _chain(nodes: Sequence[_Node]) -> list[int]:
 
 
 def _best_shape(
-    nodes: Sequence[_Node], rates: list[float], price: list[float] | None, most: int, levels: int
+    nodes: Sequence[_Node], rates: list[float], costs: list[float] | None, most: int, levels: int
 ) -> _Shape:
     """The shape of the largest value; among equals the one with the fewest rows, then smaller g, h, d."""
     slots, chain = len(rates), _chain(nodes)
@@ -252,7 +252,7 @@ def _best_shape(
                         value += _units(node.reach) * (_units(1) + gain)
                     if k >= chain[d]:
                         shape = _Shape(g, h, d, k)
-                        cost = (shape.rows << 30) + (0 if price is None else _cost(price[shape.rows - 1]))
+                        cost = (shape.rows << 30) + (0 if costs is None else _fixed_point(costs[shape.rows - 1]))
                         found.append((value - cost, -shape.rows, -g, -h, -d, shape))
     return max(found)[-1]
 
@@ -283,9 +283,9 @@ def _units(value: float) -> int:
     return int(value * 2**20 + 0.5)
 
 
-def _cost(price: float) -> int:
-    """A price in whole numbers of 2^-40; NaN: 0."""
-    return int(min(max(price, -(2.0**20)), 2.0**20) * 2**40) if price == price else 0
+def _fixed_point(cost: float) -> int:
+    """A cost in whole numbers of 2^-40; NaN: 0."""
+    return int(min(max(cost, -(2.0**20)), 2.0**20) * 2**40) if cost == cost else 0
 
 
 def _scored(offered: Tensor, scores: Tensor, before: int, left: Tensor | None, right: Tensor | None) -> Tensor:

@@ -110,7 +110,7 @@ def test_a_session_is_used_again_grows_and_begins_with_a_past(family, monkeypatc
     monkeypatch.setattr(sessions, "_FIRST_POSITIONS", 10)
     model, ids = small_model(family, **FAMILIES[family]), prompts(3, 8)[0]
     options = dict(max_new_tokens=NEW, eos_token_id=[])
-    session = Session(model, room=40, cache_dtype=torch.float8_e4m3fn)
+    session = Session(model, capacity=40, cache_dtype=torch.float8_e4m3fn)
     want = generate(model, ids, session=session, **options).sequences
     assert torch.equal(generate(model, ids, NGram(shortest=1), session=session, **options).sequences, want)
     stored = [(keys[:, :5], values[:, :5]) for keys, values in session.caches]

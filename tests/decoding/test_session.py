@@ -160,17 +160,17 @@ def test_inference_mode_and_sessions(whole):
 
 
 def test_a_session_has_the_room_that_it_is_given_and_otherwise_grows(llama, whole):
-    roomy, first = Session(llama, room=40), Session(llama)
-    for session in (roomy, first):
+    large, first = Session(llama, capacity=40), Session(llama)
+    for session in (large, first):
         assert torch.equal(
             generate(llama, IDS, session=session, max_new_tokens=6, eos_token_id=[]).sequences, whole[:, :11]
         )
         assert torch.equal(generate(llama, IDS, session=session, max_new_tokens=12, eos_token_id=[]).sequences, whole)
-    small = Session(llama, room=11)
+    small = Session(llama, capacity=11)
     with pytest.raises(ValueError, match=r"room for 17 tokens; it is of 0 requests and 11 tokens\. Make a new one"):
         generate(llama, IDS, session=small, max_new_tokens=12, eos_token_id=[])
     with pytest.raises(ValueError, match="1 requests and room for 11 tokens; it is of 2 requests and 40 tokens"):
-        generate(llama, IDS[:1], session=roomy, max_new_tokens=6, eos_token_id=[])
+        generate(llama, IDS[:1], session=large, max_new_tokens=6, eos_token_id=[])
 
 
 class OneLayer:

@@ -648,7 +648,7 @@ def next_tree_(draw: Draw):
         path=draw.integers(0, row_count, requests, width), num_accepted=draw.integers(0, width, requests),
         status=draw.integers(0, 2, requests),
         rates=draw.floats(slots, dtype=torch.float32).contiguous() if chooses else None,
-        price=draw.floats(row_count, dtype=torch.float32).contiguous() if chooses and draw.chance(0.5) else None,
+        costs=draw.floats(row_count, dtype=torch.float32).contiguous() if chooses and draw.chance(0.5) else None,
         offered=integers(-1, vocabulary, requests, offering, count) if has_offers else None,
         scores=draw.floats(requests, offering, count, dtype=torch.float32).contiguous() if has_offers else None,
         first=first,

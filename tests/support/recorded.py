@@ -47,5 +47,5 @@ class PauseAt:
     def add(self, *given, **named):
         self.step += 1
 
-    def prices(self, *given):
+    def costs(self, *given):
         return None

@@ -169,7 +169,7 @@ def next_tree_(device):
     offered = torch.stack([torch.randperm(70, device=device)[:8] for _ in range(8)]).view(2, 4, 8)
     scores = torch.randn(2, 4, 8, device=device).log_softmax(-1).sort(descending=True).values
     seeds, rates = torch.tensor([1, 2], device=device), torch.tensor([0.7, 0.5], device=device)
-    price, tables = torch.linspace(0, 1, 6, device=device), torch.randn(2, 70, 5, device=device).unbind()
+    costs, tables = torch.linspace(0, 1, 6, device=device), torch.randn(2, 70, 5, device=device).unbind()
 
     def state():
         rows, parents = torch.full((3, 2, 6), -1, device=device), torch.tensor([[-1, 0, 1, 0, 3, 2]] * 2, **integers)
@@ -182,8 +182,8 @@ def next_tree_(device):
     yield *state(), *fixed, None, None, None, None, 0, None, None, None, *NO_SAMPLING, None
     yield *state(), *fixed, None, None, offered, scores, 1, *tables, None, *sampling(device), seeds
     yield *state(), *fixed, rates, None, None, None, 0, None, None, None, *NO_SAMPLING, None
-    yield *state(), *fixed, rates, price, offered, scores, 2, None, None, text.clone(), *NO_SAMPLING, None
-    yield *state(), *fixed, rates, price, offered, scores, 1, *tables, None, *sampling(device), seeds
+    yield *state(), *fixed, rates, costs, offered, scores, 2, None, None, text.clone(), *NO_SAMPLING, None
+    yield *state(), *fixed, rates, costs, offered, scores, 1, *tables, None, *sampling(device), seeds
 
 
 @sample

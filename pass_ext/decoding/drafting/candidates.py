@@ -5,7 +5,7 @@ Candidates   the drafts of one request, and with its root and look-ahead slots i
 Proposal     those of all requests
 Level        the nodes of a tree that have children at one depth
 
-Children are drawn in a mode of ``draft_sample``; each accept rule judges the candidates of one of them:
+Children are drawn in a mode of ``draft_sample``; each accept rule verifies the candidates of one of them:
 
     coupled    the best under the target's own noise at the child's text position
     without    draws without replacement, in the order of drawing
@@ -185,7 +185,7 @@ def drawing_mode(sampling: BatchSampling, rule: str) -> str:
     return "coupled" if sampling.is_greedy else DECODING_RULES[rule].drafts
 
 
-def are_judged_by_logits(sampling: BatchSampling, rule: str) -> bool:
+def are_verified_by_logits(sampling: BatchSampling, rule: str) -> bool:
     """True if the rule divides by the distribution that candidates were drawn from."""
     return not sampling.is_greedy and DECODING_RULES[rule].needs_draft_logits
 

@@ -25,7 +25,7 @@ class RowChoice:
     """The most of a request."""
     rates: tuple[float, ...]
     """For each slot the share of places where its best candidate is right."""
-    has_price: bool = False
+    has_cost: bool = False
     """True: rows cost the time that they take. False: they are free."""
 
 

@@ -69,7 +69,7 @@ class DraftCalls:
         if self._shares:
             self._session = FirstLayers(session, draft, draft.shares_layers)
         else:
-            self._session = Session(draft, session.requests, session.room + max_depth, cuda_graphs=self._graphs)
+            self._session = Session(draft, session.requests, session.capacity + max_depth, cuda_graphs=self._graphs)
             if draft.has_encoder and session.encoder_inputs is not None:
                 encoded = session.encoder_inputs.of_draft(draft)
                 self._session.encoded = encoded.repeated(session.requests // len(encoded.lengths))

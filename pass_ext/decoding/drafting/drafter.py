@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.accept import DECODING_RULES
-from pass_ext.decoding.drafting.candidates import Batch, Proposal, are_judged_by_logits, draw_children, drawing_mode
+from pass_ext.decoding.drafting.candidates import Batch, Proposal, are_verified_by_logits, draw_children, drawing_mode
 from pass_ext.decoding.drafting.device_rows import DeviceRows, HostDecides
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.taps import Tap
@@ -43,7 +43,7 @@ class Drafter(Protocol):
     name: str = "drafted"
     """The origin of its candidates, for messages."""
     rules: Collection[str] = tuple(RULES)
-    """The accept rules that can judge its candidates."""
+    """The accept rules that can verify its candidates."""
     pace: Pace | None = None
     """With ``context.pace(...)`` drafting pauses while it does not pay."""
     prompt_slots: int = 0
@@ -84,7 +84,7 @@ class DraftContext:
     """The tokens of each request. They grow with every step."""
     sampling: BatchSampling
     rule: str
-    """How candidates are judged."""
+    """How candidates are verified."""
     graphs: bool = False
     """True: calls of the target with a repeated shape are CUDA graphs."""
     guides: Guides | None = None
@@ -103,7 +103,7 @@ class DraftContext:
     @property
     def needs_draft_logits(self) -> bool:
         """True: the rule divides by the distribution that candidates were drawn from."""
-        return are_judged_by_logits(self.sampling, self.rule)
+        return are_verified_by_logits(self.sampling, self.rule)
 
     @property
     def target_adds(self) -> bool:
@@ -111,8 +111,8 @@ class DraftContext:
         return DECODING_RULES[self.rule].target_adds
 
     @property
-    def is_judged_by_rule(self) -> bool:
-        """True: the text depends on the rule, which must be able to judge the candidates."""
+    def is_verified_by_rule(self) -> bool:
+        """True: the text depends on the rule, which must be able to verify the candidates."""
         return self.is_sampled or not self.target_adds
 
     @property
@@ -156,17 +156,17 @@ class DraftContext:
         return Pace(clock, tokens, times.at(len(self.texts)) if seconds is None else seconds)
 
     def check_origins(self, *origins: str) -> None:
-        """Refuses a rule that cannot judge candidates of these origins in one tree."""
+        """Refuses a rule that cannot verify candidates of these origins in one tree."""
         if not self.target_adds and origins != (DRAFT_MODEL,):
             raise ValueError(
-                f"generate: rule {self.rule!r} judges the candidates of a draft model alone: method must be "
+                f"generate: rule {self.rule!r} verifies the candidates of a draft model alone: method must be "
                 f"MultiCandidate(...) without lookahead or ngram, got {' and '.join(origins) or 'no'} candidates"
             )
         if self.needs_draft_logits and len(origins) > 1:
             usual = [f"'{name}'" for name, rule in DECODING_RULES.items() if not rule.needs_draft_logits]
             raise ValueError(
                 f"generate: rule must be {' or '.join(usual)} for {' and '.join(origins)} candidates together, got "
-                f"{self.rule!r}: it judges by the distribution that candidates were drawn from, and these have none in common"
+                f"{self.rule!r}: it verifies by the distribution that candidates were drawn from, and these have none in common"
             )
 
 

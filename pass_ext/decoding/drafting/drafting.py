@@ -44,13 +44,13 @@ _MOST_FORCED = 16  # tokens that a grammar forces, in one step of one request
 
 
 class Drafting:
-    """All drafters of one generation. Refuses a rule that cannot judge their candidates."""
+    """All drafters of one generation. Refuses a rule that cannot verify their candidates."""
 
     def __init__(self, method: Method | DraftingMethod, context: DraftContext) -> None:
         self.drafters = drafters_of(method, context)
         context.check_origins(*(drafter.name for drafter in self.drafters))
         for drafter in self.drafters:
-            if context.is_judged_by_rule and context.rule not in drafter.rules:
+            if context.is_verified_by_rule and context.rule not in drafter.rules:
                 raise ValueError(
                     f"generate: rule must be {' or '.join(map(repr, drafter.rules))} for {drafter.name} candidates, got "
                     f"{context.rule!r}"
@@ -138,7 +138,7 @@ def guided(
         levels: how deep candidates may be.
         most_forced: the most tokens of all chains.
         drawn: some candidates were drawn from a distribution that the rule divides by.
-        leaves_only: no chain after a root that has children, because the rule judges drawn children alone, or chains alone.
+        leaves_only: no chain after a root that has children, because the rule verifies drawn children alone, or chains alone.
     """
     tree, tokens = candidates.tree, [-1, *candidates.tokens]
     rows = list(candidates.draft_rows or ()) if drawn else []

@@ -181,7 +181,7 @@ def speculative_drafters(method: Speculative, context: DraftContext) -> list[Dra
     context.check_origins(*([N_GRAM] if method.ngram else []), DRAFT_MODEL)
     if not context.target_adds or (context.is_sampled and context.rule in _WITH_REPLACEMENT):
         raise ValueError(
-            f"Speculative: rule {context.rule!r} judges several candidates of one parent: use MultiCandidate, got a chain"
+            f"Speculative: rule {context.rule!r} verifies several candidates of one parent: use MultiCandidate, got a chain"
         )
     drafter = model_drafter(method, context)
     return [*([] if drafter is None else [drafter]), *ngram_drafters(method.ngram, context)]
@@ -193,11 +193,12 @@ def multi_candidate_drafters(method: MultiCandidate, context: DraftContext) -> l
     origins = {N_GRAM: method.ngram, LOOK_AHEAD: method.lookahead}
     context.check_origins(*(name for name, part in origins.items() if part is not None), DRAFT_MODEL)
     replaced = context.rule in _WITH_REPLACEMENT
-    if context.is_judged_by_rule and method.replacement != replaced:
+    if context.is_verified_by_rule and method.replacement != replaced:
         rules = " or ".join(_WITH_REPLACEMENT)
         raise ValueError(
-            f"MultiCandidate: rule {context.rule!r} and replacement={method.replacement} do not go together: candidates must "
-            f"be drawn as they are judged; use {f'rule {rules}' if method.replacement else 'MultiCandidate(replacement=True)'}"
+            f"MultiCandidate: rule {context.rule!r} and replacement={method.replacement} do not go together: candidates "
+            f"must be drawn as they are verified; "
+            f"use {f'rule {rules}' if method.replacement else 'MultiCandidate(replacement=True)'}"
         )
     drafter = model_drafter(method, context, method.decision)
     drafters: list[Drafter] = []

@@ -5,7 +5,7 @@
 and, with a corpus, those that followed them in other texts (requests/corpus.py).
 
 Of a prompt that is more than text, it is the text after all pictures and sound. Everything runs on the host. Nothing is drawn,
-so any rule may judge the proposals.
+so any rule may verify the proposals.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class LookaheadDrafter(Drafter):
         self._texts = GrowingTexts(table.device) if self._offers.recalls else None
         if choice is not None:
             self._rates = torch.tensor(choice.rates, device=table.device)
-            self._price = torch.zeros(choice.rows, device=table.device) if choice.has_price else None
+            self._costs = torch.zeros(choice.rows, device=table.device) if choice.has_cost else None
 
     def device_rows(self, *, is_synthetic: bool) -> DeviceRows:
         if self._choice is not None and not is_synthetic:
@@ -109,10 +109,10 @@ class LookaheadDrafter(Drafter):
 
     def _chosen(self, batch: Batch, choice: RowChoice) -> list[Candidates | None]:
         """The rows that suit the place of each request; None: the root alone."""
-        if self._price is not None and self.pace is not None:
-            prices = self.pace.prices(choice.rows, max(1, sum(left > 0 for left in batch.remaining)))
-            if prices is not None:
-                self._price.copy_(torch.tensor(prices))
+        if self._costs is not None and self.pace is not None:
+            costs = self.pace.costs(choice.rows, max(1, sum(left > 0 for left in batch.remaining)))
+            if costs is not None:
+                self._costs.copy_(torch.tensor(costs))
         chosen: list[Candidates | None] = [None] * len(batch.levels)
         active = [b for b, levels in enumerate(batch.levels) if levels]
         if not active:
@@ -143,7 +143,7 @@ class LookaheadDrafter(Drafter):
             num_accepted=zeros.flatten(),
             status=zeros.flatten(),
             rates=self._rates,
-            price=self._price,
+            costs=self._costs,
             text=None if self._texts is None else self._texts.of(batch.texts, active),
             **self._offered(batch, active, predicting),
             **self._context.sampling.of_requests(torch.tensor(active, device=device)).keywords(),
@@ -260,9 +260,9 @@ def _choice(method: PaSS, context: DraftContext, plan: Plan) -> RowChoice | None
     if not is_free or drawing_mode(context.sampling, context.rule) != "coupled":
         return None
     # On a GPU every step has all rows, in use or not.
-    has_price = method.rows == "auto" and context.device.type == "cpu"
-    rows = MOST_ROWS if has_price else plan.rows if method.rows == "auto" else method.rows
+    has_cost = method.rows == "auto" and context.device.type == "cpu"
+    rows = MOST_ROWS if has_cost else plan.rows if method.rows == "auto" else method.rows
     if not FEWEST_CHOSEN <= rows <= MAX_CHOSEN_ROWS or method.num_slots > min(MAX_CHOSEN_SLOTS, rows - 1):
         return None
     rates = slot_hit_rates(method.lookahead, method.num_slots, 1, greedy=context.sampling.is_greedy)
-    return RowChoice(rows, tuple(max(level) for level in rates), has_price)
+    return RowChoice(rows, tuple(max(level) for level in rates), has_cost)

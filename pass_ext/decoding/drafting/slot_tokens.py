@@ -26,7 +26,7 @@ from pass_ext.decoding.drafting.candidates import (
     Groups,
     Level,
     Proposal,
-    are_judged_by_logits,
+    are_verified_by_logits,
     draw_children,
     drawing_mode,
     levels_of,
@@ -124,7 +124,7 @@ class TreeFiller:
         self.offers = SlotTokens(lookahead, tree, table, shards, recalls=recalls, stored=stored)
         self._sampling, self._shards, self._guides = sampling, shards, guides
         self._mode = drawing_mode(sampling, rule)
-        self._are_judged_by_logits = are_judged_by_logits(sampling, rule)
+        self._are_verified_by_logits = are_verified_by_logits(sampling, rule)
         self._levels = levels_of(tree, table.device)
         self._by_op = self._mode == "coupled" and tree.num_nodes + tree.max_depth <= MAX_CHOSEN_ROWS
         if self._by_op:
@@ -226,7 +226,7 @@ class TreeFiller:
             rows[:, level.parents] = first + torch.arange(len(logits), device=device).view(-1, count)
             first += len(logits)
         filled = tokens[:, 1:nodes].tolist()
-        if not self._are_judged_by_logits:
+        if not self._are_verified_by_logits:
             return Proposal([Candidates(self.tree, own, groups=self._groups) for own in filled])
         each = zip(filled, rows.tolist(), strict=True)
         candidates = [Candidates(self.tree, own, draft_rows, self._groups) for own, draft_rows in each]

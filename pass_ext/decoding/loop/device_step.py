@@ -21,7 +21,7 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from pass_ext.decoding.accept import AcceptFunction, JudgedRows
+from pass_ext.decoding.accept import AcceptFunction, VerifiedRows
 from pass_ext.decoding.drafting.candidates import filled
 from pass_ext.decoding.drafting.device_rows import DeviceRows
 from pass_ext.decoding.loop.loop import Step
@@ -46,10 +46,10 @@ class DeviceStep(Step):
     """The step of a batch, and the buffers that it works on.
 
     Args:
-        session: begun, with its room.
+        session: begun, with its capacity.
         plan: of the rows.
         sampling: of the batch.
-        accept: judges drafts as rule "coupled" does, from nothing but the device's tensors.
+        accept: verifies drafts as rule "coupled" does, from nothing but the device's tensors.
         records: whether steps become a CUDA graph. "if possible": a model that no graph can hold goes on without one, with a
             warning.
     """
@@ -75,7 +75,7 @@ class DeviceStep(Step):
         self._parents = self._first_parents.repeat(requests, 1)
         self._flat_parents = self._parents.flatten()
         self._rates = None if choice is None else torch.tensor(choice.rates, device=device)
-        self._price = torch.zeros(rows, device=device) if choice is not None and choice.has_price else None
+        self._costs = torch.zeros(rows, device=device) if choice is not None and choice.has_cost else None
         self._bounds = torch.arange(0, requests * rows + 1, rows, dtype=torch.int32, device=device)
         self._kept = pack_trees([tree] * requests, device) if choice is None else None
         self._front = tree.num_nodes if choice is None else 0  # rows in front of the slots
@@ -83,7 +83,7 @@ class DeviceStep(Step):
         self._limits = torch.zeros_like(self._lengths)
         recalls = plan.offers is not None and plan.offers.recalls
         # Not zeros: memory after the texts is never touched.
-        self._text = torch.empty(requests, session.room, dtype=torch.int64, device=device) if recalls else None
+        self._text = torch.empty(requests, session.capacity, dtype=torch.int64, device=device) if recalls else None
         self.report = torch.zeros(requests, REPORT_NUMBERS + plan.depth + 1, dtype=torch.int64, device=device)
         """``[B, numbers + A]``, as ``next_tree_`` writes it; the next step overwrites it."""
         own = {name: value if value is None else value.clone() for name, value in sampling.keywords().items()}
@@ -124,8 +124,8 @@ class DeviceStep(Step):
         return calls
 
     def price_by(self, pace: Pace, requests: int) -> None:
-        if self._price is not None and (prices := pace.prices(len(self._price), requests)) is not None:
-            self._price.copy_(torch.tensor(prices))
+        if self._costs is not None and (costs := pace.costs(len(self._costs), requests)) is not None:
+            self._costs.copy_(torch.tensor(costs))
 
     def __call__(self, *, drafts: bool) -> None:
         if not self._lag:
@@ -167,18 +167,18 @@ class DeviceStep(Step):
     def _run(self) -> None:
         """Runs a step of all rows."""
         trees = self._kept or self._packed(self._flat_parents, self._bounds, self._plan.count)
-        logits, result = self._judged(trees, self._ids, self._tokens, self._positions, self._plan.depth)
+        logits, result = self._verified(trees, self._ids, self._tokens, self._positions, self._plan.depth)
         self._advance(result, logits, 0, self._front)
 
     def _run_roots(self, slots: int) -> None:
         """A step of the roots without candidates, with so many look-ahead slots after each: those of a prompt, or 0."""
         session = self._session
-        self._row_tokens[:, 1:] = -1  # they are not judged
+        self._row_tokens[:, 1:] = -1  # they are not verified
         tokens, trees = self._roots(slots)
         ahead = torch.arange(1 + slots, device=session.device)
         ids = torch.cat([self._row_ids[:, :1], (-ahead[1:]).expand(session.requests, -1)], dim=1)
         positions = (self._lengths[:, None] - 1 + ahead).flatten()
-        logits, result = self._judged(trees, ids.flatten(), tokens, positions, 0)
+        logits, result = self._verified(trees, ids.flatten(), tokens, positions, 0)
         self._advance_roots(result, logits, slots)
 
     def _run_used(self, drafts: bool) -> None:
@@ -187,7 +187,7 @@ class DeviceStep(Step):
         used = [row[_USED] if rest else 0 for row, rest in zip(self._read_rows, left, strict=True)]
         nodes = [row[_NODES] for row in self._read_rows]
         if not drafts and any(count > 1 for count in used):
-            self._row_tokens[:, 1:] = -1  # they are not judged
+            self._row_tokens[:, 1:] = -1  # they are not verified
             used, nodes = [min(count, 1) for count in used], [1] * len(used)
         depth = self._plan.depth if max(nodes) > 1 else 0
         bounds = self._bounds.new_tensor([0, *accumulate(used)])
@@ -195,7 +195,7 @@ class DeviceStep(Step):
         # Of one text they are the first ones, which need no copy.
         rows = slice(used[0]) if len(used) == 1 else torch.tensor(picked, device=self._session.device)
         trees = self._packed(self._flat_parents[rows], bounds, max(used))
-        logits, result = self._judged(trees, self._ids[rows], self._tokens[rows], self._positions[rows], depth)
+        logits, result = self._verified(trees, self._ids[rows], self._tokens[rows], self._positions[rows], depth)
         if isinstance(rows, slice):
             self._advance(result, logits, 0, nodes[0])
         else:
@@ -230,7 +230,7 @@ class DeviceStep(Step):
             self._root_trees[slots] = none, pack_trees([tree] * requests, device)
         return self._root_trees[slots]
 
-    def _judged(
+    def _verified(
         self, trees: PackedTrees, ids: Tensor, tokens: Tensor, positions: Tensor, depth: int
     ) -> tuple[Tensor, AcceptResult]:
         """Calls the model on rows, accepts among them, and commits the accepted ones -> their logits, and the result."""
@@ -244,7 +244,7 @@ class DeviceStep(Step):
 
     def _accept(self, logits: Tensor, tokens: Tensor, trees: PackedTrees, depth: int) -> AcceptResult:
         with profiled("accept"):
-            return self._function.accept(JudgedRows(logits, tokens, trees, depth, self._lengths, self._sampling))
+            return self._function.accept(VerifiedRows(logits, tokens, trees, depth, self._lengths, self._sampling))
 
     def _advance_roots(self, result: AcceptResult, logits: Tensor, slots: int) -> None:
         """As ``_advance``, after a step of the roots with so many slots, which in the rows stand after the nodes."""
@@ -289,7 +289,7 @@ class DeviceStep(Step):
             self.report,
             limits=self._limits,
             rates=self._rates,
-            price=self._price,
+            costs=self._costs,
             text=self._text,
             **result._asdict(),
             **offered,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pass_ext.decoding.accept import AcceptFunction, JudgedRows
+from pass_ext.decoding.accept import AcceptFunction, VerifiedRows
 from pass_ext.decoding.drafting.candidates import Batch, Candidates, Proposal
 from pass_ext.decoding.drafting.drafter import DraftContext
 from pass_ext.decoding.drafting.drafting import Drafting
@@ -35,7 +35,7 @@ class _Rows(NamedTuple):
     ids: Tensor
     """``[N]``, as ``lookahead_embed`` takes them."""
     tokens: Tensor
-    """``[M]``, of the rows that are judged."""
+    """``[M]``, of the rows that are verified."""
     draft_rows: Tensor
     lengths: Tensor
     """``[B]``, of the texts."""
@@ -145,12 +145,12 @@ class HostStep(Step):
                 continue
             slots = part.rows.slots[part.tree.num_nodes :]
             ids += [text[-1], *(max(token, 0) for token in part.tokens), *(-1 - slot for slot in slots)]
-            judged = [text[-1], *part.tokens]
-            # A rule that divides by the drafts' distribution cannot judge look-ahead rows: they have none.
-            judged += [] if self._context.needs_draft_logits else [-1] * len(slots)
+            verified = [text[-1], *part.tokens]
+            # A rule that divides by the drafts' distribution cannot verify look-ahead rows: they have none.
+            verified += [] if self._context.needs_draft_logits else [-1] * len(slots)
             drawn = part.draft_rows or ()
-            tokens += judged
-            draft_rows += [*drawn, *[-1] * (len(judged) - len(drawn))]
+            tokens += verified
+            draft_rows += [*drawn, *[-1] * (len(verified) - len(drawn))]
         numbers = ids, tokens, draft_rows, list(map(len, self._texts.tokens))
         return _Rows(proposal, *uploaded([*chain(*numbers)], self._session.device).split(list(map(len, numbers))))
 
@@ -168,11 +168,11 @@ class HostStep(Step):
             trees = [part.rows if part else None for part in candidates]
             drawn_from = processed(logits, self._processors, texts, trees, tokens)
         with profiled("accept"):
-            result = self._judged(rows, drawn_from)
+            result = self._verified(rows, drawn_from)
         self._done, self._is_read = _Done(candidates, logits, drawn_from, result), False
         return result
 
-    def _judged(self, rows: _Rows, logits: Tensor) -> AcceptResult:
+    def _verified(self, rows: _Rows, logits: Tensor) -> AcceptResult:
         proposal, guides = rows.proposal, self._context.guides
         candidates, draft_logits = proposal.candidates, proposal.draft_logits
         trees = [part.rows if part else None for part in candidates]
@@ -184,10 +184,10 @@ class HostStep(Step):
         options: dict[str, Any] = {} if self._scores is None else dict(self._scores.options)
         if guides is not None:
             each = zip(self._texts.tokens, candidates, strict=True)
-            judged = [[text[-1], *part.tokens] if part else [] for text, part in each]
-            options["allowed"] = guides.of_nodes(trees, judged, slots=not self._context.needs_draft_logits)
+            verified = [[text[-1], *part.tokens] if part else [] for text, part in each]
+            options["allowed"] = guides.of_nodes(trees, verified, slots=not self._context.needs_draft_logits)
             options["draft_allowed"] = proposal.draft_allowed
-        judged_rows = JudgedRows(
+        verified_rows = VerifiedRows(
             logits,
             rows.tokens,
             self._session.packed(trees),
@@ -199,4 +199,4 @@ class HostStep(Step):
             self._shards,
             options,
         )
-        return self._function.accept(judged_rows)
+        return self._function.accept(verified_rows)

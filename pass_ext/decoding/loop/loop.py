@@ -49,7 +49,7 @@ class Step(ABC):
         return
 
     def price_by(self, pace: Pace, requests: int) -> None:
-        """Learns the price of rows for so many requests."""
+        """Learns the cost of rows for so many requests."""
         return
 
 

@@ -32,19 +32,19 @@ LONGEST = 18.0
 UNCOMPARED = 1
 """Drafted steps before a plain one is timed, where too few were lately: without these nothing tells what drafting gains."""
 
-# ---- the price of a row (pace.py) ----
+# ---- the cost of a row (pace.py) ----
 
 PLANNED_STEPS = 16
 """Steps that the plan's tokens per second count for, before a text has shown its own."""
 KEPT = 0.97
 """Share of the tokens and seconds so far that each step keeps: the last 30 or so say how fast the text is."""
-PRICED_EVERY = 8
-"""Steps between two prices: computing them takes the host longer than they change."""
+COSTED_EVERY = 8
+"""Steps between two costs: computing them takes the host longer than they change."""
 
 # ---- which rows there are (drafting) ----
 
 MOST_ROWS = 32
-"""Rows of a request where they have a price; more never paid on a CPU."""
+"""Rows of a request where they have a cost; more never paid on a CPU."""
 FEWEST_CHOSEN = 5
 """Rows below which all places take nearly the same, so that the plan's are as good."""
 

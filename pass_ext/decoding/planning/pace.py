@@ -1,9 +1,9 @@
-"""``Pace``: whether the next step of a batch drafts, and the price of its rows.
+"""``Pace``: whether the next step of a batch drafts, and the cost of its rows.
 
     lost    seconds of a drafted step / those of a plain one - its tokens / those of a plain one; gains only make good losses
     pause   once 3 plain steps or more are lost: 32 plain steps for each. Each trial after a pause ends once 1.5 are lost, in a
             pause as for 6, for 12, then always for 18, if no more were lost. A text after one that ended so begins with one
-    price   of n rows of each request: their seconds, in tokens at the speed of the last steps
+    cost   of n rows of each request: their seconds, in tokens at the speed of the last steps
 
 So drafts that are never right cost 3 % of a text of 256 tokens, where a drafted step takes less than two plain ones, and 5 %
 where it takes three; and drafts that become right are found again within 576 plain steps, or 32 for each that a dear one loses.
@@ -15,13 +15,13 @@ tell nothing: in it a head reads the prompt.
 from __future__ import annotations
 
 from pass_ext.decoding.planning.constants import (
+    COSTED_EVERY,
     KEPT,
     LONGEST,
     MOST_LOST,
     MOST_LOST_AGAIN,
     PAUSED,
     PLANNED_STEPS,
-    PRICED_EVERY,
     UNCOMPARED,
 )
 from pass_ext.decoding.planning.step_times import StepClock
@@ -71,9 +71,9 @@ class Pace:
             self._left = round(PAUSED * max(self._lost, min(MOST_LOST * 2**trials, LONGEST)))
             self._lost, self.clock.lost_trials = 0.0, trials + 1
 
-    def prices(self, most: int, requests: int) -> list[float] | None:
+    def costs(self, most: int, requests: int) -> list[float] | None:
         """Tokens that a step of 1, 2, … rows costs each of so many requests; None: those of the last call still hold."""
-        if self._steps % PRICED_EVERY:
+        if self._steps % COSTED_EVERY:
             return None
         speed = self._tokens / self._seconds
         return [speed * self.clock.seconds(n * requests, is_plain=n == 1) for n in range(1, most + 1)]

@@ -55,7 +55,7 @@ class Grammar(Protocol):
         ...
 
     def forced(self) -> Sequence[int]:
-        """Tokens that probably follow, because the grammar leaves little choice; they are drafted, and judged like all drafts.
+        """Tokens that probably follow, because the grammar leaves little choice; drafted and verified like all drafts.
         A token that is the only allowed one is drafted without this."""
         return ()
 

@@ -23,7 +23,7 @@ def allowed_nodes(guide: Guide, tree: Tree, tokens: Sequence[int], fixed_parents
     """The nodes worth a row of the model's call: those that the guide allows, in their order.
 
     A child that was drawn from the draft's distribution stays even if it is forbidden, as a leaf: the rules that divide by that
-    distribution must reject it, or the rest would be judged wrongly. Without a mask at drafting such children exist.
+    distribution must reject it, or the rest would be verified wrongly. Without a mask at drafting such children exist.
 
     Args:
         tokens: of each node, the root's first; -1: no token.

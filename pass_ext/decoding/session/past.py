@@ -85,7 +85,7 @@ def _put(session: Session, past: Layers, lengths: Sequence[int], states: Sequenc
         )
     if not (past or states) or (not first and len(past) != len(session.caches)):
         raise ValueError(f"past must be of each layer, {len(session.caches) or '1 or more'}, got {len(past)}")
-    session.hold(min(length, session.room))
+    session.hold(min(length, session.capacity))
     for layer, given in enumerate(past):
         is_shared = is_front(given[1], given[0])
         pair = list(given) if samples == 1 else [x.repeat_interleave(samples, 0) for x in given]

@@ -1,7 +1,7 @@
 """``Session``: the KV cache of one batch and the states of its texts, and the model's calls on packed rows.
 
-Caches are ``[B, room, KV heads, D]`` per layer; on the CPU they begin with fewer positions and grow with the texts. A call's
-new keys and values stay outside the caches until ``commit`` moves the accepted ones in, so a call never changes the text.
+Caches are ``[B, capacity, KV heads, D]`` per layer; on the CPU they begin with fewer positions and grow with texts. New keys
+and values of a call stay outside the caches until ``commit`` moves the accepted ones in, so a call never changes the text.
 States, of layers that keep one instead of keys and values, are ``[B, ...]``; ``commit`` moves them after the accepted rows.
 """
 
@@ -54,7 +54,7 @@ class Session:
 
     Args:
         model: as ``generate`` takes it.
-        requests, room: the number of texts, and the most tokens of each; None: the first generation's number, and as many
+        requests, capacity: the number of texts, and the most tokens of each; None: the first generation's number, and as many
             tokens as each generation needs.
         past: the keys and values of the first n tokens of every prompt, ``[B, n, heads, D]`` per layer that attends; and n, of
             all prompts or of each; and, if the model has some, the states after them, ``[B, ...]``; and, if pictures were
@@ -79,7 +79,7 @@ class Session:
         self,
         model: Any,
         requests: int | None = None,
-        room: int | None = None,
+        capacity: int | None = None,
         *,
         past: Past | None = None,
         cuda_graphs: bool | None = None,
@@ -92,7 +92,7 @@ class Session:
                 "Session: past must be the keys and values of every layer, the number of tokens, and the states and the "
                 f"offsets of positions if there are some, got {type_of(past)}"
             )
-        for name, number in (("requests", requests), ("room", room)):
+        for name, number in (("requests", requests), ("capacity", capacity)):
             if number is not None:
                 whole_number(f"Session: {name}, if not None,", number, most=_MOST)
         for name, switch in (("cuda_graphs", cuda_graphs), ("run_ahead", run_ahead)):
@@ -107,7 +107,7 @@ class Session:
         if batch_invariant:
             check_seen(self.model.model)
         self.cache_dtype, self.batch_invariant = cache_dtype, batch_invariant
-        self._grows = room is None
+        self._grows = capacity is None
         self.caches: list[tuple[Tensor, Tensor]] = []
         self._stack: Tensor | None = None  # all caches, if all layers' are alike
         self.states: list[Tensor] = []
@@ -140,18 +140,18 @@ class Session:
         self.read: tuple[list[int], list[Tensor]] | None = None  # lengths and states of whole prompts
         self._records = bool(cuda_graphs) and can_record(self.model.table.device)
         self._recorded = RecordedCalls(self._forward) if self._records else None
-        self._allocate(requests or 0, room or 0)
+        self._allocate(requests or 0, capacity or 0)
 
-    def _allocate(self, requests: int, room: int) -> None:
+    def _allocate(self, requests: int, capacity: int) -> None:
         table = self.model.table
-        self.requests, self.room = requests, room
+        self.requests, self.capacity = requests, capacity
         # Inference tensors would break a session that is used again outside the caller's inference mode.
         with torch.inference_mode(False):
             self.slots = PlacedSlots(table.new_empty(0, table.shape[1]))
             self.prefix_lens = torch.zeros(requests, dtype=torch.int32, device=table.device)
             self.state_lens = torch.zeros_like(self.prefix_lens)  # tokens that the states are of
         self.offsets, self.begins = None, [0] * requests
-        self._positions = min(room, _FIRST_POSITIONS) if table.is_cpu else room  # that the caches hold now
+        self._positions = min(capacity, _FIRST_POSITIONS) if table.is_cpu else capacity  # that the caches hold now
 
     @property
     def device(self) -> torch.device:
@@ -234,7 +234,7 @@ class Session:
 
     def store(self, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
         """Puts these keys and values after the texts; the texts' lengths ``prefix_lens`` stay as they are."""
-        if self._positions < self.room:
+        if self._positions < self.capacity:
             self.hold(int(self.prefix_lens.max()) + path.shape[1])
         if self.caches:
             cache_commit_(self.all_caches(), self.prefix_lens, trees.cu_nodes, path, num_accepted, new=self._new)
@@ -293,7 +293,7 @@ class Session:
         former, width = self._positions, self.prefix_lens.max()
         if positions <= former:
             return
-        self._positions = min(self.room, max(positions, 2 * former))
+        self._positions = min(self.capacity, max(positions, 2 * former))
         caches, dims = self.caches, self.head_dims
         self.caches, self.head_dims, self._stack = [], [], None
         for (keys, values), sizes in zip(caches, dims, strict=True):
@@ -333,21 +333,21 @@ class Session:
                 f"{model.name} has a table of {positions} positions and none after them: prompt and "
                 f"max_new_tokens must stay within {positions + 1} tokens, got {longest}"
             )
-        room = longest + max_depth
-        is_roomy = self._grows or room <= self.room
-        if self.model.model is not model.model or requests != (self.requests or requests) or not is_roomy:
+        needed = longest + max_depth
+        is_large_enough = self._grows or needed <= self.capacity
+        if self.model.model is not model.model or requests != (self.requests or requests) or not is_large_enough:
             raise ValueError(
-                f"session must be of this model, {requests} requests and room for {room} tokens; it is of "
-                f"{self.requests} requests and {self.room} tokens. Make a new one; Session(model) has room for any texts"
+                f"session must be of this model, {requests} requests and room for {needed} tokens; it is of "
+                f"{self.requests} requests and {self.capacity} tokens. Make a new one; Session(model) has room for any texts"
             )
         self.model = model
-        if not self.requests or not self.room:
-            self._allocate(requests, self.room or room)
-        elif room > self.room:
-            self.room = room
+        if not self.requests or not self.capacity:
+            self._allocate(requests, self.capacity or needed)
+        elif needed > self.capacity:
+            self.capacity = needed
             if not model.table.is_cpu:
                 self.forget_recorded()
-                self.hold(room)
+                self.hold(needed)
         self.is_undisturbed = False
         self._has_called = False
         self.prefix_lens.zero_()
@@ -376,7 +376,7 @@ class Session:
             self._recorded = RecordedCalls(self._forward)
 
     def all_caches(self) -> list[Tensor] | Tensor:
-        """Keys and values of layer 0, of layer 1 …: ``[2 * layers, B, room, KV heads, D]`` if they are alike, else a list."""
+        """Keys and values of layer 0, of layer 1 …: ``[2 * layers, B, capacity, KV heads, D]`` if all are alike; or a list."""
         if self._stack is not None and len(self._stack) == 2 * len(self.caches):
             return self._stack
         return [cache for layer in range(len(self.caches)) for cache in self.parts(layer)]
@@ -433,7 +433,7 @@ class FirstLayers(Session):
 
     def __init__(self, whole: Session, model: Adapted, count: int) -> None:
         super().__init__(
-            model, whole.requests, whole.room, cache_dtype=whole.cache_dtype, batch_invariant=whole.batch_invariant
+            model, whole.requests, whole.capacity, cache_dtype=whole.cache_dtype, batch_invariant=whole.batch_invariant
         )
         self._whole, self._count = whole, count
         self.prefix_lens = whole.prefix_lens

@@ -16,7 +16,7 @@ from pass_ext.ops.common.rules import ACCEPT_RULES, RULES
 RULE_VARIABLE = "PASS_EXT_SGLANG_RULE"
 """The environment variable with the user's rule."""
 NEED_DRAFT_LOGITS = ("rejection_with_replacement", "kseq")
-"""Rules that cannot judge fixed proposals alone."""
+"""Rules that cannot verify fixed proposals alone."""
 
 
 def unknown_rule() -> str:
@@ -40,9 +40,9 @@ def rule_of_step(drawn: bool, block: bool) -> str:
 
 
 def rule_refusal(rule: str, drawn: bool, chain: bool) -> str:
-    """The reason why the rule cannot judge these drafts, or ""."""
+    """The reason why the rule cannot verify these drafts, or ""."""
     if rule in NEED_DRAFT_LOGITS and not drawn:
         return f"rule {rule} needs --speculative-use-rejection-sampling"
     if ACCEPT_RULES[rule].chains_only and not chain:
-        return f"rule {rule} judges chains only, and --speculative-eagle-topk is not 1"
+        return f"rule {rule} verifies chains only, and --speculative-eagle-topk is not 1"
     return ""

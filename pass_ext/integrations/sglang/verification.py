@@ -57,7 +57,7 @@ class Drafts(NamedTuple):
     """B requests with N nodes each, the root's first."""
 
     tokens: Tensor
-    """``[B, N]`` int64; the root's is not judged."""
+    """``[B, N]`` int64; the root's is not verified."""
     retrieve_index: Tensor
     """``[B, N]`` int64, the nodes' rows."""
     first_child: Tensor

@@ -2,7 +2,7 @@
 
     drafts of a request = guesses g_1 … g_m, then slots V, V + 1, …     (m + slots <= num_speculative_tokens)
 
-The accept step judges the guesses and always rejects slots. Where all m guesses were accepted, the logits of the slots' rows
+The accept step verifies the guesses and always rejects slots. Where all m guesses were accepted, the logits of the slots' rows
 guess after the token that the step ended with: m + 1 tokens and new guesses from one call. Where a guess was rejected, the
 slots stood after a wrong text, and the next step has slots alone: the published cycle of two calls.
 

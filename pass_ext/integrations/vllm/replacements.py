@@ -4,11 +4,11 @@ A configuration is checked where it is made: an option that pass_ext cannot hono
 No model is loaded then, and no worker has started. The sampling functions of a worker are replaced when it knows its
 configuration, before its runner. vLLM's counters of drafts leave out look-ahead slots, which are no guesses:
 
-    vllm:spec_decode_num_drafts       steps of a request that judged at least one guess
-    vllm:spec_decode_num_draft_tokens guesses judged
+    vllm:spec_decode_num_drafts       steps of a request that verified at least one guess
+    vllm:spec_decode_num_draft_tokens guesses verified
 
-vLLM subtracts from a request's drafts those that a grammar has struck out; slots join these. A step that judged no guess is not
-counted.
+vLLM subtracts from a request's drafts those that a grammar has struck out; slots join these. A step that verified no guess does
+not count.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The accept rules: whether each is exact, and which drafts it can judge.
+"""The accept rules: whether each is exact, and which drafts it can verify.
 
 Formulas: csrc/core/accept_walk.h. How to choose a rule: docs/ops/accept.md.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AcceptRule:
-    """One accept rule: whether it is exact, and which drafts it can judge."""
+    """One accept rule: whether it is exact, and which drafts it can verify."""
 
     exact: bool
     """True: the text has the target's distribution."""
@@ -19,7 +19,7 @@ class AcceptRule:
     needs_draft_logits: bool
     """True: it divides by the distribution that the candidates were drawn from, so every candidate needs one."""
     chains_only: bool = False
-    """True: it judges chains only, no branching trees."""
+    """True: it verifies chains only, no branching trees."""
     threshold: float = 0.0
     alpha: float = 0.0
     """``threshold`` and ``alpha`` for None; 0 for a rule that does not use them."""

@@ -55,8 +55,8 @@ def _chains_of(pair: Pair, text: Text, decision: DecisionModel, levels: int, tem
         parents += rows.tolist()
         tokens = torch.cat([tokens, drafts[-1][0].clamp(min=0)])
         rows = torch.arange(len(tokens) - len(text.places), len(tokens))
-    judged = len(tokens) - len(text.places)  # the target's answer to the last level is not needed
-    logits, _ = pair.target(Tree(parents[:judged]), tokens[:judged], torch.cat(read))
+    verified = len(tokens) - len(text.places)  # the target's answer to the last level is not needed
+    logits, _ = pair.target(Tree(parents[:verified]), tokens[:verified], torch.cat(read))
     accepted = [
         _accepted(rows, *drafts[level], temperature) for level, rows in enumerate(logits.split(len(text.places)))
     ]

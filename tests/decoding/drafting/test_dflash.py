@@ -140,10 +140,10 @@ def test_a_session_that_goes_on(load):
     model = target()
     config, found = files("dflash")
     method, ids = load(config, found, model), whole_prompts(2, 20, vocabulary=VOCABULARY)
-    first = Session(model, room=100)
+    first = Session(model, capacity=100)
     text = generate(model, ids, Plain(), session=first, **LIMITS).sequences
     futures = generate(model, text, Plain(), **LIMITS).sequences
-    second = Session(model, room=100, past=([(k[:, :25], v[:, :25]) for k, v in first.caches], 25))
+    second = Session(model, capacity=100, past=([(k[:, :25], v[:, :25]) for k, v in first.caches], 25))
     recorded, draft = Recorded(method), loop("dflash", found, model)
     assert torch.equal(generate(model, text, recorded, session=second, **LIMITS).sequences, futures)
     for b in range(2):

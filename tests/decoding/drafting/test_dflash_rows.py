@@ -1,4 +1,4 @@
-"""DFlash with rows="auto": a tree has as many rows as are worth their price, by the formula, and texts are Plain's."""
+"""DFlash with rows="auto": a tree has as many rows as are worth their cost, by the formula, and texts are Plain's."""
 
 import dataclasses
 import functools
@@ -29,14 +29,14 @@ KINDS = ("dflash", "dspark", "dflash2")
 DEAR, CHEAP = [0.12 * rows for rows in range(1, 33)], [0.004 * rows for rows in range(1, 33)]
 
 
-class Priced(PauseAt):
-    """A pace that never pauses, with these prices of rows; only the first step asks for them."""
+class Costed(PauseAt):
+    """A pace that never pauses, with these costs of rows; only the first step asks for them."""
 
-    def __init__(self, prices):
+    def __init__(self, costs):
         super().__init__([])
-        self.given = [prices]
+        self.given = [costs]
 
-    def prices(self, most, requests):
+    def costs(self, most, requests):
         return self.given.pop()[:most] if self.given else None
 
 
@@ -50,8 +50,8 @@ def head(request, tmp_path):
     return request.param, target, dataclasses.replace(method, rows="auto"), found
 
 
-def best_tree(kind, found, model, text, levels, price, most=32):
-    """The paths of tokens that are worth their price, by their chances: without a heap, all open ones compared."""
+def best_tree(kind, found, model, text, levels, costs, most=32):
+    """The paths of tokens that are worth their cost, by their chances: without a heap, all open ones compared."""
     table, head = model.get_input_embeddings().weight, model.lm_head.weight
     given = found, kind, states_of(model, text[:-1]), text[-1], table
     options = dict(first=0 if kind == "dspark" else 1, block=8)
@@ -76,7 +76,7 @@ def best_tree(kind, found, model, text, levels, price, most=32):
         if best is None or options[best] == 0:
             break
         reach[best] = options[best]
-    worth = [gained - cost for gained, cost in zip(itertools.accumulate(reach.values()), price, strict=False)]
+    worth = [gained - step_cost for gained, step_cost in zip(itertools.accumulate(reach.values()), costs, strict=False)]
     return set([*reach][1 : max(range(2, len(reach) + 1), key=lambda rows: worth[rows - 1])])
 
 
@@ -85,12 +85,12 @@ def paths_of(candidates):
     return {tuple(candidates.tokens[v - 1] for v in candidates.tree.path(node)[1:]) for node in nodes}
 
 
-def calls_by_the_formula(kind, found, model, text, prompt, price):
+def calls_by_the_formula(kind, found, model, text, prompt, costs):
     """The model's calls for a greedy text whose trees cost so much."""
     length, calls = prompt + 1, 1
     while length < len(text):
         left = len(text) - length - 1
-        tree = best_tree(kind, found, model, text[:length], left, price) if left else ()
+        tree = best_tree(kind, found, model, text[:length], left, costs) if left else ()
         right = 0
         while right < left and tuple(text[length : length + right + 1]) in tree:
             right += 1
@@ -99,23 +99,23 @@ def calls_by_the_formula(kind, found, model, text, prompt, price):
 
 
 @pytest.mark.parametrize("head", KINDS, indirect=True)
-def test_trees_have_the_rows_that_are_worth_their_price(head, monkeypatch):
-    """Trees and calls are those of the formula at these prices, and not of it at others."""
+def test_trees_have_the_rows_that_are_worth_their_cost(head, monkeypatch):
+    """Trees and calls are those of the formula at these costs, and not of it at others."""
     kind, target, method, found = head
     ids = whole_prompts(1, 20, vocabulary=VOCABULARY)
     plain = generate(target, ids, Plain(), **LIMITS).sequences
     sizes = {}
-    for name, price in (("dear", DEAR), ("cheap", CHEAP)):
-        monkeypatch.setattr(DraftContext, "pace", lambda self, price=price, **_: Priced(price))
+    for name, costs in (("dear", DEAR), ("cheap", CHEAP)):
+        monkeypatch.setattr(DraftContext, "pace", lambda self, costs=costs, **_: Costed(costs))
         got = generate(target, ids, recorded := Recorded(method), **LIMITS)
         assert torch.equal(got.sequences, plain)
         for text, candidates in recorded.of():
-            assert paths_of(candidates) == best_tree(kind, found, target, text, plain.shape[1] - len(text) - 1, price)
-        assert got.stats.model_calls == calls_by_the_formula(kind, found, target, plain[0].tolist(), 20, price)
+            assert paths_of(candidates) == best_tree(kind, found, target, text, plain.shape[1] - len(text) - 1, costs)
+        assert got.stats.model_calls == calls_by_the_formula(kind, found, target, plain[0].tolist(), 20, costs)
         sizes[name] = [candidates.tree.num_nodes for _, candidates in recorded.of()]
     assert max(sizes["dear"]) < min(sizes["cheap"][:-3]) and max(sizes["cheap"]) <= 32
     text, candidates = recorded.of()[0]
-    assert paths_of(candidates) != best_tree(kind, found, target, text, 7, DEAR), "prices are heard"
+    assert paths_of(candidates) != best_tree(kind, found, target, text, 7, DEAR), "costs are heard"
 
 
 @pytest.mark.parametrize("head", KINDS, indirect=True)
@@ -123,7 +123,7 @@ def test_trees_have_the_rows_that_are_worth_their_price(head, monkeypatch):
 def test_texts_are_plains(head, count, monkeypatch):
     """Greedy and by seed, ragged, each request with its own rows."""
     _, target, method, _ = head
-    monkeypatch.setattr(DraftContext, "pace", lambda self, **_: Priced([0.05 * rows for rows in range(1, 33)]))
+    monkeypatch.setattr(DraftContext, "pace", lambda self, **_: Costed([0.05 * rows for rows in range(1, 33)]))
     ids, mask = ragged_prompts(count, vocabulary=VOCABULARY)
     warm = [0.9, 0.0, 1.3, 0.6, 1.0, 0.2, 0.0, 0.8][:count]
     for options in ({}, dict(temperature=warm, seeds=list(range(count)))):
@@ -173,11 +173,11 @@ def test_rows_follow_measured_times(head, monkeypatch):
 
 
 @pytest.mark.parametrize("head", ["dflash"], indirect=True)
-def test_prices_that_come_in_a_pause_are_kept(head, monkeypatch):
+def test_costs_that_come_in_a_pause_are_kept(head, monkeypatch):
     """The pace gives some at the third step alone, in which nothing is drafted."""
 
     class Third(PauseAt):
-        def prices(self, most, requests):
+        def costs(self, most, requests):
             return [0.5 * rows for rows in range(1, most + 1)] if self.step == 2 else None
 
     monkeypatch.setattr(DraftContext, "pace", lambda self, **_: Third([2]))

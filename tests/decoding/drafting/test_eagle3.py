@@ -159,7 +159,7 @@ def test_a_session_that_goes_on_drafts_from_the_states_of_the_new_tokens(target,
     """What `past` held has no states: the head's text begins after it."""
     method, plain = head
     ids = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(4))
-    session = Session(target, room=80)
+    session = Session(target, capacity=80)
     first = generate(target, ids, method, session=session, max_new_tokens=10, eos_token_id=[]).sequences
     held = first.shape[1] - 1
     longer = torch.cat((first, torch.tensor([[7, 8, 9, 10]] * 2)), 1)

@@ -138,7 +138,7 @@ def test_several_texts_of_a_prompt(head):
 def test_a_session_that_goes_on(head):
     """The second text begins with the first one's tokens."""
     ids = whole_prompts(1, 9, vocabulary=head.vocabulary)
-    session = Session(head.target, room=80)
+    session = Session(head.target, capacity=80)
     first = generate(head.target, ids, head.method, session=session, **LIMITS).sequences
     again = generate(head.target, first, head.method, session=session, **LIMITS).sequences
     assert torch.equal(again, generate(head.target, first, Plain(), **LIMITS).sequences)

@@ -101,7 +101,7 @@ def test_a_request_has_the_drafts_that_it_has_alone(head):
 
 def test_a_session_that_goes_on(head):
     ids = whole_prompts(1, 9, vocabulary=head.vocabulary)
-    session = Session(head.target, room=80)
+    session = Session(head.target, capacity=80)
     first = generate(head.target, ids, head.method, session=session, **LIMITS).sequences
     again = generate(head.target, first, head.method, session=session, **LIMITS).sequences
     assert torch.equal(again, generate(head.target, first, Plain(), **LIMITS).sequences)

@@ -143,10 +143,10 @@ def test_prompts_in_pieces_with_one_beginning():
 def test_a_session_that_goes_on():
     """``past`` has no hidden states: those of its tokens are left out."""
     model = small_model("llama")
-    first = Session(model, room=100)
+    first = Session(model, capacity=100)
     ids = whole_prompts(2, 20)
     text = generate(model, ids, Plain(), session=first, **LIMITS).sequences
-    second = Session(model, room=100, past=([(k[:, :25], v[:, :25]) for k, v in first.caches], 25))
+    second = Session(model, capacity=100, past=([(k[:, :25], v[:, :25]) for k, v in first.caches], 25))
     futures = generate(model, text, Plain(), **LIMITS).sequences.tolist()
     reader = Reader([1, "last"], futures, known=25)
     found = generate(model, text, Readers(reader), session=second, **LIMITS)

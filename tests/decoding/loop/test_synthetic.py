@@ -9,7 +9,7 @@ from support.generation import methods_for
 from support.small_models import ragged_prompts, small_model
 
 from pass_ext import NGram, Plain, Session, Speculative, Tree, draft_sample, generate, pack_trees
-from pass_ext.decoding.accept import JudgedRows
+from pass_ext.decoding.accept import VerifiedRows
 from pass_ext.decoding.sampling import SamplingParams
 from pass_ext.drafting import SyntheticAcceptance
 
@@ -24,7 +24,7 @@ def accept_many(rates, seeds, depth=3, temperature=0.0, position=50):
     tokens = torch.randint(0, 40, (requests * width,), generator=random)
     sampling = SamplingParams(temperature=temperature, seeds=seeds).for_batch(requests, CPU)
     trees, positions = pack_trees([Tree.chain(depth)] * requests), torch.full((requests,), position)
-    result = SyntheticAcceptance(rates).accept(JudgedRows(logits, tokens, trees, depth, positions, sampling))
+    result = SyntheticAcceptance(rates).accept(VerifiedRows(logits, tokens, trees, depth, positions, sampling))
     return result, logits.view(requests, width, -1), tokens.view(requests, width)
 
 
@@ -60,7 +60,7 @@ def test_rows_without_a_token_and_padded_requests():
     trees = pack_trees([Tree([-1, 0, 0, 2]), Tree.chain(1), None])
     tokens = torch.tensor([9, 9, 4, -1, 9, 5])
     tokens[1] = -1
-    rows = JudgedRows(torch.eye(6, 12), tokens, trees, 2, torch.tensor([1, 1, 1]), SamplingParams().for_batch(3, CPU))
+    rows = VerifiedRows(torch.eye(6, 12), tokens, trees, 2, torch.tensor([1, 1, 1]), SamplingParams().for_batch(3, CPU))
     accept = SyntheticAcceptance(1.0).accept
     result = accept(rows)
     assert result.emitted.tolist() == [[4, 2, -1], [5, 5, -1], [-1, -1, -1]]
@@ -83,7 +83,7 @@ def test_the_path_leads_to_the_deepest_token():
         tokens = torch.full((len(tree),), 7)
         tokens[list(missing)] = -1
         depth, sampling = tree.max_depth, SamplingParams().for_batch(1, CPU)
-        rows = JudgedRows(logits[: len(tree)], tokens, pack_trees([tree]), depth, torch.tensor([1]), sampling)
+        rows = VerifiedRows(logits[: len(tree)], tokens, pack_trees([tree]), depth, torch.tensor([1]), sampling)
         result = SyntheticAcceptance(1.0).accept(rows)
         assert result.path.tolist() == [[*path, *[-1] * (depth + 1 - len(path))]]
 

@@ -128,7 +128,7 @@ def test_every_method_writes_plains_text_over_codes(kind):
             ours(model, ids, mask, session=Session(model, cache_dtype=torch.int8))
         return
     for codes, options in CODES.items():
-        session = Session(model, cache_dtype=codes, room=64)
+        session = Session(model, cache_dtype=codes, capacity=64)
         plain, *others = (
             ours(model, ids, mask, method, session=session, **options) for method in some_methods(model).values()
         )
@@ -140,7 +140,7 @@ def test_every_method_writes_plains_text_over_codes(kind):
 def test_a_session_is_used_again_grows_and_begins_with_a_past(kind, monkeypatch):
     monkeypatch.setattr(sessions, "_FIRST_POSITIONS", 10)
     model, ids = model_of(kind.name), prompts(3, 8)[0]
-    session = Session(model, room=40)
+    session = Session(model, capacity=40)
     want = ours(model, ids, session=session)
     assert torch.equal(ours(model, ids, method=NGram(shortest=1), session=session), want)
     half = session

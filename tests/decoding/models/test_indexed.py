@@ -51,7 +51,7 @@ def test_every_family_writes_transformers_texts(family):
     ids, mask = ragged_prompts(8)
     want = greedy_of_transformers(model, ids, mask, NEW, **GREEDY)
     options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
-    session = Session(model, room=64)
+    session = Session(model, capacity=64)
     assert torch.equal(generate(model, ids, session=session, **options).sequences, want)
     assert widths(session) == LAYERS.get(family, [ROW] * 2)
     assert all(values.data_ptr() == keys.data_ptr() for keys, values in session.caches)
@@ -270,7 +270,7 @@ def test_real_head_sizes():
             parameter.mul_(3.0)
     ids, mask = ragged_prompts(4)
     want = greedy_of_transformers(model, ids, mask, NEW, **GREEDY)
-    session = Session(model, room=64)
+    session = Session(model, capacity=64)
     options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
     for method in (None, NGram(shortest=1)):
         assert torch.equal(generate(model, ids, method, session=session, **options).sequences, want)
@@ -335,7 +335,7 @@ def test_codes_of_latents_and_an_indexers_own_keys_are_kept(monkeypatch):
     monkeypatch.setattr(sessions, "_FIRST_POSITIONS", 10)
     codes, model, ids = torch.float8_e4m3fn, tiny_model("deepseek_v32"), prompts(3, 8)[0]
     options = dict(max_new_tokens=NEW, eos_token_id=[])
-    session, whole = Session(model, room=40, cache_dtype=codes), Session(model, room=40)
+    session, whole = Session(model, capacity=40, cache_dtype=codes), Session(model, capacity=40)
     want = generate(model, ids, session=session, **options).sequences
     generate(model, ids, session=whole, **options)
     stored, numbers = (x.caches[0][0][:, :8] for x in (session, whole))

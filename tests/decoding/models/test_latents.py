@@ -48,7 +48,7 @@ def test_every_family_caches_latents_and_writes_transformers_texts(family):
     ids, mask = ragged_prompts(8)
     want = greedy_of_transformers(model, ids, mask, NEW, eos_token_id=None, pad_token_id=0)
     options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
-    session = Session(model, room=64)
+    session = Session(model, capacity=64)
     assert torch.equal(generate(model, ids, session=session, **options).sequences, want)
     assert shapes(session) == {(1, 32, 16)}, "16 numbers of a latent and 8 of a rotated key, padded"
     assert all(values.data_ptr() == keys.data_ptr() for keys, values in session.caches)
@@ -88,7 +88,7 @@ def test_pasts_with_and_without_padding(deepseek, monkeypatch):
     monkeypatch.setattr(sessions, "_FIRST_POSITIONS", 10)
     ids = prompts(3, 8)[0]
     options = dict(max_new_tokens=NEW, eos_token_id=[])
-    session = Session(deepseek, room=40)
+    session = Session(deepseek, capacity=40)
     want = generate(deepseek, ids, session=session, **options).sequences
     assert shapes(session) == {ONE} and all(v.data_ptr() == k.data_ptr() for k, v in session.caches)
     views = [(keys[:, :5], values[:, :5]) for keys, values in session.caches]
@@ -202,7 +202,7 @@ def test_real_head_sizes():
     assert WIDE["deepseek_v3"]["qk_nope_head_dim"] == 128
     ids, mask = ragged_prompts(4)
     want = greedy_of_transformers(model, ids, mask, NEW, eos_token_id=None, pad_token_id=0)
-    session = Session(model, room=64)
+    session = Session(model, capacity=64)
     options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
     for method in (None, NGram(shortest=1)):
         assert torch.equal(generate(model, ids, method, session=session, **options).sequences, want)

@@ -33,7 +33,7 @@ def ours(model, method=None, **options):
 
 def test_each_attention_call_has_a_cache(model):
     """In 8 bits too, where the texts are those of plain decoding."""
-    session = Session(model, room=60, cache_dtype=torch.int8)
+    session = Session(model, capacity=60, cache_dtype=torch.int8)
     want = ours(model, session=session)
     assert len(session.caches) == CALLS[model.config.model_type]
     for method in (NGram(shortest=1), MultiCandidate(model, (2, 2))):

@@ -275,7 +275,7 @@ def drawn_trees(engine, monkeypatch, drafts, schedule):
         (hybrid_model, "layers that keep a state"),
         (user_rule("kseq"), "rule kseq needs --speculative-use-rejection-sampling"),
         (user_rule("rejection_with_replacement"), "--speculative-use-rejection-sampling"),
-        (user_rule("block"), "rule block judges chains only"),
+        (user_rule("block"), "rule block verifies chains only"),
         (missing_probs, "distributions are missing"),
         (other_vocabulary, "target's vocabulary"),
         (drawn_trees, "not a chain"),

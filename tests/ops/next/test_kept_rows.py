@@ -254,9 +254,9 @@ def test_values_out_of_range_are_refused_or_offer_nothing(backend, name):
     assert name in ("lengths", "parents") or (tokens == -1).all()
 
 
-def test_a_price_without_rates_is_refused():
+def test_costs_without_rates_are_refused():
     from pass_ext.testing import cpu_backends
 
     arguments = a_step(cpu_backends()[-1], TREES["bushy"])
-    with pytest.raises(RuntimeError, match="pass_ext::next_tree_: price must come with rates"):
-        pass_ext.next_tree_(**arguments, price=torch.zeros(len(TREES["bushy"])))
+    with pytest.raises(RuntimeError, match="pass_ext::next_tree_: costs must come with rates"):
+        pass_ext.next_tree_(**arguments, costs=torch.zeros(len(TREES["bushy"])))

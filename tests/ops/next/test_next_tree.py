@@ -1,4 +1,4 @@
-"""next_tree_ on every backend against the reference, and the reference against every shape: slots of nodes above, prices,
+"""next_tree_ on every backend against the reference, and the reference against every shape: slots of nodes above, costs,
 limits, races, and what does not exist."""
 
 import itertools
@@ -13,7 +13,7 @@ from pass_ext import Tree, reference
 from pass_ext.testing import assert_same_bits
 
 
-def judged_rows(numbers, row_count, slots):
+def verified_rows(numbers, row_count, slots):
     """ids, tokens and parents of a step with some candidates, slots after the root and after a node."""
     nodes = numbers.randint(1, max(1, row_count - 2))
     parents = [-1, *(numbers.randrange(node) for node in range(1, nodes))]
@@ -30,13 +30,13 @@ def judged_rows(numbers, row_count, slots):
 
 
 def a_step(
-    backend, requests=3, row_count=12, *, slots=4, count=8, rank=None, seed=0, sampled=False, filters=False, priced=False,
+    backend, requests=3, row_count=12, *, slots=4, count=8, rank=None, seed=0, sampled=False, filters=False, costed=False,
     sharp=2.0, room=20,
 ):  # fmt: skip
     """Arguments of a step whose accepted nodes, slots, tokens and limits are random."""
     numbers, width = random.Random(seed), 3
     torch.manual_seed(seed)
-    judged = [judged_rows(numbers, row_count, slots) for _ in range(requests)]
+    judged = [verified_rows(numbers, row_count, slots) for _ in range(requests)]
     accepted = [numbers.randrange(width) for _ in judged]
     lengths = [numbers.randint(1, 50) for _ in judged]
     path = [[numbers.randrange(nodes) for _ in range(width)] for *_, nodes in judged]
@@ -56,8 +56,8 @@ def a_step(
     arguments["scores"] = scores[..., :count].sort(descending=True).values.contiguous()
     arguments |= tables(rank)
     arguments |= law_of(requests, sampled=sampled, filters=filters)
-    if priced:
-        arguments["price"] = 0.3 * torch.rand(row_count).cumsum(0)
+    if costed:
+        arguments["costs"] = 0.3 * torch.rand(row_count).cumsum(0)
     return on(backend, arguments)
 
 
@@ -73,10 +73,10 @@ def on_cpu():
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("priced", [False, True], ids=["free", "priced"])
+@pytest.mark.parametrize("costed", [False, True], ids=["free", "costed"])
 @pytest.mark.parametrize("recalls", [False, True], ids=["no text", "recalls"])
 @pytest.mark.parametrize("kind", ["no tables", "scored", "raced", "filtered"])
-def test_rows_are_those_of_the_reference(backend, kind, recalls, priced):
+def test_rows_are_those_of_the_reference(backend, kind, recalls, costed):
     shapes = set()
     for seed, (row_count, slots, count, rank) in enumerate(
         [(1, 1, 1, 1), (2, 2, 3, 0), (8, 3, 8, 5), (12, 4, 33, 31), (16, 4, 64, 32), (33, 8, 100, 65), (64, 8, 16, 3)]
@@ -84,7 +84,7 @@ def test_rows_are_those_of_the_reference(backend, kind, recalls, priced):
         for sharp in (1.0, 6.0):
             arguments = a_step(
                 backend, 1 + seed % 5, row_count, slots=slots, count=count, rank=None if kind == "no tables" else rank,
-                seed=seed, sampled=kind in ("raced", "filtered"), filters=kind == "filtered", priced=priced, sharp=sharp,
+                seed=seed, sampled=kind in ("raced", "filtered"), filters=kind == "filtered", costed=costed, sharp=sharp,
             )  # fmt: skip
             state = check(of_few_tokens(arguments) if recalls else arguments)
             shapes |= set(shapes_of(state))
@@ -93,7 +93,7 @@ def test_rows_are_those_of_the_reference(backend, kind, recalls, priced):
                 assert (state["rows"][1, b, :nodes] >= 0).all() and (state["rows"][1, b, nodes:] == -1).all()
                 assert (state["rows"][0, b, nodes:used] < 0).all() and (state["rows"][0, b, used:] == 0).all()
                 Tree(state["parents"][b].tolist())
-    assert len(shapes) > (4 if priced else 8), shapes
+    assert len(shapes) > (4 if costed else 8), shapes
 
 
 def test_a_step_after_a_step(backend):
@@ -179,8 +179,8 @@ def test_no_offers_give_the_root_and_its_slots(backend):
         assert shapes_of(check(few | none)) == [(min(row_count, 5), 1)] * 2
     arguments["offered"].fill_(-1)
     assert shapes_of(check(copied(arguments))) == [(5, 1)] * 3
-    arguments["price"] = torch.arange(12.0, device=backend.device) * 9
-    assert shapes_of(check(arguments)) == [(1, 1)] * 3, "a price that nothing pays"
+    arguments["costs"] = torch.arange(12.0, device=backend.device) * 9
+    assert shapes_of(check(arguments)) == [(1, 1)] * 3, "a cost that nothing pays"
 
 
 def test_texts_end_at_their_limits(backend):
@@ -219,12 +219,12 @@ def test_an_accept_result_without_a_token_moves_nothing(backend):
 
 def test_equal_scores_and_repeated_tokens(backend):
     """Lower ids come first, children of earlier nodes are taken first, and the choice with the fewest rows wins."""
-    for count, price in ((1, None), (4, None), (4, 0.0), (4, 0.1)):
+    for count, costs in ((1, None), (4, None), (4, 0.0), (4, 0.1)):
         arguments = chained(backend, count=count, seed=count) | dict(rates=torch.full((3,), 0.9, device=backend.device))
         arguments["path"].zero_()
         arguments["scores"].fill_(0.0 if count == 1 else -1.5)
-        if price is not None:
-            arguments["price"] = torch.arange(14.0, device=backend.device) * price
+        if costs is not None:
+            arguments["costs"] = torch.arange(14.0, device=backend.device) * costs
         state = check(arguments)
         if count == 1:  # sure tokens: the slots after the last of the chain are the only ones that may be needed
             assert shapes_of(state) == [(4 + 3, 4)] and state["parents"][0, 4] == 3
@@ -244,8 +244,8 @@ def test_scores_that_are_no_numbers_and_tokens_that_tables_lack(backend):
     arguments["offered"][:, :, 5] = VOCABULARY + 3
     arguments["offered"][:, :, 6] = -1
     arguments["rates"][0] = float("nan")
-    arguments["price"] = torch.zeros(12, device=backend.device)
-    arguments["price"][5], arguments["price"][7] = float("nan"), float("inf")
+    arguments["costs"] = torch.zeros(12, device=backend.device)
+    arguments["costs"][5], arguments["costs"][7] = float("nan"), float("inf")
     state = check(arguments)
     assert (state["rows"][1] < VOCABULARY).all() and max(nodes for _, nodes in shapes_of(state)) > 1
     assert all(used != 8 for used, _ in shapes_of(state))
@@ -299,43 +299,43 @@ def test_accepted_tokens_are_written_into_the_text(backend):
     assert state["lengths"][3] == lengths[3]
 
 
-def test_a_price_makes_a_step_smaller(backend):
+def test_a_cost_makes_a_step_smaller(backend):
     used = []
-    for price in (0.0, 0.02, 0.1, 0.5):
+    for costs in (0.0, 0.02, 0.1, 0.5):
         arguments = a_step(backend, 8, 16, rank=3, seed=6)
-        arguments["price"] = price * torch.arange(16.0, device=backend.device)
+        arguments["costs"] = costs * torch.arange(16.0, device=backend.device)
         used.append(sum(rows for rows, _ in shapes_of(check(arguments))))
     assert used == sorted(used, reverse=True) and used[-1] < used[0] / 2
 
 
-def test_prices_without_a_sense_are_cut(backend):
+def test_costs_without_a_sense_are_cut(backend):
     """No number costs nothing; numbers beyond 2^20 tokens, infinities among them, count as 2^20."""
     shapes = []
-    for price in (float("nan"), 0.0, float("-inf"), -(2.0**20), float("inf"), 2.0**20):
+    for costs in (float("nan"), 0.0, float("-inf"), -(2.0**20), float("inf"), 2.0**20):
         arguments = chained(backend, slots=3, nodes=1, row_count=12, rank=3, seed=6)
         arguments["path"].zero_()
-        arguments["price"] = torch.full((12,), -2.0, device=backend.device)
-        arguments["price"][6] = price
+        arguments["costs"] = torch.full((12,), -2.0, device=backend.device)
+        arguments["costs"][6] = costs
         shapes.append(shapes_of(check(arguments)))
     assert shapes[0] == shapes[1] and shapes[2] == shapes[3] and shapes[4] == shapes[5]
     assert shapes[2][0][0] == 7 != shapes[4][0][0]
 
 
-def one_candidate(backend, row_count, rate, price):
-    """A step with one slot, whose one token has the chance 1/2, and prices that undo what a row costs."""
+def one_candidate(backend, row_count, rate, costs):
+    """A step with one slot, whose one token has the chance 1/2, and costs that undo what a row costs."""
     arguments = chained(backend, 1, 1, row_count, count=1)
     arguments["path"].zero_()
     arguments["scores"].fill_(0.5).log_()
     arguments["rates"].fill_(rate)
-    arguments["price"] = price - torch.arange(1.0, row_count + 1, device=backend.device) / 1024
+    arguments["costs"] = costs - torch.arange(1.0, row_count + 1, device=backend.device) / 1024
     return shapes_of(check(arguments)), arguments
 
 
 def test_among_equal_choices_the_one_with_the_fewest_rows_and_slots_of_the_root_wins(backend):
     """A slot after the root helps where the candidate is wrong, one after the candidate where it is right: as often."""
-    shapes, arguments = one_candidate(backend, 3, rate=1.0, price=0.0)
+    shapes, arguments = one_candidate(backend, 3, rate=1.0, costs=0.0)
     assert shapes == [(3, 2)] and arguments["parents"][0].tolist() == [-1, 0, 1]
-    shapes, _ = one_candidate(backend, 3, rate=0.0, price=0.0)  # a slot is worth nothing
+    shapes, _ = one_candidate(backend, 3, rate=0.0, costs=0.0)  # a slot is worth nothing
     assert shapes == [(2, 2)]
 
 
@@ -367,9 +367,9 @@ def tokens_of(parents, reach, groups, rates):
     return total
 
 
-@pytest.mark.parametrize("priced", [False, True])
+@pytest.mark.parametrize("costed", [False, True])
 @pytest.mark.parametrize("seed", range(30))
-def test_no_other_choice_gives_more_tokens(seed, priced):
+def test_no_other_choice_gives_more_tokens(seed, costed):
     """The reference: its chances, nodes and shape, against the expected tokens of every shape that it may take; a row costs
     2^-10."""
     numbers = random.Random(seed)
@@ -377,10 +377,10 @@ def test_no_other_choice_gives_more_tokens(seed, priced):
     arguments = chained(on_cpu(), slots, 1, max(rows, slots + 1), count=4, seed=seed, room=levels + 2)
     rows = arguments["rows"].shape[2]
     arguments["path"].zero_()
-    if priced:
-        arguments["price"] = (0.05 * torch.rand(rows)).cumsum(0)
+    if costed:
+        arguments["costs"] = (0.05 * torch.rand(rows)).cumsum(0)
     offered, scores = arguments["offered"][0], arguments["scores"][0].double()
-    rates, price = arguments["rates"].tolist(), arguments.get("price", torch.zeros(rows)).tolist()
+    rates, costs = arguments["rates"].tolist(), arguments.get("costs", torch.zeros(rows)).tolist()
     reference.next_tree_(**arguments)
     used, nodes = shapes_of(arguments)[0]
     got_parents, got_ids = arguments["parents"][0].tolist(), arguments["rows"][0, 0].tolist()
@@ -399,7 +399,7 @@ def test_no_other_choice_gives_more_tokens(seed, priced):
 
     def value(parents, reach, groups):
         count = len(parents) + sum(groups.values())
-        return tokens_of(parents, reach, groups, rates) - price[count - 1] - count / 1024
+        return tokens_of(parents, reach, groups, rates) - costs[count - 1] - count / 1024
 
     best = -1e9
     for count in range(1, min(rows, len(order)) + 1):
@@ -463,7 +463,7 @@ def test_values_out_of_range_are_refused_or_offer_nothing(backend, name):
         (dict(report=torch.zeros(3, 7, dtype=torch.int64)), "report must have 8 to"),
         (dict(rates=torch.zeros(9)), "rates must have 1 to 8"),
         (dict(rates=torch.zeros(0)), "rates must have 1 to 8"),
-        (dict(price=torch.zeros(11)), r"price must have shape \[R\]"),
+        (dict(costs=torch.zeros(11)), r"costs must have shape \[R\]"),
         (dict(scores=None), "offered and scores must come together"),
         (dict(left=None), "left and right must come together"),
         (dict(offered=None, scores=None), "left and right must come together"),

@@ -1,7 +1,7 @@
 """``best_paths``: the most probable paths through a lattice, as a tree.
 
     reach(node) = product of the chances on its path;   nodes are taken by reach
-    worth       = the sum of their reach - price[rows], largest with so many of them
+    worth       = the sum of their reach - costs[rows], largest with so many of them
 
 A lattice has some tokens at each place, and for each pair of neighbours the chance that the second follows the first.
 """
@@ -17,13 +17,13 @@ Chances = Sequence[Sequence[Sequence[float]]]
 
 
 def best_paths(
-    tokens: Sequence[Sequence[int]], chances: Chances, most: int, price: Sequence[float] | None = None
+    tokens: Sequence[Sequence[int]], chances: Chances, most: int, costs: Sequence[float] | None = None
 ) -> tuple[list[int], list[int]]:
     """The tree of at most so many nodes below the root.
 
     Args:
         tokens: of each place.
-        price: tokens that a step of 1, 2, … rows costs; one node at least is taken. None: rows are free.
+        costs: tokens that a step of 1, 2, … rows costs; one node at least is taken. None: rows are free.
 
     Returns:
         ``(parents, tokens)`` of the nodes; -1 for the root's.
@@ -44,8 +44,8 @@ def best_paths(
         found.append(tokens[place][number])
         reaches.append(-reach)
         open_below(len(found) - 1, number, place + 1, -reach)
-    if price is not None and len(found) > 1:
-        worth = [gained - cost for gained, cost in zip(accumulate(reaches), price, strict=False)]
+    if costs is not None and len(found) > 1:
+        worth = [gained - step_cost for gained, step_cost in zip(accumulate(reaches), costs, strict=False)]
         rows = max(range(2, len(found) + 1), key=lambda rows: worth[rows - 1])
         return parents[:rows], found[:rows]
     return parents, found

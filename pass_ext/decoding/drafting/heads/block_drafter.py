@@ -3,8 +3,8 @@
 a step    the features of the tokens that are new in the text go in front of a block, whose rows give the scores of all
           places at once; what is drawn at a place may depend on the draft in front of it
 chain     drawn place by place as the rule asks
-tree      with ``rows``: the best paths through the most probable tokens of each place, for rules that judge any proposals;
-          with a price of rows as many as are worth it
+tree      with ``rows``: the best paths through the most probable tokens of each place, for rules that verify any proposals;
+          with a cost of rows as many as are worth it
 chance    of a token below another = softmax(scores of the place's offered tokens)  ·  their mass among all tokens
 """
 
@@ -43,7 +43,7 @@ class BlockDrafter(Drafter):
 
     Args:
         length: drafts of a chain.
-        rows: of a tree, the root's among them; "auto": as many as pay, at the pace's prices; None: chains.
+        rows: of a tree, the root's among them; "auto": as many as pay, at the pace's costs; None: chains.
         pace: None: drafting never pauses.
     """
 
@@ -59,9 +59,9 @@ class BlockDrafter(Drafter):
         pace: Pace | None = None,
     ) -> None:
         self.max_depth, self.taps, self.pace = length, head.taps, pace
-        self._price: Sequence[float] | None = None
+        self._costs: Sequence[float] | None = None
         """Tokens that a step of 1, 2, … rows costs each request; None: rows are free."""
-        self._has_price = rows == "auto"
+        self._has_cost = rows == "auto"
         rows = MOST_ROWS if rows == "auto" else rows
         self._head, self._context, self._rows = head, context, rows
         self._block = length + head.first
@@ -79,17 +79,17 @@ class BlockDrafter(Drafter):
 
     def begin(self, session: Session) -> None:
         """Allocates the caches of the features."""
-        self._session = Session(self._model, session.requests, session.room, cuda_graphs=self._context.graphs)
+        self._session = Session(self._model, session.requests, session.capacity, cuda_graphs=self._context.graphs)
 
     def propose(self, batch: Batch) -> Proposal:
         for pending, states in zip(self._pending, batch.hidden, strict=True):
             if len(states):
                 pending.append(states)
         if (
-            self._has_price and self._rows is not None and self.pace is not None
-        ):  # in pauses too: prices come at some steps
+            self._has_cost and self._rows is not None and self.pace is not None
+        ):  # in pauses too: costs come at some steps
             active = sum(left > 0 for left in batch.remaining)
-            self._price = self.pace.prices(self._rows, max(1, active)) or self._price
+            self._costs = self.pace.costs(self._rows, max(1, active)) or self._costs
         depths = [min(levels, self.max_depth) for levels in batch.levels]
         going = [b for b, depth in enumerate(depths) if depth]
         if not going:
@@ -252,8 +252,8 @@ class BlockDrafter(Drafter):
             raced[:, :, 0] = _RACED
             chances[:, :, 0] = raced.where(warm[:, 0] > 0, chances[:, :, 0])
         requests = zip(names.tolist(), chances.tolist(), depths, strict=True)
-        most, price = self._rows - 1, self._price
-        trees = (best_paths(own[:depth], chance[:depth], most, price) for own, chance, depth in requests)
+        most, costs = self._rows - 1, self._costs
+        trees = (best_paths(own[:depth], chance[:depth], most, costs) for own, chance, depth in requests)
         return [Candidates(Tree(parents), found[1:]) for parents, found in trees]
 
 
