@@ -14,7 +14,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +24,7 @@ from pass_ext.decoding.requests.processors import Processor, processor_names
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.ops.accept import AcceptResult, accept_tree
 from pass_ext.ops.common.rules import ACCEPT_RULES, AcceptRule
+from pass_ext.ops.common.uploaded import uploaded
 from pass_ext.ops.draft import draft_sample
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
@@ -137,17 +137,17 @@ class LongestBranch(DecodingRule):
     def first_level(self, logits: Tensor, width: int, sampling: BatchSampling, positions: Sequence[int]) -> Tensor:
         if sampling.is_greedy:
             return draft_sample(logits, width, mode="top")[0]
-        at = torch.tensor(positions, device=logits.device)
+        at = uploaded(positions, logits.device)
         return draft_sample(logits, width, mode="without", positions=at, **sampling.keywords())[0]
 
     def accept(self, rows: VerifiedRows) -> AcceptResult:
-        parents, bounds, device = rows.trees.parents.tolist(), rows.trees.cu_nodes.tolist(), rows.logits.device
+        parents, slices, device = rows.trees.parents.tolist(), rows.trees.slices(), rows.logits.device
         branches: list[tuple[int, list[int]]] = []  # request, its nodes in the tree
         places: list[int] = []  # among the request's branches
         numbers: list[int] = []
         shapes: list[Tree] = []
-        for b, (first, last) in enumerate(pairwise(bounds)):
-            tree = Tree(parents[first:last]) if last > first else Tree.chain(0)
+        for b, mine in enumerate(slices):
+            tree = Tree(parents[mine]) if parents[mine] else Tree.chain(0)
             for place, top in enumerate(tree.children(0)):
                 nodes = [top]
                 for node in nodes:
@@ -156,12 +156,12 @@ class LongestBranch(DecodingRule):
                 branches.append((b, nodes))
                 places.append(place)
                 shapes.append(Tree([-1, *(number[tree.parents[node]] for node in nodes[1:])]))
-                numbers += (first + node for node in nodes)
-        packed, at = pack_trees(shapes, device), torch.tensor(numbers, device=device)
-        owner = torch.tensor([b for b, _ in branches], device=device)
+                numbers += (mine.start + node for node in nodes)
+        packed, at = pack_trees(shapes, device), uploaded(numbers, device)
+        owner = uploaded([b for b, _ in branches], device)
         each = rows.sampling.of_requests(owner)
         if each.seeds is not None:
-            each = replace(each, seeds=each.seeds + (torch.tensor(places, device=device) + 1) * _SEED_STEP)
+            each = replace(each, seeds=each.seeds + (uploaded(places, device) + 1) * _SEED_STEP)
         verified = accept_tree(
             rows.logits[at],
             rows.tokens[at],
@@ -174,7 +174,7 @@ class LongestBranch(DecodingRule):
             positions=rows.positions[owner] + 1,
             **each.keywords(),
         )
-        each_tokens = [rows.tokens[first:last].tolist() for first, last in pairwise(bounds)]
+        each_tokens = [rows.tokens[mine].tolist() for mine in slices]
         return _longest(each_tokens, branches, verified)
 
 
@@ -198,10 +198,10 @@ def _longest(
     chosen = [best.get(b, []) for b in range(len(tokens))]
     device = verified.path.device
     return AcceptResult(
-        torch.tensor([filled([tokens[b][node] for node in path]) for b, path in enumerate(chosen)], device=device),
-        torch.tensor([filled([0, *path]) for path in chosen], dtype=torch.int32, device=device),
-        torch.tensor([max(len(path) - 1, 0) for path in chosen], dtype=torch.int32, device=device),
-        torch.tensor(wrong, dtype=torch.int32, device=device),
+        uploaded([filled([tokens[b][node] for node in path]) for b, path in enumerate(chosen)], device),
+        uploaded([filled([0, *path]) for path in chosen], device, torch.int32),
+        uploaded([max(len(path) - 1, 0) for path in chosen], device, torch.int32),
+        uploaded(wrong, device, torch.int32),
     )
 
 

@@ -123,14 +123,13 @@ def _spines(verified: VerifiedRows) -> Tensor:
     """``[B, depth + 1]`` int64: each request's nodes from the root to its deepest drafted token, then -1."""
     tokens, trees, depth, vocabulary = verified.tokens, verified.trees, verified.depth, verified.logits.shape[1]
     nodes = torch.arange(trees.max_nodes, device=tokens.device)
-    first, last = trees.cu_nodes[:-1, None].long(), len(tokens) - 1
-    rows = (first + nodes).clamp(max=last)
+    rows = trees.rows_of_nodes
     there = nodes < trees.cu_nodes.diff()[:, None]
     depths, came = trees.depths[rows].long(), tokens[rows]
     deepest = depths.where(there & (came >= 0) & (came < vocabulary), 0).argmax(1, keepdim=True)
-    above = trees.seen((first + deepest).clamp(max=last)[:, 0])
+    above = trees.seen(rows.gather(1, deepest)[:, 0])
     places = depths.where(there & above, depth + 1).clamp(max=depth + 1)
-    spines = torch.full((len(first), depth + 2), -1, device=tokens.device)
+    spines = torch.full((len(rows), depth + 2), -1, device=tokens.device)
     return spines.scatter(1, places, nodes.expand_as(places))[:, : depth + 1]
 
 

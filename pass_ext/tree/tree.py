@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from pass_ext.ops.common.uploaded import sent
 from pass_ext.ops.tree import tree_prepare
 
 if TYPE_CHECKING:
@@ -395,6 +396,16 @@ class PackedTrees(_PackedTensors):
         """``[B]`` int32: 1 for a request with rows, 0 for a padded one."""
         return (self.cu_nodes.diff() > 0).int()
 
+    @cached_property
+    def rows_of_nodes(self) -> Tensor:
+        """``[B, max_nodes]`` int64: the row of each node of each request; beyond its last one, some other row."""
+        nodes = torch.arange(self.max_nodes, device=self.parents.device)
+        return (self.cu_nodes[:-1, None] + nodes).clamp(max=len(self.parents) - 1)
+
+    def slices(self) -> list[slice]:
+        """The rows of each request; the host waits for a GPU."""
+        return [slice(first, last) for first, last in pairwise(self.cu_nodes.tolist())]
+
     def seen(self, rows: slice | Tensor = slice(None)) -> Tensor:
         """bool ``[n, max_nodes]``: the rows of its request that each of these rows sees."""
         return tree_bits(self.visible[rows], self.max_nodes)
@@ -433,11 +444,9 @@ def pack_trees(
     if device.type == "cpu":
         return PackedTrees(parents, cu_nodes, max_nodes, visible, depths)
     integers = torch.cat([visible.flatten().view(torch.int32), parents, depths, cu_nodes])
-    if device.type == "cuda":  # from pinned memory: any other copy waits for all launched kernels
-        if not torch.cuda.is_available():
-            raise RuntimeError(f"pack_trees: device is {device}, but torch {torch.__version__} sees no GPU here")
-        integers = integers.pin_memory()
-    integers = integers.to(device, non_blocking=True)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(f"pack_trees: device is {device}, but torch {torch.__version__} sees no GPU here")
+    integers = sent(integers, device)
     words, *sizes = 2 * visible.numel(), len(parents), len(depths), len(cu_nodes)
     bits, parents, depths, cu_nodes = integers.split([words, *sizes])
     return PackedTrees(parents, cu_nodes, max_nodes, bits.view(torch.int64).view(visible.shape), depths)

@@ -303,6 +303,28 @@ def test_drafting_and_planning_never_ask_for_a_methods_class():
             assert not asks.search(path.read_text()), path
 
 
+def own_copies(text):
+    """The calls in a text that copy numbers to a device by themselves, not by ``uploaded`` or ``sent``."""
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    made = {node: ast.unparse(node.func) for node in calls}
+    return [
+        ast.unparse(node)
+        for node, name in made.items()
+        if (name == "torch.tensor" and any(keyword.arg == "device" for keyword in node.keywords))
+        or (name.endswith(".copy_") and made.get(node.args[0]) == "torch.tensor")
+        or name.endswith(".pin_memory")
+    ]
+
+
+def test_numbers_reach_a_device_in_one_way():
+    """A copy from memory that is not pinned waits for all that a GPU has been given to do: a step would wait unseen."""
+    planted = "at = torch.tensor(filled(rows), device=logits.device)\nprice.copy_(torch.tensor(prices))\nx.pin_memory()"
+    assert len(own_copies(planted)) == 3
+    for room in ("decoding", "tree", "integrations"):
+        for path in (PACKAGE / room).rglob("*.py"):
+            assert own_copies(path.read_text()) == [], path
+
+
 def test_every_source_file_opens_by_saying_what_it_is():
     for path in CPP_FILES:
         assert path.read_text().startswith("// "), path

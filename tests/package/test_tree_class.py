@@ -338,6 +338,9 @@ def test_a_packed_batch_is_what_tree_prepare_makes(batch):
     assert packed.parents.dtype == packed.cu_nodes.dtype == torch.int32
     assert packed.owners.tolist() == [b for b, size in enumerate(sizes) for _ in range(size)]
     assert packed.has_rows.tolist() == [int(size > 0) for size in sizes]
+    rows = [list(range(len(packed.parents)))[mine] for mine in packed.slices()]
+    assert rows == [[row for row, owner in enumerate(packed.owners.tolist()) if owner == b] for b in range(len(sizes))]
+    assert [nodes[:size] for nodes, size in zip(packed.rows_of_nodes.tolist(), sizes, strict=True)] == rows
     paths = [tree.path(row) for tree in batch if tree for row in range(len(tree))]
     assert [row.nonzero()[:, 0].tolist() for row in packed.seen()] == list(map(list, paths))
     assert torch.equal(packed.seen(slice(1, 3)), packed.seen()[1:3])

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from pass_ext.decoding.accept import DECODING_RULES
 from pass_ext.decoding.sampling import BatchSampling
+from pass_ext.ops.common.uploaded import uploaded
 from pass_ext.ops.draft import draft_sample
 from pass_ext.tree import Tree
 
@@ -121,7 +122,7 @@ class Batch:
         """``[B, V]``, the logits of each last accepted node; an arbitrary row for requests that were not in the call."""
         places = zip(self.candidates, self.first_rows, self.last_nodes, strict=True)
         rows = [0 if part is None else first + node for part, first, node in places]
-        return self.logits[torch.tensor(rows, device=self.logits.device)]
+        return self.logits[uploaded(rows, self.logits.device)]
 
 
 def join(parents: Sequence[int], tokens: Sequence[int], chains: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
@@ -175,7 +176,7 @@ def levels_of(tree: Tree, device: torch.device) -> list[Level]:
     for depth in range(tree.max_depth):
         parents = [v for v in range(tree.num_nodes) if tree.depths[v] == depth and tree.children(v)]
         children = filled([tree.children(v) for v in parents], tree.num_nodes)
-        level = torch.tensor(parents, device=device), torch.tensor(children, device=device)
+        level = uploaded(parents, device), uploaded(children, device)
         levels.append(Level(*level, tuple(parents)))
     return levels
 

@@ -21,7 +21,8 @@ from pass_ext.decoding.drafting.candidates import filled
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.parts import unwrapped
 from pass_ext.decoding.models.vocabulary import in_vocabulary
-from pass_ext.decoding.session.session import FirstLayers, Session, uploaded
+from pass_ext.decoding.session.session import FirstLayers, Session
+from pass_ext.ops.common.uploaded import uploaded
 from pass_ext.tree import PackedTrees, Tree, pack_trees
 
 _MAX_LAG = 8  # unread tokens that every level's call reads above the root; more are read once, in separate calls

@@ -27,8 +27,9 @@ from pass_ext.decoding.planning.pace import Pace
 from pass_ext.decoding.planning.step_times import StepTimes, measured_times, step_clock
 from pass_ext.decoding.requests.guides import Guides
 from pass_ext.decoding.sampling import BatchSampling
-from pass_ext.decoding.session.session import Session, uploaded
+from pass_ext.decoding.session.session import Session
 from pass_ext.ops.common.rules import RULES
+from pass_ext.ops.common.uploaded import uploaded
 
 DRAFT_MODEL, LOOK_AHEAD, N_GRAM = "draft model", "look-ahead", "n-gram"
 """The origins of candidates, as messages name them."""

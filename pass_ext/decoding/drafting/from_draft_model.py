@@ -35,8 +35,9 @@ from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.models.vocabulary import check_pair
 from pass_ext.decoding.planning.pace import Pace
 from pass_ext.decoding.planning.plan import call_times, draft_plan
-from pass_ext.decoding.session.session import Session, uploaded
+from pass_ext.decoding.session.session import Session
 from pass_ext.modules.decision import DraftLevel
+from pass_ext.ops.common.uploaded import uploaded
 from pass_ext.tree import Tree
 
 Decision = Callable[[DraftLevel], Tensor]

@@ -32,6 +32,7 @@ from pass_ext.decoding.planning.pace import Pace
 from pass_ext.decoding.planning.plan import Plan, pass_plan, slot_hit_rates
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.lookahead import LookaheadEmbedding
+from pass_ext.ops.common.uploaded import uploaded
 from pass_ext.ops.next import MAX_CHOSEN_ROWS, MAX_CHOSEN_SLOTS, REPORT_NUMBERS, next_tree_
 from pass_ext.tree import Tree
 
@@ -76,7 +77,7 @@ class LookaheadDrafter(Drafter):
         self._offers = self._filler.offers
         self._texts = GrowingTexts(table.device) if self._offers.recalls else None
         if choice is not None:
-            self._rates = torch.tensor(choice.rates, device=table.device)
+            self._rates = uploaded(choice.rates, table.device, torch.float32)
             self._costs = torch.zeros(choice.rows, device=table.device) if choice.has_cost else None
 
     def device_rows(self, *, is_synthetic: bool) -> DeviceRows:
@@ -112,7 +113,7 @@ class LookaheadDrafter(Drafter):
         if self._costs is not None and self.pace is not None:
             costs = self.pace.costs(choice.rows, max(1, sum(left > 0 for left in batch.remaining)))
             if costs is not None:
-                self._costs.copy_(torch.tensor(costs))
+                self._costs.copy_(uploaded(costs, self._costs.device, torch.float32))
         chosen: list[Candidates | None] = [None] * len(batch.levels)
         active = [b for b, levels in enumerate(batch.levels) if levels]
         if not active:
@@ -125,9 +126,9 @@ class LookaheadDrafter(Drafter):
             for b, rows in zip(active, predicting, strict=True)
         ]
         step = torch.zeros(3, count, most, dtype=torch.int64, device=device)
-        step[0, :, : max(map(len, ids))] = torch.tensor(filled(ids, 0), device=device)
+        step[0, :, : max(map(len, ids))] = uploaded(filled(ids, 0), device)
         parents = torch.arange(-1, most - 1, dtype=torch.int32, device=device).repeat(count, 1)
-        lengths = torch.tensor([len(batch.texts[b]) - 1 for b in active], device=device)
+        lengths = uploaded([len(batch.texts[b]) - 1 for b in active], device)
         limits = [len(batch.texts[b]) + 1 + batch.levels[b] for b in active]
         zeros = torch.zeros(count, 1, dtype=torch.int32, device=device)
         report = torch.empty(count, REPORT_NUMBERS + 1, dtype=torch.int64, device=device)
@@ -137,7 +138,7 @@ class LookaheadDrafter(Drafter):
             lengths,
             zeros.flatten().clone(),
             report,
-            limits=torch.tensor(limits, device=device),
+            limits=uploaded(limits, device),
             emitted=step[0, :, :1].contiguous(),
             path=zeros,
             num_accepted=zeros.flatten(),
@@ -146,7 +147,7 @@ class LookaheadDrafter(Drafter):
             costs=self._costs,
             text=None if self._texts is None else self._texts.of(batch.texts, active),
             **self._offered(batch, active, predicting),
-            **self._context.sampling.of_requests(torch.tensor(active, device=device)).keywords(),
+            **self._context.sampling.of_requests(uploaded(active, device)).keywords(),
         )
         ids, tokens = step[:2].tolist()
         for b, shape, *rows in zip(active, report.tolist(), ids, tokens, parents.tolist(), strict=True):
@@ -166,10 +167,10 @@ class LookaheadDrafter(Drafter):
             roots = [[batch.texts[active[i]][-1]] for i in there]
             masks = guides.below(_ROOT, [active[i] for i in there], roots, [0])
             allowed = masks.new_full((len(batch.logits), masks.shape[1]), -1)
-            allowed[torch.tensor([first[i] + predicting[i][0] for i in there], device=device)] = masks
+            allowed[uploaded([first[i] + predicting[i][0] for i in there], device)] = masks
         offered = self._offers.top_of_rows(batch.logits, 1, allowed)
         picked = [[at + row for row in rows] for at, rows in zip(first, predicting, strict=True)]
-        index = torch.tensor(filled(picked, 0), device=device)
+        index = uploaded(filled(picked, 0), device)
         return offered | {name: offered[name][0, index] for name in ("offered", "scores")} | {"first": 1}
 
 

@@ -35,6 +35,7 @@ from pass_ext.decoding.models.vocabulary import LogitShards
 from pass_ext.decoding.requests.guides import Guides
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.modules.lookahead import LookaheadEmbedding
+from pass_ext.ops.common.uploaded import sent, uploaded
 from pass_ext.ops.draft import draft_sample
 from pass_ext.ops.next import MAX_CHOSEN_ROWS, REPORT_NUMBERS, next_tree_
 from pass_ext.ops.recall import RECALL_TOKENS, recall_scores
@@ -130,7 +131,7 @@ class TreeFiller:
         if self._by_op:
             whole = tree.with_lookahead({0: tree.max_depth})
             self._ids = whole.ids([0] * tree.num_nodes).to(table.device)
-            self._parents = torch.tensor(whole.parents, dtype=torch.int32, device=table.device)
+            self._parents = uploaded(whole.parents, table.device, torch.int32)
         self._rows: Tensor | None = None  # of the last fill, whose memory is used again
         self._held: list[Tensor] = []  # the tokens that they hold, level by level
 
@@ -152,7 +153,7 @@ class TreeFiller:
         if text is None and self.offers.recalls:
             raise ValueError("TreeFiller: text must be given where it is recalled, got None")
         text = text if self.offers.recalls else None
-        places = torch.tensor(positions, device=slots.device)
+        places = uploaded(positions, slots.device)
         if self._by_op:
             return self._best(slots, requests, roots, places, text)
         if self._shards is not None:
@@ -180,7 +181,7 @@ class TreeFiller:
             zeros.clone(),
             places.new_empty(count, REPORT_NUMBERS + 1),
             limits=places + depth + 2,
-            emitted=torch.tensor(roots, device=places.device)[:, None],
+            emitted=uploaded(roots, places.device)[:, None],
             path=zeros[:, None],
             num_accepted=zeros,
             status=zeros,
@@ -199,7 +200,7 @@ class TreeFiller:
         sampling = self._sampling.of_requests(places.new_tensor(requests))
         # The extra entry `nodes` takes the surplus candidates of parents with fewer children.
         tokens = torch.full((len(requests), nodes + 1), -1, device=device)
-        tokens[:, 0] = torch.tensor(roots, device=device)
+        tokens[:, 0] = uploaded(roots, device)
         paths = None if text is None else _last_tokens(text, places)[:, None].repeat(1, nodes + 1, 1)
         whole = self._empty_rows(slots)
         drawn_under: list[Tensor] = []
@@ -310,7 +311,7 @@ class GrowingTexts:
             if len(text) > self._known[b]:
                 self._rows[b, self._known[b] : len(text)] = torch.tensor(text[self._known[b] :])
                 self._known[b] = len(text)
-        return self._rows[list(requests), :longest].to(self._device)
+        return sent(self._rows[list(requests), :longest], self._device)
 
 
 def transition_tables(
@@ -337,7 +338,7 @@ def rows_of(logits: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
     spin on beside those of the model's layers, and a step of 13 ms then takes 20."""
     words = 8 // logits.element_size()
     if logits.device.type != "cpu" or logits.shape[-1] % words or not logits.is_contiguous():
-        return logits[torch.tensor(rows, device=logits.device)]
+        return logits[uploaded(rows, logits.device)]
     copies = logits.new_empty(len(rows), len(rows[0]), logits.shape[-1])
     source, target = logits.view(torch.int64), copies.view(torch.int64)
     for b, group in enumerate(rows):

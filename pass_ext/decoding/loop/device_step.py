@@ -30,9 +30,10 @@ from pass_ext.decoding.planning.pace import Pace
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.session.reading import read_prompts
 from pass_ext.decoding.session.recording import record_graph
-from pass_ext.decoding.session.session import Session, uploaded
+from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.stats import profiled
 from pass_ext.ops.accept import AcceptResult
+from pass_ext.ops.common.uploaded import uploaded
 from pass_ext.ops.next import REPORT_NUMBERS, next_tree_
 from pass_ext.ops.tree import tree_prepare
 from pass_ext.tree import PackedTrees, Tree, pack_trees
@@ -70,11 +71,11 @@ class DeviceStep(Step):
         self._ids, self._tokens, self._positions = (rows.flatten() for rows in self._rows)
         unused = [0] * (rows - len(tree))
         slots = [-1 - slot for slot in tree.slots[tree.num_nodes :]]
-        self._first_ids = torch.tensor([*[0] * tree.num_nodes, *slots, *unused], device=device)
-        self._first_parents = torch.tensor([*tree.parents, *unused], dtype=torch.int32, device=device)
+        self._first_ids = uploaded([*[0] * tree.num_nodes, *slots, *unused], device)
+        self._first_parents = uploaded([*tree.parents, *unused], device, torch.int32)
         self._parents = self._first_parents.repeat(requests, 1)
         self._flat_parents = self._parents.flatten()
-        self._rates = None if choice is None else torch.tensor(choice.rates, device=device)
+        self._rates = None if choice is None else uploaded(choice.rates, device, torch.float32)
         self._costs = torch.zeros(rows, device=device) if choice is not None and choice.has_cost else None
         self._bounds = torch.arange(0, requests * rows + 1, rows, dtype=torch.int32, device=device)
         self._kept = pack_trees([tree] * requests, device) if choice is None else None
@@ -125,7 +126,7 @@ class DeviceStep(Step):
 
     def price_by(self, pace: Pace, requests: int) -> None:
         if self._costs is not None and (costs := pace.costs(len(self._costs), requests)) is not None:
-            self._costs.copy_(torch.tensor(costs))
+            self._costs.copy_(uploaded(costs, self._costs.device, torch.float32))
 
     def __call__(self, *, drafts: bool) -> None:
         if not self._lag:
@@ -193,7 +194,7 @@ class DeviceStep(Step):
         bounds = self._bounds.new_tensor([0, *accumulate(used)])
         picked = [b * most + row for b, count in enumerate(used) for row in range(count)]
         # Of one text they are the first ones, which need no copy.
-        rows = slice(used[0]) if len(used) == 1 else torch.tensor(picked, device=self._session.device)
+        rows = slice(used[0]) if len(used) == 1 else uploaded(picked, self._session.device)
         trees = self._packed(self._flat_parents[rows], bounds, max(used))
         logits, result = self._verified(trees, self._ids[rows], self._tokens[rows], self._positions[rows], depth)
         if isinstance(rows, slice):

@@ -23,9 +23,10 @@ from pass_ext.decoding.loop.scores import Scores
 from pass_ext.decoding.loop.texts import Report, Texts
 from pass_ext.decoding.requests.processors import Processor, processed
 from pass_ext.decoding.session.reading import read_prompts
-from pass_ext.decoding.session.session import Session, uploaded
+from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.stats import profiled
 from pass_ext.ops.accept import AcceptResult
+from pass_ext.ops.common.uploaded import uploaded
 
 
 class _Rows(NamedTuple):

@@ -16,6 +16,7 @@ from pass_ext.decoding.arguments import instance, whole_number
 from pass_ext.decoding.drafting.candidates import Candidates
 from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.ops.accept import MAX_TOP_LOGPROBS, AcceptResult, TokenLogprobs, TokenSupport, accept_chain
+from pass_ext.ops.common.uploaded import uploaded
 
 
 class Scores:
@@ -84,8 +85,8 @@ class Scores:
         places = [(b, j) for b, count in enumerate(gained) for j in range(count)]
         if not places:
             return
-        sizes = torch.tensor([0, *(0 if part is None else len(part.rows) for part in candidates)], device=logits.device)
-        owners, depths = (torch.tensor(numbers, device=logits.device) for numbers in zip(*places, strict=True))
+        sizes = uploaded([0, *(0 if part is None else len(part.rows) for part in candidates)], logits.device)
+        owners, depths = (uploaded(numbers, logits.device) for numbers in zip(*places, strict=True))
         rows = sizes.cumsum(0)[owners] + result.path[owners, depths]
         self._owners += [b for b, _ in places]
         sampling = self._sampling if self.options else self._sampling.of_requests(owners)
@@ -110,7 +111,7 @@ class Scores:
         if self._count is None:
             return None
         parts = [torch.cat(steps) for steps in zip(*self._logprobs, strict=True)]
-        owners = torch.tensor(self._owners, device=parts[0].device)
+        owners = uploaded(self._owners, parts[0].device)
         return tuple(TokenLogprobs(*(part[owners == b] for part in parts)) for b in range(requests))
 
     def support(self, requests: int) -> tuple[TokenSupport, ...] | None:
@@ -118,7 +119,7 @@ class Scores:
         if self._room == 0:
             return None
         counts, ids = (torch.cat(steps) for steps in zip(*self._supports, strict=True))
-        owners = torch.tensor(self._owners, device=counts.device)
+        owners = uploaded(self._owners, counts.device)
         each = owners.repeat_interleave(counts)
         return tuple(TokenSupport(counts[owners == b], ids[each == b]) for b in range(requests))
 

@@ -14,6 +14,7 @@ from pass_ext.decoding.models.modules import modules_of
 from pass_ext.decoding.models.parts import configs_of, decoder_of, has_encoder, unwrapped
 from pass_ext.decoding.models.row_attention import AttentionCalls, reads_keys_of_cache
 from pass_ext.decoding.models.shadow import OurCall, our_call
+from pass_ext.ops.common.uploaded import uploaded
 
 
 def check_model(model: Any, name: str, dtype: torch.dtype) -> None:
@@ -185,7 +186,7 @@ def replaced_ids(model: Any, name: str, ids: list[int], stand_ins: list[int], em
         embed: gives the rows ``[N, d]`` of ids ``[N]``, as the model's table has them.
     """
     device = model.get_input_embeddings().weight.device
-    known = torch.tensor([*ids, *stand_ins], device=device)
+    known = uploaded([*ids, *stand_ins], device)
     try:
         ours, theirs = (
             _first_keys(model, known, **x) for x in ({"inputs_embeds": embed(known)[None]}, {"input_ids": known[None]})

@@ -20,6 +20,7 @@ from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.session.session import Session
 from pass_ext.modules.files import HitRates
+from pass_ext.ops.common.uploaded import uploaded
 from pass_ext.ops.draft import draft_sample
 from pass_ext.tree import Tree, pack_trees
 
@@ -76,7 +77,7 @@ def _map_rows(
             session = Session(model, 1, len(tokens))
             parts = []
             for first in range(0, len(tokens), _ROWS):
-                ids = torch.tensor(tokens[first : first + _ROWS], device=session.device)
+                ids = uploaded(tokens[first : first + _ROWS], session.device)
                 trees = pack_trees([Tree.chain(len(ids) - 1)], session.device)
                 parts.append(function(session.call(trees, ids), text, slice(first, first + len(ids))))
                 path = torch.arange(len(ids), dtype=torch.int32, device=session.device)[None]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.requests.grammar import Grammar, Guide
+from pass_ext.ops.common.uploaded import sent
 from pass_ext.tree import Tree
 
 
@@ -103,8 +104,7 @@ class Guides:
         return [guide.mask(path_to(tree, tokens, node)) for node in nodes]
 
     def _stacked(self, rows: list[Tensor]) -> Tensor:
-        masks = torch.stack(rows)
-        return masks.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else masks
+        return sent(torch.stack(rows), self._device)
 
 
 def guides_of(

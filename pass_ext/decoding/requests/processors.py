@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pass_ext.decoding.models.packed import Adapted
 from pass_ext.decoding.requests.prompts import Prompts
+from pass_ext.ops.common.uploaded import uploaded
 from pass_ext.tree import Tree
 
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -125,12 +126,12 @@ def processed(
     for processor in processors:
         process_nodes = getattr(processor, "process_nodes", None)
         if process_nodes is not None:
-            index = torch.tensor(rows, device=logits.device)
+            index = uploaded(rows, logits.device)
             result[index] = process_nodes(requests, paths, result[index])
             continue
         for places in by_length.values():
-            index = torch.tensor([rows[place] for place in places], device=logits.device)
-            ids = torch.tensor([paths[place] for place in places], device=logits.device)
+            index = uploaded([rows[place] for place in places], logits.device)
+            ids = uploaded([paths[place] for place in places], logits.device)
             with explained(processor, ids):
                 result[index] = processor(ids, result[index])
     return result
@@ -167,8 +168,8 @@ class NodeProcessor:
         result = logits.clone()
         lengths = [len(self._padding[request]) + len(text) for request, text in zip(requests, texts, strict=True)]
         for rows in self._batches(requests, lengths):
-            ids = torch.tensor([[*self._padding[requests[row]], *texts[row]] for row in rows], device=logits.device)
-            index = torch.tensor(rows, device=logits.device)
+            ids = uploaded([[*self._padding[requests[row]], *texts[row]] for row in rows], logits.device)
+            index = uploaded(rows, logits.device)
             scores = logits[index].float()
             for processor in self.processors:
                 with explained(processor, ids):
@@ -259,15 +260,15 @@ def _config_processor(
     greedy.max_length = columns + max_new_tokens
     if greedy.min_new_tokens is not None:
         greedy.min_length = columns + greedy.min_new_tokens
-    greedy._eos_token_tensor = torch.tensor(sorted(ends), device=device) if ends else None
+    greedy._eos_token_tensor = uploaded(sorted(ends), device) if ends else None
     if not ends:
         greedy.exponential_decay_length_penalty = None  # it raises the logits of the end tokens: there are none
     processors = adapted.model._get_logits_processor(
         generation_config=greedy,
         input_ids_seq_length=columns,
-        encoder_input_ids=torch.tensor(ids, device=device),
+        encoder_input_ids=uploaded(ids, device),
         logits_processor=[],
         device=device,
-        model_kwargs={"attention_mask": torch.tensor(mask, device=device)},
+        model_kwargs={"attention_mask": uploaded(mask, device)},
     )
     return NodeProcessor(processors, prompts.padding) if processors else None

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pass_ext.ops.common.uploaded import uploaded
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -83,7 +85,7 @@ def prompts_of(
             f"{with_holes[0]} has it between its tokens too and is read without; give attention_mask if it belongs to the text",
             stacklevel=3,
         )
-    return Prompts(texts, padding, input_ids, torch.tensor(mask, dtype=torch.int64, device=input_ids.device))
+    return Prompts(texts, padding, input_ids, uploaded(mask, input_ids.device))
 
 
 def special_tokens(

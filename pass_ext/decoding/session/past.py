@@ -18,6 +18,7 @@ from pass_ext.decoding.models.encoders import EncoderInputs
 from pass_ext.decoding.models.whole_prompts import ReadPrompts
 from pass_ext.decoding.session.session import Layers, Session
 from pass_ext.ops.attention import padded_widths
+from pass_ext.ops.common.uploaded import uploaded
 from pass_ext.ops.quantize import CODE_HEADER, MOST_OF_CODES, quantize_rows
 
 
@@ -114,7 +115,7 @@ def _put(session: Session, past: Layers, lengths: Sequence[int], states: Sequenc
             cache[:, :length] = x
     if states:
         _put_states(session, states, samples, first=first)
-    session.prefix_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+    session.prefix_lens.copy_(uploaded(lengths, session.device))
     session.state_lens.copy_(session.prefix_lens)
 
 
@@ -144,7 +145,7 @@ def _stand(session: Session, offsets: Sequence[int]) -> None:
     if session.offsets is None:
         session.offsets = torch.zeros_like(session.prefix_lens)
         session.forget_recorded()
-    session.offsets.copy_(torch.tensor(offsets, dtype=torch.int32))
+    session.offsets.copy_(uploaded(offsets, session.device))
 
 
 def _lengths_of(given: int | Sequence[int], texts: int, samples: int) -> list[int]:

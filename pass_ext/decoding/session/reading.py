@@ -16,6 +16,7 @@ from torch import Tensor
 from pass_ext.decoding.models.module_ops import most_few_rows
 from pass_ext.decoding.session.session import Session
 from pass_ext.decoding.stats import profiled
+from pass_ext.ops.common.uploaded import uploaded
 from pass_ext.tree import MAX_TREE_NODES, Tree, pack_trees
 
 SHARED_ROWS = {"cpu": 48, "cuda": 512}
@@ -163,9 +164,9 @@ def _call(session: Session, pieces: Sequence[Sequence[int]], slots: int | None) 
         trees.append(tree)
     packed = pack_trees(trees, device)
     with profiled("verify"):
-        logits = session.call(packed, torch.tensor(ids, device=device), torch.tensor(last_rows or [0], device=device))
+        logits = session.call(packed, uploaded(ids, device), uploaded(last_rows or [0], device))
     path = torch.arange(max(map(len, pieces)), dtype=torch.int32, device=device)
-    counts = torch.tensor([max(len(piece) - 1, 0) for piece in pieces], dtype=torch.int32, device=device)
+    counts = uploaded([max(len(piece) - 1, 0) for piece in pieces], device, torch.int32)
     with profiled("commit"):
         session.commit(packed, path.repeat(len(pieces), 1), counts)
     return logits

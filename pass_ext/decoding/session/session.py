@@ -30,6 +30,7 @@ from pass_ext.decoding.session.text_states import TextStates
 from pass_ext.modules.lookahead import LookaheadEmbedding
 from pass_ext.ops.attention import padded_widths
 from pass_ext.ops.cache import cache_commit_
+from pass_ext.ops.common.uploaded import uploaded
 from pass_ext.ops.quantize import CODE_HEADER, MOST_OF_CODES
 from pass_ext.ops.state import state_commit_
 from pass_ext.tree import PackedTrees, Tree, pack_trees
@@ -257,7 +258,7 @@ class Session:
 
     def keep(self, lengths: Sequence[int]) -> None:
         """Drops the keys and values after the first ``lengths[b]`` tokens of each text."""
-        most = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        most = uploaded(lengths, self.device, torch.int32)
         self.prefix_lens.copy_(self.prefix_lens.minimum(most))
 
     def beyond(self) -> list[int]:
@@ -269,7 +270,7 @@ class Session:
     def forget(self, requests: Sequence[int]) -> list[int]:
         """Drops the texts of these requests, but for what was read of prompts that are more than text -> the number of tokens
         that each request holds."""
-        at = torch.tensor(requests, device=self.device)
+        at = uploaded(requests, self.device)
         lengths, states = ([0] * self.requests, [None] * len(self.states)) if self.read is None else self.read
         for state, kept in zip(self.states, states, strict=True):
             state[at] = 0 if kept is None else kept[at]
@@ -278,7 +279,7 @@ class Session:
 
     def copy_text(self, request: int, others: Sequence[int], first: int, last: int) -> None:
         """Gives other requests the tokens [first, last) of a request's text, the last ones that they hold then."""
-        to = torch.tensor(others, device=self.device)
+        to = uploaded(others, self.device)
         for pair in self.caches:
             for cache in pair:
                 cache[to, first:last] = cache[request, first:last]
@@ -449,12 +450,3 @@ class FirstLayers(Session):
         ]
         self.states, self.state_places = [state for state, _ in kept], [place for _, place in kept]
         return super().call(trees, ids, wanted)
-
-
-def uploaded(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """An int64 tensor, without a synchronisation. For a GPU it is copied from pinned memory: any other copy waits for all
-    launched kernels."""
-    tensor = torch.tensor(numbers, dtype=torch.int64)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

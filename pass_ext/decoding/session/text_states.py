@@ -59,7 +59,7 @@ class TextStates:
         """Parts the calls into requests."""
         calls, self._calls = self._calls, []
         for states, trees, path, num_accepted in calls:
-            bounds, counts = trees.cu_nodes.tolist(), num_accepted.tolist()
-            for b, pieces in enumerate(self._pieces):
-                if bounds[b] < bounds[b + 1]:
-                    pieces.append(states[bounds[b] + path[b, : counts[b] + 1].long()])
+            counts = num_accepted.tolist()
+            for b, (pieces, mine) in enumerate(zip(self._pieces, trees.slices(), strict=True)):
+                if mine.start < mine.stop:
+                    pieces.append(states[mine][path[b, : counts[b] + 1].long()])

@@ -43,6 +43,7 @@ from pass_ext.integrations.grammar import grammars_of
 from pass_ext.integrations.transformers.encoders import after_listening, prepared_inputs, with_cross
 from pass_ext.integrations.transformers.processors import NodeCriteria, NotedRows, sampling_parameters, step_scores
 from pass_ext.integrations.transformers.refusals import given_arguments, refuse_unread
+from pass_ext.ops.common.uploaded import uploaded
 
 
 class Continued:
@@ -362,7 +363,7 @@ def _filled(cache: Any, session: Session, result: Generation, mask: Tensor) -> A
             "for transformers: give no past_key_values, and with return_dict_in_generate use_cache=False"
         )
     columns = mask.shape[1] + max(result.lengths) - 1
-    lengths = mask.sum(1) + torch.tensor(result.lengths, device=mask.device) - 1
+    lengths = mask.sum(1) + uploaded(result.lengths, mask.device) - 1
     # Padding repeats a token of the text, because transformers 4.57 takes a column of zeros for the end of a static cache.
     rows = torch.arange(columns, device=mask.device) - _starts(mask)[:, None]
     rows = rows.clamp(min=0).minimum(lengths[:, None] - 1)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pass_ext.decoding.generation import Generation
+from pass_ext.ops.common.uploaded import uploaded
 
 # Warpers in the order in which the ops apply them: class, its attribute, the op's parameter.
 _WARPERS = (
@@ -114,7 +115,7 @@ def step_scores(scores: list[Tensor], result: Generation, warpers: Sequence[Any]
     """The rows after the processors. warpers: those that ran as sampling parameters; they look at the scores alone."""
     first = result.sequences.shape[1] - len(scores)
     for step, rows in enumerate(scores):
-        has_token = torch.tensor([length > step for length in result.lengths], device=rows.device)[:, None]
+        has_token = uploaded([length > step for length in result.lengths], rows.device, torch.bool)[:, None]
         for warper in warpers:
             rows = warper(result.sequences[:, : first + step], rows)
         scores[step] = rows.where(has_token, 0.0)

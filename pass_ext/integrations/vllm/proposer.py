@@ -36,6 +36,7 @@ from pass_ext.integrations.vllm.sampling.runner_v1 import is_replaced
 from pass_ext.integrations.vllm.settings import LOG, Settings, checked_slots
 from pass_ext.integrations.vllm.slot_rows import SlotRows
 from pass_ext.modules.lookahead import LookaheadEmbedding
+from pass_ext.ops.common.uploaded import sent, uploaded
 from pass_ext.tree import Tree
 
 _TRIAL = 24  # steps; even, so that cycles of two calls are whole
@@ -186,7 +187,7 @@ class PaSS:
         guesses: dict[int, list[int]] = {}
         for count, members in groups.items():
             requests = [b for b, _ in members]
-            rows = torch.tensor([row for _, rows in members for row in rows], device=step.logits.device)
+            rows = uploaded([row for _, rows in members for row in rows], step.logits.device)
             filler = TreeFiller(self._lookahead, Tree.chain(count), self._table, sampling, "coupled", recalls=True)
             roots = [positions[b] + len(sampled[b]) - 1 for b in requests]
             known = torch.zeros(len(members), max(roots) + 1, dtype=torch.int64)
@@ -198,7 +199,7 @@ class PaSS:
                 requests,
                 [sampled[b][-1] for b in requests],
                 roots,
-                known.to(rows.device),
+                sent(known, rows.device),
             )
             guesses |= {b: part.chains[0] for b, part in zip(requests, filled.candidates, strict=True) if part}
         return guesses

@@ -33,8 +33,9 @@ from pass_ext.decoding.models.cached_rows import padded
 from pass_ext.decoding.models.module_ops import computes_by_ops
 from pass_ext.decoding.models.parts import unwrapped
 from pass_ext.decoding.models.shadow import OurCall, current_call, our_call, shadow_of, takes_rows_of_our_call
-from pass_ext.decoding.session.session import Session, uploaded
+from pass_ext.decoding.session.session import Session
 from pass_ext.ops.attention import attention_tree, padded_widths
+from pass_ext.ops.common.uploaded import uploaded
 from pass_ext.ops.quantize import CODE_HEADER
 from pass_ext.tree import Tree
 

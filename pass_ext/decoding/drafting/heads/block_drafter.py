@@ -27,7 +27,8 @@ from pass_ext.decoding.methods import DFlash
 from pass_ext.decoding.models.vocabulary import in_vocabulary
 from pass_ext.decoding.planning.constants import MOST_ROWS
 from pass_ext.decoding.planning.pace import Pace
-from pass_ext.decoding.session.session import Session, uploaded
+from pass_ext.decoding.session.session import Session
+from pass_ext.ops.common.uploaded import uploaded
 from pass_ext.tree import PackedTrees, Tree
 
 _MAX_PIECE = 512  # features of a text in each separate call

@@ -26,7 +26,7 @@ from pass_ext.decoding.models.module_ops import are_few, are_of_torch, is_plain_
 from pass_ext.decoding.models.packed import Adapted, StepAttend
 from pass_ext.decoding.models.parts import unwrapped
 from pass_ext.decoding.models.slots import CallSlots
-from pass_ext.decoding.session.session import uploaded
+from pass_ext.ops.common.uploaded import uploaded
 from pass_ext.ops.layer import LayerWeights, layer_after_attention, layer_before_attention
 from pass_ext.ops.linear import linear_rows
 from pass_ext.ops.step import step_gate, step_rms_norm, step_rotary

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from pass_ext.decoding.drafting.draft_calls import DraftCalls
 from pass_ext.decoding.drafting.heads.head import Head
-from pass_ext.decoding.session.session import Session, uploaded
+from pass_ext.decoding.session.session import Session
+from pass_ext.ops.common.uploaded import uploaded
 from pass_ext.tree import PackedTrees, Tree
 
 

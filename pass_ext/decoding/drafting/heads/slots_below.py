@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-import torch
-
 from pass_ext.decoding.drafting.candidates import Batch, Candidates, Proposal, filled
 from pass_ext.decoding.drafting.drafter import DraftContext, Drafter
 from pass_ext.decoding.drafting.from_draft_model import ModelDrafter
@@ -24,6 +22,7 @@ from pass_ext.decoding.methods import PaSS
 from pass_ext.decoding.planning.plan import Costs, Plan, Rates, plan_of_tree, slot_hit_rates
 from pass_ext.decoding.planning.step_times import measured_times
 from pass_ext.decoding.session.session import Session
+from pass_ext.ops.common.uploaded import uploaded
 from pass_ext.tree import Tree
 
 
@@ -63,7 +62,7 @@ class SlotsBelow(Drafter):
         if going:
             requests = [b for b, _ in going]
             texts = [[*batch.texts[b], *chains[b]] for b in requests]
-            text = torch.tensor(filled(texts, 0), device=batch.logits.device)
+            text = uploaded(filled(texts, 0), batch.logits.device)
             slots = rows_of(batch.logits, [own[self._above :] for _, own in going])
             ends, places = [text[-1] for text in texts], [len(text) - 1 for text in texts]
             below = self._filler.fill(slots, requests, ends, places, text).candidates

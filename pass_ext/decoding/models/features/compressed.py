@@ -154,9 +154,8 @@ class CallEntries:
     def _seen_of(self, rate: int) -> list[tuple[Tensor, Tensor]]:
         """Of each request that has rows, the keys of its entries ``[E]`` and those that each row sees ``[n, E]``."""
         if rate not in self._seen:
-            bounds, trees, found = self._trees.cu_nodes.tolist(), self._trees, []
-            for b, prefix in enumerate(self._prefix_lens.tolist()):
-                mine = slice(bounds[b], bounds[b + 1])
+            trees, found = self._trees, []
+            for mine, prefix in zip(self._trees.slices(), self._prefix_lens.tolist(), strict=True):
                 of_text = torch.arange(rate - 1, max(prefix, rate - 1), rate, device=trees.cu_nodes.device)
                 nodes = ((prefix + trees.depths[mine] + 1) % rate == 0).nonzero()[:, 0]
                 sees = trees.seen(mine)[:, nodes]

@@ -37,14 +37,11 @@ class DistanceBias:
     """
 
     def __init__(self, trees: PackedTrees, prefix_lens: Tensor, room: int, count: int, window: int) -> None:
-        device, depths = trees.depths.device, trees.depths.long()
+        depths = trees.depths.long()
         self._count, self._step = count, min(_STEP, -(-count // WIDTH_STEP) * WIDTH_STEP)
         self._lens = prefix_lens.long()
-        bounds = trees.cu_nodes.long()
-        nodes = torch.arange(trees.max_nodes, device=device)
-        places = (bounds[trees.owners, None] + nodes).clamp(max=len(depths) - 1)
         self._sees = trees.seen()
-        self._distances = depths[:, None] - depths[places]
+        self._distances = depths[:, None] - depths[trees.rows_of_nodes[trees.owners]]
         self._depths, self._prefixes = depths, self._lens[trees.owners]
         self._positions = self._prefixes + depths
         self._near = self._near_lists(count if window < 0 else min(count, window))

@@ -118,16 +118,15 @@ def chosen_keys(
     begun = size - 1 if isinstance(rows.blocks, HeadBlocks) else 0  # there a part of a block is one of the chosen
     if bool(((prefix_lens + tokens + begun) // size <= rows.most).all()):
         return None
-    bounds, parts = trees.cu_nodes.tolist(), []
-    for b, prefix in enumerate(prefix_lens.tolist()):
-        mine = slice(bounds[b], bounds[b + 1])
-        numbers = torch.arange(bounds[b + 1] - bounds[b], device=trees.cu_nodes.device)
-        if not len(numbers):
-            continue
+    parts = []
+    for b, (mine, prefix) in enumerate(zip(trees.slices(), prefix_lens.tolist(), strict=True)):
         keys = rows.keys[mine]
+        nodes = len(keys)
+        if not nodes:
+            continue
         if held is not None and prefix:
             keys = torch.cat((held[b, :prefix].flatten(1), keys))
-        sees = trees.seen(mine)[:, : len(numbers)]
+        sees = trees.seen(mine)[:, :nodes]
         part = of_rows(rows, mine)
         parents, depths = trees.parents[mine].long(), trees.depths[mine].long()
         if rows.blocks is None:

@@ -19,6 +19,7 @@ from pass_ext.decoding.sampling import BatchSampling
 from pass_ext.decoding.synthetic import SyntheticAcceptance
 from pass_ext.ops.accept import accept_tree
 from pass_ext.ops.common.rules import ACCEPT_RULES
+from pass_ext.ops.common.uploaded import sent
 
 _FRESH = "pass_ext_seed"
 
@@ -70,7 +71,7 @@ class PackedChains:
         draft_rows[nodes - 1] = numpy.arange(len(nodes))
 
         def tensor(numbers: numpy.ndarray, dtype: torch.dtype) -> Tensor:
-            return torch.from_numpy(numbers).to(dtype).to(device, non_blocking=True)
+            return sent(torch.from_numpy(numbers).to(dtype), device)
 
         return cls(
             drafts=tuple(drafts),

@@ -23,6 +23,7 @@ from pass_ext.integrations.vllm.sampling.chains import (
 )
 from pass_ext.integrations.vllm.sampling.logits import are_wanted, constrained, logprobs_of, processed, scaled
 from pass_ext.integrations.vllm.settings import refuse_options
+from pass_ext.ops.common.uploaded import uploaded
 
 _STEP = "_pass_ext_accept_step"
 
@@ -109,7 +110,7 @@ class AcceptStep:
         if self._seeds[0] is not metadata:
             requests = self.runner.requests
             seeds = [seed_of(requests[name]) for name in self.runner.input_batch.req_ids]
-            tensor = torch.tensor(seeds, dtype=torch.int64).to(self.runner.device, non_blocking=True)
+            tensor = uploaded(seeds, self.runner.device)
             self._seeds = metadata, tensor
         return self._seeds[1]
 
