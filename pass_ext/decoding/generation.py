@@ -199,7 +199,7 @@ def generate(
     stats = GenerationStats(
         counts.acceptance_histogram,
         counts.num_draft_tokens,
-        model_calls=loop.calls + bool(prompt),
+        model_calls=loop.calls + bool(prompt or adapted.reads_whole),
         tokens=sum(map(len, new)),
         seconds=seconds,
         ahead_calls=0 if rows is None else loop.calls - loop.prompt_calls,

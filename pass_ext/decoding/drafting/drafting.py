@@ -72,9 +72,9 @@ class Drafting:
         for drafter in self.drafters:
             drafter.begin(session)
 
-    def of_prompts(self) -> Proposal:
-        """No candidates, with look-ahead slots after the last token of each prompt."""
-        none = Candidates(_ROOT, groups=((0, self.prompt_slots),) if self.prompt_slots else ())
+    def of_prompts(self, slots: int) -> Proposal:
+        """No candidates, with so many look-ahead slots after the last token of each prompt."""
+        none = Candidates(_ROOT, groups=((0, slots),) if slots else ())
         return Proposal([none] * len(self._context.texts))
 
     def device_rows(self, *, is_synthetic: bool) -> DeviceRows:

@@ -116,8 +116,7 @@ class DeviceStep(Step):
             self._text[:, : tokens.shape[1]].copy_(tokens, non_blocking=True)
         self._end_at(texts.limits)
         session.is_undisturbed = texts.are_silent
-        slots = self._plan.prompt_slots
-        logits, calls = read_prompts(session, texts.tokens, known, slots)
+        logits, slots, calls = read_prompts(session, texts.tokens, known, self._plan.prompt_slots)
         self._row_ids.copy_(self._first_ids.expand_as(self._row_ids))
         self._parents.copy_(self._first_parents.expand_as(self._parents))
         self._advance_roots(self._accept(logits, *self._roots(slots), 0), logits, slots)

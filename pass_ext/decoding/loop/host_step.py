@@ -81,9 +81,8 @@ class HostStep(Step):
         self._texts = texts
         are_silent = all(drafter.is_silent for drafter in self._drafting.drafters)
         self._session.is_undisturbed = texts.are_silent and are_silent and not self._processors
-        rows = self._rows_of(self._drafting.of_prompts())
-        logits, calls = read_prompts(self._session, texts.tokens, known, self._drafting.prompt_slots)
-        logits = self._usable(logits)
+        logits, slots, calls = read_prompts(self._session, texts.tokens, known, self._drafting.prompt_slots)
+        rows, logits = self._rows_of(self._drafting.of_prompts(slots)), self._usable(logits)
         if self._function.target_adds:
             self._accept(rows, logits)
         elif self._session.states:

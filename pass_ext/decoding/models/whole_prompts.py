@@ -1,12 +1,12 @@
 """``WholePrompts``: prompts that are more than text (pictures, sound, embeddings), read by the model's own forward.
 
-    keys, values, states   of all tokens but each prompt's last one, which decoding reads as that of any text
+    keys, values, states   of all tokens
+    logits                 of each prompt's last token, from which the first new one is drawn
     offset                 of each text: position of a row - its index in the text, after the prompt. M-RoPE gives the rows of
                            a picture fewer positions than there are
     begin                  of each text: the first token after all rows that are no token's own, where drafters begin to read
 
-Layers that attend read whole prompts, for in some models each row sees all of them; the last row is dropped then. A state
-cannot go back: a model that keeps some reads all but the last column.
+A model that keeps states reads all but the last column, which decoding reads as that of any text: a state cannot go back.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def ids_of(inputs_embeds: Tensor, model: Adapted) -> Tensor:
         if not len(found):
             raise ValueError(
                 f"inputs_embeds must end with the row of a token of {model.name}'s table, or come with input_ids: the last row "
-                f"is read again by its id, and prompt {b} ends with a row that is no token's"
+                f"may be read again by its id, and prompt {b} ends with a row that is no token's"
             )
         ids[b, -1] = found[0, 0]
     return ids
@@ -142,7 +142,7 @@ def check_embeddings(input_ids: Tensor, inputs: Mapping[str, Any]) -> None:
     if embeds is not None and embeds.shape[:2] != input_ids.shape:
         raise ValueError(
             f"inputs_embeds must come with the input_ids of all its rows, {list(embeds.shape[:2])}, got "
-            f"{list(input_ids.shape)}: drafts and logits processors read them, and the last row is read again by its id. "
+            f"{list(input_ids.shape)}: drafts and logits processors read them, and the last row may be read again by its id. "
             "Where a row is no token's own give any id, such as a placeholder's"
         )
 
@@ -158,6 +158,8 @@ class ReadPrompts(NamedTuple):
     begins: list[int]
     hidden: list[Tensor]
     """``[n, taps, d]`` of each text, from its begin on; none without taps."""
+    logits: Tensor | None
+    """``[B, V]``, of the last tokens; None: these were not read."""
 
 
 class WholePrompts:
@@ -255,24 +257,27 @@ class WholePrompts:
         if cache is None or not int(cache.get_seq_length()):
             cache = full_cache(inner.config)
         with naming_inputs(model.model, self._names):
-            columns = self._call(shadow, cache, cut, tapped)
+            columns, logits = self._call(shadow, cache, cut, tapped)
         starts = (self._mask.shape[1] - self._mask.sum(1)).long()
-        held = [length - 1 for length in lengths]
+        held = [length - cut for length in lengths]
         attending = layers_that_attend(cache) if model.numbers is None else list(model.numbers)
         layers = texts_in_cache(cache, attending, starts, max(held), inner)
         states = read_states(cache, places_of(inner)) if model.keeps_states else []
         own = self._own_rows(model, notes, columns, cut)
         begins = [_after(own[b, start:].tolist()) for b, start in enumerate(starts.tolist())]
-        if max(begin - length for begin, length in zip(begins, held, strict=True)) > 0:
+        if any(begin == length for begin, length in zip(begins, lengths, strict=True)):
             raise ValueError(
                 f"{name}: prompts must end with a token, whose row is its own in the table of embeddings, got one that ends in "
                 f"a row of {', '.join(self._names)}"
             )
         hidden = [] if tapped is None else self._hidden(tapped.states, self._ids.shape[1] - cut, begins)
-        return ReadPrompts(layers, held, states, self._offsets(model, notes, cut), begins, hidden)
+        return ReadPrompts(
+            layers, held, states, self._offsets(model, notes, cut), begins, hidden, None if cut else logits
+        )
 
-    def _call(self, shadow: Any, cache: Any, cut: int, taps: Taps | None) -> int:
-        """Reads all but the last ``cut`` columns that the cache does not hold, and returns their number."""
+    def _call(self, shadow: Any, cache: Any, cut: int, taps: Taps | None) -> tuple[int, Tensor]:
+        """Reads all but the last ``cut`` columns that the cache does not hold -> their number, and the logits ``[B, V]`` of the
+        last one."""
         inputs, config = dict(self._inputs), copy.copy(self._config)
         for name in ("cache", "past_key_values"):
             inputs.pop(name, None)
@@ -291,11 +296,11 @@ class WholePrompts:
         seen = torch.ones(len(ids), columns, dtype=torch.bool, device=ids.device)
         with nullcontext() if taps is None else our_call(OurCall(None, seen=seen, taps=taps)):
             if hasattr(shadow, "_prefill"):
-                shadow._prefill(ids, config, inputs)
+                outputs = shadow._prefill(ids, config, inputs)
             else:  # transformers 4
                 inputs = shadow._get_initial_cache_position(ids.shape[1], ids.device, inputs)
-                shadow(**shadow.prepare_inputs_for_generation(ids, **inputs), return_dict=True)
-        return columns
+                outputs = shadow(**shadow.prepare_inputs_for_generation(ids, **inputs), return_dict=True)
+        return columns, outputs.logits[:, -1].clone()  # some models keep those of all columns
 
     def _own_rows(self, model: Adapted, notes: _Notes, columns: int, cut: int) -> Tensor:
         """``[B, T]``, True where a row was its token's own in the table, as the rows after the prompt are. Of columns that
@@ -349,12 +354,12 @@ class WholePrompts:
         return [int(last) - (end - total + length - 1) for last, length in zip(largest, lengths, strict=True)]
 
     def _hidden(self, states: Tensor, end: int, begins: Sequence[int]) -> list[Tensor]:
-        """The states ``[B * columns, taps, d]`` of columns before ``end`` by text, from its begin to its last token but one."""
-        by_text, total = states.unflatten(0, (len(begins), -1)), self._mask.shape[1]
+        """The states ``[B * columns, taps, d]`` of columns before ``end`` by text, from its begin on."""
+        by_text = states.unflatten(0, (len(begins), -1))
         first = end - by_text.shape[1]
-        starts = (total - self._mask.sum(1)).tolist()
+        starts = (self._mask.shape[1] - self._mask.sum(1)).tolist()
         columns = zip(by_text, starts, begins, strict=True)
-        return [own[start + begin - first : total - 1 - first] for own, start, begin in columns]
+        return [own[start + begin - first :] for own, start, begin in columns]
 
 
 def _without_copies(value: Any, copies: int) -> Any:

@@ -52,10 +52,11 @@ def take_read(session: Session, read: ReadPrompts, samples: int) -> list[int]:
     lengths, offsets, session.begins = (
         [number for number in numbers for _ in range(samples)] for numbers in (read.lengths, read.offsets, read.begins)
     )
-    if any(lengths):  # of prompts of one token nothing is read yet
+    if any(lengths):  # with states, of prompts of one token nothing is read yet
         _put(session, read.layers, lengths, read.states, samples)
     if read.states and session.wants_states:
         session.read = lengths, [state.clone() for state in session.states]
+    session.read_logits = None if read.logits is None else read.logits.repeat_interleave(samples, 0)
     _stand(session, offsets)
     if session.text_states is not None:
         session.text_states.begin([states for states in read.hidden for _ in range(samples)])

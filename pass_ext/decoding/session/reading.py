@@ -24,6 +24,15 @@ SHARED_ROWS = {"cpu": 48, "cuda": 512}
 computes hundreds of rows in that time."""
 
 
+class Read(NamedTuple):
+    """What comes of reading prompts."""
+
+    logits: Tensor
+    """``[B * (1 + slots), V]``, of each text's last token and the look-ahead slots after it."""
+    slots: int
+    calls: int
+
+
 class Beginning(NamedTuple):
     """The first ``length`` tokens that requests have in common."""
 
@@ -31,16 +40,15 @@ class Beginning(NamedTuple):
     length: int
 
 
-def read_prompts(
-    session: Session, texts: Sequence[Sequence[int]], known: Sequence[int], slots: int
-) -> tuple[Tensor, int]:
-    """Calls the model on the texts, each with so many look-ahead slots after its last token, and commits their rows.
+def read_prompts(session: Session, texts: Sequence[Sequence[int]], known: Sequence[int], slots: int) -> Read:
+    """Calls the model on the texts, each with so many look-ahead slots after its last token, and commits their rows. Whole
+    prompts that the model's own forward has read have no slots: every method draws their first tokens from the same logits.
 
     known: how many tokens of each text the session holds already.
-
-    Returns:
-        Logits of the last tokens and the slots after them, text by text; and the number of calls.
     """
+    logits, session.read_logits = session.read_logits, None
+    if logits is not None:
+        return Read(logits, 0, 0)
     least = SHARED_ROWS["cpu" if session.device.type == "cpu" else "cuda"]
     groups, held, calls = _with_equal_caches(session, known), list(known), 0
     while shared := [found for group in groups for found in shared_beginnings(texts, held, group, least)]:
@@ -52,7 +60,7 @@ def read_prompts(
             for b in requests:
                 held[b] = length
     logits, count = _read(session, [text[length:] for text, length in zip(texts, held, strict=True)], slots)
-    return logits, calls + count
+    return Read(logits, slots, calls + count)
 
 
 def read_again(session: Session, texts: Sequence[Sequence[int]], prompts: Sequence[int]) -> None:

@@ -128,6 +128,8 @@ class Session:
         self.encoder_inputs: EncoderInputs | None = None
         self.encoded: Encoded | None = None
         """What rows see of an encoder's outputs besides their text; None: nothing."""
+        self.read_logits: Tensor | None = None
+        """``[B, V]``, of the last tokens of whole prompts, which the session holds already; None: it does not."""
         self.begins: list[int]
         """The first token of each text after all rows that are no token's own."""
         self._has_called = self._is_in_use = False
@@ -353,7 +355,7 @@ class Session:
         self._has_called = False
         self.prefix_lens.zero_()
         self.state_lens.zero_()
-        self.begins, self.read = [0] * requests, None
+        self.begins, self.read, self.read_logits = [0] * requests, None, None
         self.encoder_inputs = self.encoded = None
         for tensor in (*self.states, *([] if self.offsets is None else [self.offsets])):
             tensor.zero_()

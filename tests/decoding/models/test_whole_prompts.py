@@ -206,6 +206,22 @@ def test_every_method_writes_the_same_texts(name):
     assert not torch.equal(plain, ours(model, inputs))
 
 
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "paligemma"])
+def test_the_first_token_is_drawn_from_the_call_that_has_read_the_prompt(name):
+    """Its logits are transformers' own to the bit, by every method, and no call comes after it."""
+    model = model_of(name)
+    inputs = prompts(model, [*BEFORE, PICTURE, *AFTER])
+    own = first_logits(model, inputs)
+    for method in (Plain(), NGram(), PaSS(slots_for(model), tree=Tree.from_branching((2, 2)), rows=12)):
+        custom = custom_generate(method)
+        assert torch.equal(own, first_logits(model, inputs | dict(custom_generate=custom))), method
+        one = generate(model, inputs["input_ids"], method, prompt=inputs, max_new_tokens=1, temperature=1.0, seeds=1)
+        assert one.stats.model_calls == custom.stats.model_calls == 1, method
+    words = torch.tensor([[*BEFORE, *AFTER]])
+    calls = generate(model, words, max_new_tokens=3, eos_token_id=[]).stats.model_calls
+    assert calls == 3, "the prompt's call counts, whoever has read it"
+
+
 class Reader(Drafter):
     """Drafts nothing and keeps the hidden states that it is given."""
 
