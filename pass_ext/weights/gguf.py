@@ -9,6 +9,7 @@ transformers' own tables give the config, the names and the order of rows.
 
 from __future__ import annotations
 
+import logging
 import re
 import struct
 from collections import defaultdict
@@ -29,6 +30,7 @@ from pass_ext.weights.form import OUTPUTS
 from pass_ext.weights.formats import FORMATS, pack_gguf
 from pass_ext.weights.model import empty_model, fill, finished, holder_of, is_lookup, packed_layer
 
+_log = logging.getLogger("pass_ext")
 _PIECE = 1 << 19
 """Numbers that are packed at once: what this makes of them stays in the cache."""
 
@@ -38,7 +40,7 @@ def stored_model(file: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig
 
     refuse_unread(file)
-    reader = _reader_of(file)
+    reader = reader_of(file)
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     for key, field in reader.fields.items():  # transformers leaves it at its default
         if key.endswith(".expert_feed_forward_length") and hasattr(config, "moe_intermediate_size"):
@@ -67,7 +69,7 @@ def stored_model(file: Path, dtype: torch.dtype) -> Any:
             filled.add(name)
             continue
         made = processor.process(
-            weights=_dense(tensor), name=tensor.name, tensor_key_mapping=names, parsed_parameters=whole
+            weights=dense(tensor), name=tensor.name, tensor_key_mapping=names, parsed_parameters=whole
         )
         if made.name in names:
             filled.add(fill(model, names[made.name], made.weights))
@@ -79,22 +81,44 @@ def stored_model(file: Path, dtype: torch.dtype) -> Any:
 
 
 def refuse_unread(file: Path) -> None:
-    """ValueError for an architecture of whose files transformers reads neither the rotation's scaling nor the experts."""
-    field = _reader_of(file).fields.get("general.architecture")
-    if field is not None and field.contents() in ("gpt-oss", "gpt_oss"):
+    """ValueError for files that transformers reads wrongly: of gpt_oss, whose scaled rotation and experts it does not know, and
+    with MTP layers, which it takes for the model's own in all architectures but Qwen 3.5's."""
+    reader = reader_of(file)
+    architecture, mtp = architecture_of(reader), mtp_layers(file)
+    if architecture in ("gpt-oss", "gpt_oss"):
         raise ValueError(
             f"{file.name} is a GGUF file of gpt_oss, which is not read: load its checkpoint, a folder or a name on the Hub, "
             "whose experts in MXFP4 keep their 4 bits"
         )
+    if mtp and not architecture.startswith("qwen35"):
+        raise ValueError(
+            f"{file.name} is a GGUF file of {architecture} with an MTP layer, {', '.join(mtp)}, which would be read as "
+            "one of the model's own: load the folder that it was converted from"
+        )
+    if mtp:
+        count = "an MTP layer lies" if len(mtp) == 1 else f"{len(mtp)} MTP layers lie"
+        _log.warning("%s: %s in this file, %s: load_drafter(%r, model)", file.name, count, ", ".join(mtp), str(file))
+
+
+def architecture_of(reader: Any) -> str:
+    """llama.cpp's name of a file's architecture; empty if it has none."""
+    field = reader.fields.get("general.architecture")
+    return "" if field is None else str(field.contents())
 
 
 def mtp_layers(file: Path) -> list[str]:
-    """The names of the layers of a file, such as "blk.46.nextn", that predict tokens after the next."""
-    names = (str(tensor.name).partition(".nextn.") for tensor in _reader_of(file).tensors)
-    return list(dict.fromkeys(f"{layer}.nextn" for layer, found, _ in names if found))
+    """The names of the layers of a file, such as "blk.46", that predict tokens after the next, in order."""
+    names = (str(tensor.name).partition(".nextn.") for tensor in reader_of(file).tensors)
+    return sorted({layer for layer, found, _ in names if found}, key=number_of)
 
 
-def _reader_of(file: Path) -> Any:
+def number_of(layer: str) -> int:
+    """46 of "blk.46"."""
+    return int(layer.removeprefix("blk."))
+
+
+def reader_of(file: Path) -> Any:
+    """An open file. ValueError, in a sentence, for one that is none."""
     from gguf import GGUFReader
 
     try:
@@ -110,7 +134,13 @@ def _tables_of(model: Any, reader: Any) -> tuple[Mapping[str, str], Any]:
     architecture = theirs.read_field(reader, "general.architecture")[0]
     kinds: dict[str, Any] = theirs.TENSOR_PROCESSORS
     processor = kinds.get(architecture, theirs.TensorProcessor)(config=model.config.to_dict())
-    return theirs.get_gguf_hf_weights_map(model, processor), processor
+    try:
+        return theirs.get_gguf_hf_weights_map(model, processor), processor
+    except NotImplementedError as error:
+        raise ValueError(
+            f"the weights of a GGUF file of {architecture} are not read as they lie: load_checkpoint with weights='dense' "
+            "converts them"
+        ) from error
 
 
 @contextmanager
@@ -237,7 +267,8 @@ def _packed_experts(tensor: Any) -> Tensor:
     return packed.unflatten(0, (len(tensor.data), -1))
 
 
-def _dense(tensor: Any) -> Any:
+def dense(tensor: Any) -> Any:
+    """The numbers of a tensor of a file, as an array."""
     from gguf import dequantize
 
     try:

@@ -9,9 +9,11 @@ from support.code_blocks import blocks_of, run_blocks
 
 import pass_ext
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers.integrations.gguf")
+pytest.importorskip("gguf")
 
 from support.dflash_files import settings, tensors, written
+from support.gguf_files import qwen35_files
 from support.heads import eagle3_checkpoint
 from support.mtp import model_with_mtp
 from support.paths import ROOT
@@ -26,6 +28,8 @@ pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="an sdist has no docs"
 
 def test_the_blocks_of_the_page_run(monkeypatch, tmp_path, one_thread):
     monkeypatch.setenv("PASS_EXT_CACHE", str(tmp_path / "times"))
+    monkeypatch.chdir(tmp_path)
+    qwen35_files(tmp_path / "qwen", "qwen3_5_text", "Q8_0")[0].rename("Qwen3.5.gguf")
     (model, _), ids = model_with_mtp(tmp_path / "own", "llama", num_hidden_layers=4), prompts(1, 9)[0]
     eagle3_checkpoint(tmp_path / "head", model)
     made, original = [], pass_ext.generate

@@ -1,7 +1,11 @@
-"""``write_gguf``, ``write_gguf_of_experts``: a small model with random weights as a GGUF file."""
+"""Small models as GGUF files: ``write_gguf``, ``write_gguf_of_experts`` with random weights, ``qwen35_files`` with those
+of a folder."""
 
 import gguf
 import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from support.mtp import model_with_mtp
 
 HIDDEN, LAYERS, FFN, VOCABULARY, EXPERTS = 32, 2, 64, 258, 4
 
@@ -47,8 +51,6 @@ def write_gguf_of_experts(path, kind, *, width=768, missing=()):
 
 
 def _write(path, architecture, kind, matrices, vectors, missing, more):
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
     writer.add_context_length(512)
@@ -62,12 +64,7 @@ def _write(path, architecture, kind, matrices, vectors, missing, more):
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(VOCABULARY)
     more(writer)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*bytes_to_unicode().values(), "ab", "<end>"])
-    writer.add_token_types([1] * (VOCABULARY - 1) + [3])
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(VOCABULARY - 1)
-    writer.add_eos_token_id(VOCABULARY - 1)
+    _add_tokens(writer, VOCABULARY)
     random, own = np.random.default_rng(0), gguf.GGMLQuantizationType[kind]
     for name, shape in (matrices | vectors).items():
         numbers = (random.standard_normal(shape) / 5).astype(np.float32)
@@ -77,8 +74,137 @@ def _write(path, architecture, kind, matrices, vectors, missing, more):
             writer.add_tensor(f"{name}.weight", numbers)
         else:
             writer.add_tensor(f"{name}.weight", gguf.quantize(numbers, own), raw_dtype=own)
+    _finish(writer)
+    return path
+
+
+def qwen35_files(folder, family, kind):
+    """Writes a model with an MTP layer as a folder and, with the same numbers, as a GGUF file -> the file, and the layer in
+    plain PyTorch."""
+    rotation = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1])
+    target, plain = model_with_mtp(folder / "model", family, vocab_size=VOCABULARY, rope_parameters=rotation)
+    file, weights = folder / "tiny.gguf", folder / "model/model.safetensors"
+    stored = write_gguf_of_qwen35(file, target.config, load_file(weights), kind)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, weights, {"format": "pt"})
+    return file, plain
+
+
+def write_gguf_of_qwen35(path, config, tensors, kind):
+    """Writes a Qwen 3.5 as llama.cpp does, whose checkpoint has these tensors, of its MTP layers too; returns the tensors that
+    the file has, by their names in the checkpoint. As many heads of keys as of values: these keep their order."""
+    layers, found = config.num_hidden_layers, {}
+    has_experts = hasattr(config, "num_experts")
+    writer = gguf.GGUFWriter(path, "qwen35moe" if has_experts else "qwen35")
+    prefix = writer.arch
+    writer.add_name("tiny")
+    writer.add_context_length(512)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(layers + 1)
+    writer.add_uint32(f"{prefix}.nextn_predict_layers", 1)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
+    writer.add_uint32(f"{prefix}.full_attention_interval", layers)
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    if has_experts:
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    else:
+        writer.add_feed_forward_length(config.intermediate_size)
+    _add_tokens(writer, config.vocab_size)
+    own = gguf.GGMLQuantizationType[kind]
+    for name, tensor in _with_experts_together(tensors).items():
+        numbers, placed = tensor.float().numpy(), _qwen35_name(name, layers)
+        if name.endswith("norm.weight") or "pre_fc_norm" in name:
+            numbers = numbers + (not name.endswith("linear_attn.norm.weight"))
+        elif name.endswith("A_log"):
+            numbers = -np.exp(numbers)
+        elif "conv1d" in name:
+            numbers = numbers[:, 0]
+        parts = {placed: numbers}
+        if name.endswith("gate_up_proj"):
+            parts = dict(zip(("ffn_gate_exps", "ffn_up_exps"), np.split(numbers, 2, 1), strict=True))
+            parts = {f"{placed}.{part}.weight": np.ascontiguousarray(each) for part, each in parts.items()}
+        stored = []
+        for place, each in parts.items():
+            if kind == "F32" or each.ndim < 2 or "conv1d" in name or "gate_inp" in place:
+                writer.add_tensor(place, each.astype(np.float32))
+                stored.append(tensor.float())
+            else:
+                codes = gguf.quantize(each, own)
+                writer.add_tensor(place, codes, raw_dtype=own)
+                stored.append(torch.from_numpy(gguf.dequantize(codes, own)))
+        found[name] = torch.cat(stored, 1) if len(stored) > 1 and kind != "F32" else stored[0]
+    _finish(writer)
+    return found
+
+
+_QWEN35 = {
+    "model.embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.weight",
+    "model.norm.weight": "output_norm.weight",
+    "mtp.fc": "blk.{mtp}.nextn.eh_proj", "mtp.pre_fc_norm_embedding": "blk.{mtp}.nextn.enorm",
+    "mtp.pre_fc_norm_hidden": "blk.{mtp}.nextn.hnorm", "mtp.norm": "blk.{mtp}.nextn.shared_head_norm",
+    "mtp.layers.0.": "blk.{mtp}.", "model.layers.": "blk.", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "post_attention_norm", "input_layernorm": "attn_norm",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.experts.down_proj": "ffn_down_exps.weight", ".mlp.experts.gate_up_proj": "", "mlp.gate.": "ffn_gate_inp.",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+    "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
+}  # fmt: skip
+
+
+def _with_experts_together(tensors):
+    joined, experts = {}, {}
+    for name, tensor in tensors.items():
+        place, has_experts, rest = name.partition(".experts.")
+        if has_experts and rest[0].isdigit():
+            number, part, _ = rest.split(".")
+            experts.setdefault(f"{place}.experts.", {})[part, int(number)] = tensor
+        else:
+            joined[name] = tensor
+    for place, parts in experts.items():
+        gate, up, down = (
+            torch.stack([parts[f"{part}_proj", i] for i in range(len(parts) // 3)]) for part in ("gate", "up", "down")
+        )
+        joined |= {f"{place}gate_up_proj": torch.cat((gate, up), 1), f"{place}down_proj": down}
+    return joined
+
+
+def _qwen35_name(name, layers):
+    for theirs, ours in _QWEN35.items():
+        name = name.replace(theirs, ours.format(mtp=layers))
+    return name
+
+
+def _finish(writer):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+
+
+def _add_tokens(writer, count):
+    """A token per byte and two more."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*bytes_to_unicode().values(), "ab", "<end>"])
+    writer.add_token_types([1] * (count - 1) + [3])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(count - 1)
+    writer.add_eos_token_id(count - 1)

@@ -52,21 +52,6 @@ def test_a_folder_and_its_file_are_the_same_head(folder, target):
     assert set(of_folder.head.state_dict()) == set(load_file(folder / "model.safetensors"))
 
 
-@pytest.mark.parametrize(
-    ("mtp", "reason"), [(True, r"its MTP layer blk\.2\.nextn\.\* is not read"), (False, "it has no MTP layer")]
-)
-def test_a_gguf_file_is_refused_by_the_name_of_its_layer(tmp_path, target, mtp, reason):
-    pytest.importorskip("gguf")
-    from support.gguf_files import write_gguf
-
-    write_gguf(tmp_path / "tiny.gguf", mtp=mtp)
-    with pytest.raises(ValueError, match=rf"tiny\.gguf: {reason}: .* Give the folder that the file was converted from"):
-        load_drafter(tmp_path / "tiny.gguf", target)
-    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match=r"tiny\.gguf is no GGUF file, or damaged"):
-        load_drafter(tmp_path / "tiny.gguf", target)
-
-
 def test_weights_may_lie_in_several_files(folder, target):
     whole = load_drafter(folder, target).head.state_dict()
     tensors = load_file(folder / "model.safetensors")

@@ -2,6 +2,7 @@
 
     a folder                          config.json, and *.safetensors or *.bin
     one of these files                with config.json beside it
+    a GGUF file                       alone, with MTP layers
     a name on the Hub                 the same files, downloaded
 
 Of a quantised layer ``names`` has the weight that its tensors make; ``linear`` packs it as they have it.
@@ -21,12 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.weights.folder import Read, layout_of, read_grouped, sorted_tensors
-from pass_ext.weights.gguf import mtp_layers
+from pass_ext.weights.gguf_mtp import mtp_tensors
 from pass_ext.weights.grouped import LAYOUTS, Grouped
 from pass_ext.weights.layers import PackedLinear
 
 _CONFIG = "config.json"
 _ENDINGS = ".safetensors", ".bin"
+_GGUF = ".gguf"
 _WITHOUT_EFFECT = ("rotary_emb.inv_freq", "optimizer", "training_args")
 """Parts of names of tensors that every loader leaves out."""
 
@@ -40,7 +42,10 @@ class HeadCheckpoint:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self.folder, files = _files_of(self.path)
-        self.config = self._read_config(self.folder / _CONFIG)
+        is_gguf = any(file.suffix == _GGUF for file in files)
+        self.config: dict[str, Any] = (
+            {"model_type": "a GGUF file"} if is_gguf else self._read_config(self.folder / _CONFIG)
+        )
         self._readers: dict[str, Callable[[], Tensor]] = {}
         for file in files:
             self._readers |= self._open(file)
@@ -183,7 +188,12 @@ class HeadCheckpoint:
         return config
 
     def _open(self, file: Path) -> Mapping[str, Callable[[], Tensor]]:
-        """A reader for each tensor of a file."""
+        """A reader for each tensor of a file; of a GGUF file, for each of its MTP layers."""
+        if file.suffix == _GGUF:
+            try:
+                return mtp_tensors(file)
+            except ValueError as error:
+                raise self.refusal(str(error)) from error
         try:
             if file.suffix == ".safetensors":
                 from safetensors import safe_open
@@ -203,15 +213,8 @@ def _files_of(path: str) -> tuple[Path, list[Path]]:
     """The folder of a checkpoint and the files of its tensors."""
     place = Path(path).expanduser()
     if place.is_file():
-        if place.suffix == ".gguf":
-            layers = mtp_layers(place)
-            has = f"its MTP layer {', '.join(layers)}.* is not read" if layers else "it has no MTP layer"
-            raise ValueError(
-                f"load_drafter: {path}: {has}: heads are read from safetensors, for transformers has no names for "
-                "llama.cpp's parts of one. Give the folder that the file was converted from; the model may be the file's"
-            )
-        if place.suffix not in _ENDINGS:
-            raise ValueError(f"load_drafter: a file must end in {' or '.join(_ENDINGS)}, got {path}")
+        if place.suffix not in (*_ENDINGS, _GGUF):
+            raise ValueError(f"load_drafter: a file must end in {', '.join(_ENDINGS)} or {_GGUF}, got {path}")
         return place.parent, [place]
     if place.is_dir():
         return place, _weights_in(place)
