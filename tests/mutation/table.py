@@ -167,6 +167,7 @@ _WEIGHTS = [
     ),
     "tests/ops/layer/test_packed_weights.py",
     "tests/decoding/drafting/test_gguf_heads.py",
+    "tests/decoding/drafting/test_block_scaled_heads.py",
 ]
 
 

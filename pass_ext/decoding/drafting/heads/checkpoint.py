@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from pass_ext.weights.blocks import without_blocks
 from pass_ext.weights.folder import Read, layout_of, read_grouped, sorted_tensors
 from pass_ext.weights.gguf_mtp import mtp_tensors
 from pass_ext.weights.grouped import LAYOUTS, Grouped
@@ -65,11 +66,16 @@ class HeadCheckpoint:
         return ValueError(f"load_drafter: {self.path}: {problem}")
 
     def _take_quantised(self) -> str | None:
-        """Takes quantised layers out of the tensors, and what tells of them out of the config."""
-        layout = layout_of(self.config.get("quantization_config") or {})
-        if layout not in LAYOUTS:
+        """Takes quantised layers out of the tensors, and what tells of them out of the config; those in blocks stay, as
+        numbers."""
+        told = self.config.get("quantization_config") or {}
+        layout, has_blocks = layout_of(told), told.get("quant_method") == "fp8" and bool(told.get("weight_block_size"))
+        if layout not in LAYOUTS and not has_blocks:
             return None
         self.config = {name: value for name, value in self.config.items() if name != "quantization_config"}
+        if layout is None:
+            self._readers = without_blocks(self._readers, *told["weight_block_size"])
+            return None
         self._readers, self._layers = sorted_tensors(self._readers, layout)
         for name in self._layers:  # some tools write zeros for layers without biases
             if (read := self._readers.get(f"{name}.bias")) is not None and not read().any():
@@ -133,9 +139,14 @@ class HeadCheckpoint:
                 "another form"
             )
         try:
-            return self._readers[name]()
+            found = self._readers[name]()
+        except ValueError as error:
+            raise self.refusal(f"tensor {error}") from error
         except Exception as error:  # as each format says it
             raise self._damaged(name, error) from error
+        if found.dtype in (torch.float8_e4m3fn, torch.int8):
+            raise self.refusal(f"tensor {name!r} holds {str(found.dtype).removeprefix('torch.')} and has no scales")
+        return found
 
     def any_tensor(self, name: str) -> Tensor:
         """The tensor of this name, of any shape."""

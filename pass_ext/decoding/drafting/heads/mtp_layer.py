@@ -34,6 +34,8 @@ def model_of_one_layer(
 
     model = unwrapped(target.model)
     config = copy.deepcopy(model.config.get_text_config(decoder=True))
+    if hasattr(config, "quantization_config"):  # the tensors here are the layer's numbers
+        del config.quantization_config
     count = config.num_hidden_layers
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == count:  # of each layer: the last one's
