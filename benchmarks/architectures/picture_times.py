@@ -5,7 +5,7 @@ after a text of as many tokens.
     token     seconds a token after the picture / after the text, by Plain: those of NEW more tokens than one
 
 SmolLM2's text model in float32 after a tiny vision tower with random weights, whose picture takes 400 rows. Medians over
-rounds, in which all calls take turns.
+rounds, in which all calls take turns, in another order each time: the second of two finds other caches than the first.
 
     python -m benchmarks.architectures.picture_times
 
@@ -15,6 +15,7 @@ Writes benchmarks/results/picture-times.json.
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Callable
 from statistics import median
@@ -29,7 +30,7 @@ from benchmarks.harness import machine
 from pass_ext.checkpoint import demo_model, load_checkpoint
 
 RESULT = ROOT / "benchmarks/results/picture-times.json"
-SIDE, ROWS, NEW, ROUNDS, PLACEHOLDER = 160, 400, 48, 7, "<filename>"
+SIDE, ROWS, NEW, ROUNDS, PLACEHOLDER = 160, 400, 48, 15, "<filename>"
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
@@ -66,9 +67,10 @@ def measured() -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for each in calls.values():
         each()
+    order = random.Random(0)
     for _ in range(ROUNDS):
-        for name, each in calls.items():
-            seconds[name].append(seconds_of(each))
+        for name in order.sample(list(calls), len(calls)):
+            seconds[name].append(seconds_of(calls[name]))
     spent = {name: median(values) for name, values in seconds.items()}
     reading = median(ours / own for ours, own in zip(seconds["ours"], seconds["own"], strict=True))
     longer = zip(seconds["picture"], seconds["ours"], seconds["texts"], seconds["text"], strict=True)
