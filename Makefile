@@ -31,8 +31,8 @@ demo: $(VENV)/.demo build-demo
 	@$(BIN)/python -m pass_ext demo
 
 test: lint
-	@echo "== Tests: CPU at every instruction set of this processor, and the CUDA kernels on the emulator"
-	@$(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile --no-loadscope-reorder $(PYTEST)
+	@echo "== Tests: CPU at the best instruction set of this processor and at another in turn, and the CUDA kernels on the emulator"
+	@$(BIN)/python -m pytest -m "not slow and not repeated" -n auto --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 test-all: lint $(VENV)/.demo sanitize test-engines
 	@echo "== All tests, with builds from scratch and several torch versions: minutes, and gigabytes the first time"

@@ -3,10 +3,12 @@
 import logging
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
+from support.pairwise import spread
 
 import pass_ext
 from pass_ext import testing
@@ -76,9 +78,24 @@ def pytest_collection_modifyitems(config, items):
         backend = item.callspec.params["backend"] if "backend" in item.fixturenames else None
         if quick_on and backend and not is_quick(backend.name, quick_on.args):
             item.add_marker(pytest.mark.slow)
+    mark_repeated(items)
     devices = config.getoption("--device")
     if devices and not {"cpu", "best-cpu"} & set(devices):
         items[:] = [item for item in items if "backend" in item.fixturenames or "cuda" in item.fixturenames]
+
+
+def mark_repeated(items):
+    """``make test`` runs a case at the best instruction set and at one of the others, so that a test runs at all of them."""
+    others = [backend.name for backend in testing.cpu_backends()[:-1]]
+    tests = defaultdict(dict)
+    for item in items:
+        backend = item.callspec.params["backend"] if "backend" in item.fixturenames else None
+        if backend and backend.name in others and not item.get_closest_marker("slow"):
+            test, _, case = item.nodeid.partition("[")
+            tests[test][case.replace(backend.name, "", 1), backend.name] = item
+    for pairs in tests.values():
+        for pair in pairs.keys() - spread([case for case, _ in pairs], others):
+            pairs[pair].add_marker(pytest.mark.repeated)
 
 
 def is_quick(name, kinds):
