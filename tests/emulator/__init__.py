@@ -1,4 +1,4 @@
-"""The emulator from Python: ``with session({...}) as machine: machine.<launch>(...)``. See README.md."""
+"""The emulator from Python: ``with session({...}) as machine: machine.<plan>(...)``; the ops are in ops.py. See README.md."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,13 +12,9 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 NAMESPACE = "pass_ext_emulated"
-CUDA = sorted(path for path in (ROOT / "csrc/cuda").glob("*.cu") if path.stem not in ("attention", "debug"))
+CUDA = sorted(path for path in (ROOT / "csrc/cuda").glob("*.cu") if path.stem != "debug")
 # These hold kernels: every access is reported.
-CHECKED = (
-    *(HERE / name for name in ("primitives.cpp", "planted_faults.cpp")),
-    *sorted(HERE.glob("launches/*.cpp")),
-    *CUDA,
-)
+CHECKED = (*(HERE / name for name in ("primitives.cpp", "planted_faults.cpp", "plans.cpp")), *CUDA)
 PLAIN = (
     *(HERE / name for name in ("engine.cpp", "memory.cpp", "critical_path.cpp", "hooks.cpp", "module.cpp")),
     ROOT / "csrc/schema.cpp",
@@ -39,7 +35,7 @@ def load() -> ModuleType:
     return build_module(
         "_emulator",
         sources,
-        f"-g1 -Wall -Wno-unknown-pragmas -I{quote(HERE)} -I{quote(HERE / 'launches')} -I{quote(ROOT / 'csrc')} "
+        f"-g1 -Wall -Wno-unknown-pragmas -I{quote(HERE)} -I{quote(ROOT / 'csrc')} "
         f"-isystem {quote(TORCH / 'include')} -DTORCH_TARGET_VERSION=0x020a000000000000 -DTORCH_EXTENSION_NAME={NAMESPACE}",
         f"-L{quote(TORCH / 'lib')} -ltorch_cpu",
     )

@@ -69,7 +69,7 @@ struct Engine {
   std::vector<CopyRecord> copies;
   PathRecorder paths;
   Exp2Error exp2_error = Exp2Error::none;
-  int multiprocessors = 0;
+  int multiprocessors = 0, resident_blocks = 1;
   std::vector<int32_t> counters;
   bool is_inside_operation = false;  // whose accesses are no loads of their own
   bool looks_again = false;          // at an access that was counted
@@ -376,8 +376,12 @@ void tell_buffer(const std::string& name, void* address, size_t bytes, Content c
   engine().memory->tell_buffer(name, address, bytes, content);
 }
 
-void set_multiprocessors(int count) { engine().multiprocessors = count; }
+void set_gpu(int multiprocessors, int resident_blocks) {
+  engine().multiprocessors = multiprocessors;
+  engine().resident_blocks = resident_blocks;
+}
 int multiprocessors() { return engine().multiprocessors; }
+int resident_blocks() { return engine().resident_blocks; }
 
 int32_t* counters() {
   std::vector<int32_t>& counters = engine().counters;

@@ -29,9 +29,10 @@ void tell_buffer(const std::string& name, void* address, size_t bytes, Content c
 
 // The GPU of the session's ops.
 constexpr int64_t kCounters = 4096;
-void set_multiprocessors(int count);
+void set_gpu(int multiprocessors, int resident_blocks);
 int multiprocessors();
-int32_t* counters();  // kCounters of them, zero at first
+int resident_blocks();  // of any kernel on a multiprocessor
+int32_t* counters();    // kCounters of them, zero at first
 bool counters_are_zero();
 
 // An asynchronous copy of one launch: who read what, and how many groups of copies its thread had committed before.

@@ -1,4 +1,4 @@
-// The Python module _emulator: sessions, buffers, critical paths, and every function that launches/*.cpp register.
+// The Python module _emulator: sessions, buffers, critical paths, plans, and the kernels of the emulator's own tests.
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -12,17 +12,6 @@
 
 namespace emulator {
 namespace {
-
-// In a function: files register while their globals are set up, in an order that nobody chooses.
-Functions& functions() {
-  static Functions all;
-  return all;
-}
-
-void add(const char* name, std::function<int64_t(const Arguments&)> function) {
-  if (!functions().emplace(name, std::move(function)).second)
-    throw std::logic_error(std::string("two launches are registered as ") + name);
-}
 
 using Counts = std::map<std::string, uint32_t>;
 
@@ -64,15 +53,6 @@ void bind_paths(pybind11::module_& module) {
 
 }  // namespace
 
-Registration::Registration(const char* name, int64_t (*compute)(const Arguments&)) { add(name, compute); }
-Registration::Registration(const char* name, void (*launch)(const Arguments&)) {
-  add(name, [launch](const Arguments& arguments) {
-    launch(arguments);
-    return int64_t{0};
-  });
-}
-const Functions& registered() { return functions(); }
-
 }  // namespace emulator
 
 PYBIND11_MODULE(_emulator, module) {
@@ -87,7 +67,7 @@ PYBIND11_MODULE(_emulator, module) {
                };
                emulator::add_buffer(name, emulator::as<void>(address), bytes, kContents.at(content));
              });
-  module.def("set_multiprocessors", &emulator::set_multiprocessors);
+  module.def("set_gpu", &emulator::set_gpu);
   module.def("counters_are_zero", &emulator::counters_are_zero);
   module.def("count_launches", &emulator::count_launches);
   module.def("count_accesses", &emulator::count_accesses);
@@ -112,7 +92,7 @@ PYBIND11_MODULE(_emulator, module) {
   emulator::bind_paths(module);
   module.def("run_primitive", &emulator::run_primitive);
   module.def("run_planted_fault", &emulator::run_planted_fault);
-  for (const auto& [name, function] : emulator::registered())
+  for (const auto& [name, plan] : emulator::plans())
     module.def(name.c_str(),
-               [function = function](const emulator::Values& values) { return function(emulator::Arguments{values}); });
+               [plan = plan](const std::map<std::string, int64_t>& values) { return plan(emulator::Numbers{values}); });
 }

@@ -27,7 +27,6 @@ def test_nvcc_compiles_kernels_and_launches(name, tmp_path):
         "-arch=sm_80",
         f"-I{ROOT / 'csrc'}",
         f"-I{HERE}",
-        f"-I{HERE / 'launches'}",
     ]
     result = subprocess.run([*command, "-c", HERE / name, "-o", tmp_path / "out.o"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -22,6 +22,13 @@ class CudaScope {
   int multiprocessors() const { return emulator::multiprocessors(); }
 };
 
+struct ResidentBlocks {
+  template <typename Kernel>
+  int count(int, Kernel*, int, size_t) {
+    return emulator::resident_blocks();
+  }
+};
+
 inline void check_launch(const char*) {}  // a launch throws
 
 }  // namespace pass_ext

@@ -5,7 +5,7 @@ Each test compares with the CPU op, token for token, where a list is long enough
 
 import pytest
 import torch
-from emulator.ops import KERNELS, launching
+from emulator.ops import KERNELS, on_gpu
 from support.steps import to
 
 import pass_ext
@@ -30,13 +30,10 @@ LARGE, SMALL = "large GPU", "small GPU"
 
 
 @pytest.fixture
-def gpu(request, monkeypatch):
+def gpu(request):
     """A GPU, or the emulator of a GPU of this size."""
-    if testing.cuda_backends():
-        return testing.cuda_backends()[0]
-    multiprocessors = 132 if request.param == LARGE else 1
-    monkeypatch.setattr(launching, "multiprocessors", lambda: multiprocessors)
-    return testing.rerouted_backend("emulated", KERNELS)
+    with on_gpu(multiprocessors=132 if request.param == LARGE else 1):
+        yield (*testing.cuda_backends(), testing.rerouted_backend("emulated", KERNELS))[0]
 
 
 def cases(values, on_small):

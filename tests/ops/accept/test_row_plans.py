@@ -3,7 +3,7 @@
 import emulator
 import pytest
 import torch
-from emulator.ops import KERNELS, launching
+from emulator.ops import KERNELS, on_gpu
 
 import pass_ext
 from benchmarks.kernel_code import bounds
@@ -97,9 +97,8 @@ def test_a_warp_scans_several_chunks_where_there_are_more_blocks_than_a_gpu_hold
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_few_blocks_scan_in_turns(dtype, monkeypatch):
+def test_rows_that_few_blocks_scan_in_turns(dtype):
     """On one multiprocessor a warp takes up to four chunks, some of them missing: the result equals the CPU's."""
-    monkeypatch.setattr(launching, "multiprocessors", lambda: 1)
     vocabulary, rows = 24_700, 8
     assert scan_blocks(rows, vocabulary, 1) == 4, "of seven without turns"
     random = torch.Generator().manual_seed(0)
@@ -109,15 +108,15 @@ def test_rows_that_few_blocks_scan_in_turns(dtype, monkeypatch):
     )
     expected = pass_ext.draft_sample(logits, 3, mode="coupled", **arguments)
     empty = dict.fromkeys(("top_p", "min_p", "allowed", "positions", "nodes"))
-    ours = KERNELS["draft_sample"](logits, 3, 0, **arguments | {"top_k": arguments["top_k"].int()} | empty)
+    with on_gpu(multiprocessors=1):
+        ours = KERNELS["draft_sample"](logits, 3, 0, **arguments | {"top_k": arguments["top_k"].int()} | empty)
     assert torch.equal(expected[0], ours[0])
     torch.testing.assert_close(expected[1], ours[1])
 
 
 @pytest.mark.parametrize(("vocabulary", "draws"), [(2_000, True), (24_700, False)])
-def test_a_block_draws_the_noise_that_the_scan_has_not_drawn(vocabulary, draws, monkeypatch):
+def test_a_block_draws_the_noise_that_the_scan_has_not_drawn(vocabulary, draws):
     """Rule coupled, all rows scanned beforehand on one multiprocessor: the tokens are the CPU's, whoever draws the noise."""
-    monkeypatch.setattr(launching, "multiprocessors", lambda: 1)
     requests, nodes = 2, 4
     numbers = dict(requests=requests, nodes=nodes, vocabulary=vocabulary, multiprocessors=1)
     groups, chunks = -(-vocabulary // 64), -(-vocabulary // 1024)
@@ -139,17 +138,16 @@ def test_a_block_draws_the_noise_that_the_scan_has_not_drawn(vocabulary, draws, 
     expected = pass_ext.accept_chain(logits, tokens, temperature=temperature, seeds=seeds, positions=positions)
     assert expected.num_accepted.tolist() == [3, 1]
     sampling = (temperature, *[None] * 7)
-    ours = KERNELS["accept_chain"](logits, tokens, 0, None, *sampling, None, None, seeds, positions, 0.09, 0.3, -1, 0)[
-        :4
-    ]
-    for ours_part, expected_part in zip(ours, expected, strict=True):
+    rest = (None, None, seeds, positions, 0.09, 0.3, -1, 0)
+    with on_gpu(multiprocessors=1):
+        ours = KERNELS["accept_chain"](logits, tokens, 0, None, *sampling, *rest)
+    for ours_part, expected_part in zip(ours[:4], expected, strict=True):
         assert torch.equal(ours_part, expected_part)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_rows_that_begin_between_two_wide_loads_take_one_more_for_each_piece(dtype, monkeypatch):
+def test_rows_that_begin_between_two_wide_loads_take_one_more_for_each_piece(dtype):
     """Not eight loads of one logit: that took 10 to 20 times as long."""
-    monkeypatch.setattr(launching, "multiprocessors", lambda: 132)
     names = ("temperature", "top_k", "top_p", "min_p", "allowed", "seeds", "positions", "nodes")
     vocabulary, none = 24_700, dict.fromkeys(names)
     memory = torch.empty(vocabulary + 16, dtype=dtype)
@@ -158,7 +156,8 @@ def test_rows_that_begin_between_two_wide_loads_take_one_more_for_each_piece(dty
     counts = []
     for shift in (0, 1, wide - 1):
         row = memory[aligned + shift :][:vocabulary].copy_(torch.linspace(-9, 9, vocabulary))
-        KERNELS["draft_sample"](row[None], 1, pass_ext.ops.draft.MODES.index("top"), **none)
+        with on_gpu(multiprocessors=132):
+            KERNELS["draft_sample"](row[None], 1, pass_ext.ops.draft.MODES.index("top"), **none)
         counts.append(emulator.load().count_accesses())
     pieces = vocabulary / 8
     assert pieces < min(counts[1:]) - counts[0] and max(counts[1:]) - counts[0] < 1.2 * pieces, counts

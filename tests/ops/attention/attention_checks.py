@@ -7,18 +7,22 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import emulator
 import torch
 from attention_cases import UNALIGNED, attention_case
+from emulator.ops import KERNELS, on_gpu
 from support.steps import to
 from torch import Tensor
 
 import pass_ext
 from pass_ext.reference.attention import AttentionTerms, attention_terms
-from pass_ext.testing import Backend, assert_same_bits, cpu_backends
+from pass_ext.testing import Backend, assert_same_bits, cpu_backends, rerouted_backend
 
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}  # half a step at 1
 FLOATS = tuple(UNIT)
+BFLOAT16, FLOAT16, FLOAT32 = range(3)  # FloatType of csrc/core/attention.h
 BEST_CPU = cpu_backends()[-1].name
+EMULATED = rerouted_backend("emulated", KERNELS)
 
 
 def is_small(backend: Backend) -> bool:
@@ -67,6 +71,23 @@ def run(backend: Backend, case: dict[str, object]) -> tuple[Tensor, Tensor]:
         out, lse = pass_ext.attention_tree(**to(case, backend.device))
     assert out.dtype == case["q"].dtype and lse.dtype == torch.float32
     return out.cpu(), lse.cpu()
+
+
+def run_on_gpu(case: dict[str, object], **gpu: int) -> tuple[Tensor, Tensor]:
+    """The result on such a ``Gpu`` of the emulator."""
+    with on_gpu(**gpu), EMULATED.active():
+        return run(EMULATED, case)
+
+
+def run_and_record(case: dict[str, object], **gpu: int) -> tuple[tuple[Tensor, Tensor], list[tuple[int, int, int]]]:
+    """The result, and each copy of 16 bytes to shared memory: (block, groups that its thread had committed before, address)."""
+    machine = emulator.load()
+    machine.record_copies()
+    try:
+        result = run_on_gpu(case, **gpu)
+    finally:
+        copies = machine.taken_copies()
+    return result, copies
 
 
 def runs(backend: Backend, case: dict[str, object]) -> list[Tensor]:

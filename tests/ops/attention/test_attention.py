@@ -8,6 +8,7 @@ import pytest
 import torch
 from attention_cases import BITS, CHAIN, FLAT, FULL, INPUTS, LAYOUTS, MASKS, PEAKY, RANDOM, SINK, UNUSED_PAGES
 from attention_checks import (
+    FLOAT16,
     FLOATS,
     allowed,
     assert_right,
@@ -528,10 +529,9 @@ def test_the_plan_counts_in_64_bits_what_a_schedule_counts_in_32():
         heads=1,
         head_dim=64,
         value_dim=64,
-        chunk=-1,
         max_nodes=1,
         slots=64 * (2**17 - 1) - 1,
-        type=1,
+        type=FLOAT16,
         most_blocks=264,
         multiprocessors=132,
     )

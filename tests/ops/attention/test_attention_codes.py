@@ -3,8 +3,7 @@
 import pytest
 import torch
 from attention_cases import MASKS
-from attention_checks import FLOATS, assert_right, assert_same_runs, is_small, run, runs, solved, threads
-from emulator.ops.attention import attention_tree as emulated_attention
+from attention_checks import FLOATS, assert_right, assert_same_runs, is_small, run, run_on_gpu, runs, solved, threads
 
 import pass_ext
 from pass_ext.ops.quantize import CODE_HEADER, MOST_OF_CODES
@@ -131,9 +130,9 @@ def test_ragged_batches_on_any_grid_of_the_emulator(codes):
     for blocks in (1, 3, 7, 16):
         case = solved([0, 33, 130, 64], [1, 0, 70, 6], heads=(2, 4), spare=2, mask="bits", dtype=torch.float16)[0]
         case = quantized(case, codes)
-        assert_right(emulated_attention(**case, blocks=blocks), case, attention_terms(**case))
+        assert_right(run_on_gpu(case, multiprocessors=blocks), case, attention_terms(**case))
     case = quantized(solved([1000], [3], heads=(1, 1), dim=128)[0], codes)
-    results = [emulated_attention(**case, blocks=blocks, seed=seed) for blocks in (1, 9) for seed in (1, 2)]
+    results = [run_on_gpu(case, multiprocessors=blocks, seed=seed) for blocks in (1, 9) for seed in (1, 2)]
     assert_same_runs(list(results[0] + results[2]), list(results[1] + results[3]))
     for result in results:
         assert_right(result, case, attention_terms(**case))

@@ -5,9 +5,18 @@ fragments, in 16 bits.
 import pytest
 import torch
 from attention_cases import BITS, BUSHY, CHAIN, FLAT, ORDERED, PEAKY, SINK, UNIFORM, attention_case
-from attention_checks import assert_right, assert_same_runs, check, run, sized, solved
+from attention_checks import (
+    BFLOAT16,
+    assert_right,
+    assert_same_runs,
+    check,
+    run,
+    run_and_record,
+    run_on_gpu,
+    sized,
+    solved,
+)
 from emulator import session
-from emulator.ops.attention import FLOAT_TYPES, attention_tree
 from support.steps import to
 from test_attention_one_row import assert_rows_are_alone
 
@@ -139,7 +148,7 @@ def test_rows_that_see_nothing_and_whose_reach_begins_where_their_places_end(opt
     visible[:3] = 0
     case |= {"visible": visible}
     for multiprocessors in (1, 100):
-        result = attention_tree(**case, batch_invariant=True, multiprocessors=multiprocessors)
+        result = run_on_gpu(case | {"batch_invariant": True}, multiprocessors=multiprocessors)
         assert_right(result, case, attention_terms(**case))
         assert (result[0][:3] == 0).all() and (result[1][:3] == -torch.inf).all()
 
@@ -170,16 +179,17 @@ def test_a_row_of_a_tree_has_the_bits_of_a_row_alone(backend, dtype, widths):
 def test_the_same_bits_on_any_gpu(options, group):
     """A block for each share and a sum of their parts, or one for all shares, or for several rows."""
     case = attention_case([700, 9, 0, 250], [1, 2, 0, 3], heads=(1, group), new=True, spare=1, **options)
-    expected = attention_tree(**case, batch_invariant=True, multiprocessors=1000)
+    expected = run_on_gpu(case | {"batch_invariant": True}, multiprocessors=1000)
     assert_right(expected, case, attention_terms(**case))
     for multiprocessors in (1, 3):
-        assert_same_runs(attention_tree(**case, batch_invariant=True, multiprocessors=multiprocessors), expected)
+        again = run_on_gpu(case | {"batch_invariant": True}, multiprocessors=multiprocessors)
+        assert_same_runs(again, expected)
 
 
 def test_memory_of_parts_is_that_of_ten_for_each_block():
     """However long a text is and however many its rows: 174 MB for 128 heads of latents on 132 multiprocessors."""
-    shape = dict(kv_heads=1, head_dim=576, value_dim=512, type=FLOAT_TYPES[torch.bfloat16], window=-1, chunk=-1)
-    shape |= dict(heads=128, slots=131_072, max_nodes=1, requests=1, batch_invariant=1, multiprocessors=132)
+    shape = dict(kv_heads=1, head_dim=576, value_dim=512, type=BFLOAT16, heads=128)
+    shape |= dict(slots=131_072, max_nodes=1, requests=1, multiprocessors=132)
     with session({}) as machine:
         floats = [machine.attention_workspace(shape | {"rows": rows}) for rows in (1, 7, 32)]
     sums_before = 264 * 32 * 512
@@ -193,28 +203,26 @@ def test_the_same_bits_however_many_slots_a_cache_has():
     case = latents(attention_case([700], [2], heads=(1, 8), layout="paged 16", spare=90, **LATENT))
     unused = torch.full((1, 131_072 // 16), -1, dtype=torch.int32)
     many = case | {"block_table": torch.cat([case["block_table"], unused], dim=1)}
-    assert_same_runs(attention_tree(**many, multiprocessors=1000), attention_tree(**case, multiprocessors=1000))
+    assert_same_runs(run_on_gpu(many, multiprocessors=1000), run_on_gpu(case, multiprocessors=1000))
 
 
 def test_the_order_of_threads_changes_nothing():
     case = latents(attention_case([300], [2], heads=(1, 17), **LATENT))
-    expected = attention_tree(**case, seed=0)
+    expected = run_on_gpu(case, seed=0)
     for seed in (1, 2):
-        assert_same_runs(attention_tree(**case, seed=seed), expected)
+        assert_same_runs(run_on_gpu(case, seed=seed), expected)
 
 
 def test_a_long_text_with_many_shares():
     """Six shares of 256 places and one of 128: a sum has eight of them on their way."""
     case = attention_case([1600], [2], heads=(1, 8), **NARROW)
     for multiprocessors in (1, 100):
-        result = attention_tree(**case, batch_invariant=True, multiprocessors=multiprocessors)
+        result = run_on_gpu(case | {"batch_invariant": True}, multiprocessors=multiprocessors)
         assert_right(result, case, attention_terms(**case))
 
 
 def copied_bytes(case):
-    record = {}
-    attention_tree(**case, multiprocessors=1, record=record)
-    return 16 * len(record["copies"])
+    return 16 * len(run_and_record(case, multiprocessors=1)[1])
 
 
 def test_latents_are_copied_once():
@@ -247,8 +255,10 @@ def test_long_texts_on_a_real_grid(cuda, rows):
         assert_same_runs(pass_ext.attention_tree(**moved), first)
 
 
-def test_rows_that_cannot_be_copied_16_bytes_at_a_time_are_refused(cuda):
-    case = to(attention_case([20], [2], heads=(1, 8), **LATENT), cuda.device)
-    padded = torch.zeros(*case["k_cache"].shape[:3], 580, dtype=torch.bfloat16, device=cuda.device)
+def test_rows_that_cannot_be_copied_16_bytes_at_a_time_are_refused(backend):
+    if backend.name.startswith("cpu"):
+        pytest.skip("the CPU reads rows at any address")
+    case = to(attention_case([20], [2], heads=(1, 8), **LATENT), backend.device)
+    padded = torch.zeros(*case["k_cache"].shape[:3], 580, dtype=torch.bfloat16, device=backend.device)
     with pytest.raises(RuntimeError, match="k_cache must have strides that are multiples of 8"):
         pass_ext.attention_tree(**case | {"k_cache": padded[..., :576]})

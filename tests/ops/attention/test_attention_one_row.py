@@ -7,8 +7,7 @@ import itertools
 import pytest
 import torch
 from attention_cases import BUSHY, CATERPILLAR, CHAIN, ORDERED, RANDOM, UNIFORM, attention_case
-from attention_checks import FLOATS, assert_right, assert_same_runs, is_small, run, sized, solved
-from emulator.ops.attention import attention_tree
+from attention_checks import FLOATS, assert_right, assert_same_runs, is_small, run, run_on_gpu, sized, solved
 from support.pairwise import pairwise
 
 from pass_ext.reference.attention import attention_mask, attention_terms
@@ -98,8 +97,7 @@ def test_in_any_batch_and_on_any_gpu(backend, dtype):
     case, _ = solved([700, 9, 0, 64], [5, 3, 0, 1], dtype=dtype, heads=(1, 3), new=True)
     together = run(backend, case | {"batch_invariant": True})
     for multiprocessors in (1, 16, 108, 132) if is_small(backend) else ():
-        again = attention_tree(**case, batch_invariant=True, multiprocessors=multiprocessors)
-        assert_same_runs(together, again)
+        assert_same_runs(together, run_on_gpu(case | {"batch_invariant": True}, multiprocessors=multiprocessors))
     for b, (first, last) in enumerate(itertools.pairwise(case["cu_nodes"].tolist())):
         rows = slice(first, last)
         alone = case | {name: case[name][rows] for name in ("q", "visible", "k_new", "v_new")} | {

@@ -8,14 +8,12 @@ from itertools import pairwise
 import pytest
 import torch
 from attention_cases import attention_case
-from attention_checks import assert_same_runs
+from attention_checks import BFLOAT16, FLOAT32, assert_same_runs, run_on_gpu
 from emulator import session
-from emulator.ops.attention import FLOAT_TYPES, attention_tree
-from emulator.ops.launching import COUNTERS
 
 MULTIPROCESSORS = 132
-LATENTS = dict(heads=128, kv_heads=1, head_dim=576, value_dim=512, type=FLOAT_TYPES[torch.bfloat16])
-PLAIN = dict(heads=8, kv_heads=8, head_dim=64, value_dim=64, type=FLOAT_TYPES[torch.float32])
+LATENTS = dict(heads=128, kv_heads=1, head_dim=576, value_dim=512, type=BFLOAT16)
+PLAIN = dict(heads=8, kv_heads=8, head_dim=64, value_dim=64, type=FLOAT32)
 CAPACITIES = 2048, 8192, 131_072, 262_144
 
 
@@ -25,19 +23,18 @@ def tasks_of(shape, slots, texts):
     prefixes = torch.tensor([places - rows for places, rows in texts], dtype=torch.int32)
     rows, nodes = int(bounds[-1]), max(rows for _, rows in texts)
     numbers = shape | dict(
-        rows=rows, requests=len(texts), slots=slots, page_size=slots, pages=len(texts), window=-1, chunk=-1,
-        max_nodes=nodes, visible_stride=-(-nodes // 64), batch_invariant=1, multiprocessors=MULTIPROCESSORS,
+        rows=rows, requests=len(texts), slots=slots, page_size=slots, pages=len(texts),
+        max_nodes=nodes, visible_stride=-(-nodes // 64), multiprocessors=MULTIPROCESSORS,
     )  # fmt: skip
     tensors = dict(
-        cu_nodes=bounds, prefix_lens=prefixes, counters=torch.zeros(COUNTERS, dtype=torch.int32),
+        cu_nodes=bounds, prefix_lens=prefixes, counters=torch.zeros(2, dtype=torch.int32),
         memory=torch.zeros(100_000 + 8 * rows),
         visible=torch.full((rows, -(-nodes // 64)), -1), grid=torch.zeros(3, dtype=torch.int64),
         listed=torch.zeros(40_000, 5, dtype=torch.int64),
     )  # fmt: skip
     numbers |= {name: tensor.data_ptr() for name, tensor in tensors.items()}
     with session({name: (tensor, "inout") for name, tensor in tensors.items()}) as machine:
-        machine.attention_tasks(numbers)
-    count = int(tensors["counters"][1])
+        count = machine.attention_tasks(numbers)
     return tensors["listed"][:count].tolist(), *tensors["grid"].tolist()
 
 
@@ -123,6 +120,6 @@ def test_the_same_bits_however_many_slots_and_blocks(options):
     case = attention_case([700, 90], [2, 1], heads=(1, 8), layout="paged 16", **options)
     unused = torch.full((2, 4096), -1, dtype=torch.int32)
     many = case | {"block_table": torch.cat([case["block_table"], unused], dim=1)}
-    expected = attention_tree(**case, multiprocessors=1000)
+    expected = run_on_gpu(case, multiprocessors=1000)
     for multiprocessors in (1, 2, 3, 5):
-        assert_same_runs(attention_tree(**many, multiprocessors=multiprocessors), expected)
+        assert_same_runs(run_on_gpu(many, multiprocessors=multiprocessors), expected)

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from attention_cases import BITS, BUSHY, CHAIN, FLAT, PEAKY, SINK, attention_case
-from attention_checks import assert_right, assert_same_runs, check, run, sized, solved
-from emulator.ops.attention import attention_tree
+from attention_checks import assert_right, assert_same_runs, check, run, run_and_record, run_on_gpu, sized, solved
 from support.pairwise import pairwise
 
 from pass_ext.ops.attention import TWO_WIDTHS, padded_widths
@@ -92,18 +91,18 @@ def test_hardly_worse_than_rounding_the_exact_result(backend, dtype):
 def test_ragged_batches_on_any_grid(blocks):
     """A padded request, an empty prefix, a tile that is not whole; the order of threads changes nothing."""
     case = attention_case([0, 33, 130, 64], [1, 0, 23, 6], heads=(1, 3), spare=2, mask=BITS, **WIDTHS)
-    first = attention_tree(**case, blocks=blocks, seed=0)
+    first = run_on_gpu(case, multiprocessors=blocks, seed=0)
     assert_right(first, case, attention_terms(**case))
-    assert_same_runs(attention_tree(**case, blocks=blocks, seed=1), first)
+    assert_same_runs(run_on_gpu(case, multiprocessors=blocks, seed=1), first)
 
 
 @pytest.mark.parametrize(("nodes", "group"), [(3, 4), (1, 16), (13, 4), (4, 16)])
 def test_a_key_and_its_value_are_read_once_and_in_their_own_width(nodes, group):
     """640 bytes of a token for up to 64 rows, where a common width of 256 has 1,024."""
-    case, record = attention_case([94], [nodes], heads=(1, group), mask=CHAIN, **WIDTHS), {}
-    result = attention_tree(**case, blocks=1, record=record)
+    case = attention_case([94], [nodes], heads=(1, group), mask=CHAIN, **WIDTHS)
+    result, copies = run_and_record(case, multiprocessors=1)
     assert_right(result, case, attention_terms(**case))
-    assert 16 * len(record["copies"]) == (94 + nodes) * 640
+    assert 16 * len(copies) == (94 + nodes) * 640
 
 
 # ---- who has these widths ----
