@@ -154,6 +154,17 @@ def test_pages_that_are_not_there_read_as_zeros():
     assert_right(run_on_gpu(gone, multiprocessors=1), case, attention_terms(**case))
 
 
+def test_rows_that_cannot_be_copied_16_bytes_at_a_time_are_refused(backend):
+    if backend.name.startswith("cpu"):
+        pytest.skip("the CPU reads rows at any address")
+    case = to(attention_case([20], [2]), backend.device)
+    padded = torch.zeros(*case["k_cache"].shape[:3], 72, dtype=torch.bfloat16, device=backend.device)
+    with pytest.raises(RuntimeError, match="k_cache must have strides that are multiples of 8"):
+        pass_ext.attention_tree(**case | {"k_cache": padded[..., :68].contiguous()[..., :64]})
+    with pytest.raises(RuntimeError, match="v_cache must start at a multiple of 16 bytes"):
+        pass_ext.attention_tree(**case | {"v_cache": padded[..., 4:68]})
+
+
 # ---- real grids, streams, graphs: beyond the emulator ----
 
 
@@ -213,14 +224,3 @@ def test_compiled_with_graphs(cuda):
         torch.compiler.cudagraph_mark_step_begin()
         out = compiled(case).clone()
     assert torch.equal(out, pass_ext.attention_tree(**case)[0] + 1)
-
-
-def test_rows_that_cannot_be_copied_16_bytes_at_a_time_are_refused(backend):
-    if backend.name.startswith("cpu"):
-        pytest.skip("the CPU reads rows at any address")
-    case = to(attention_case([20], [2]), backend.device)
-    padded = torch.zeros(*case["k_cache"].shape[:3], 72, dtype=torch.bfloat16, device=backend.device)
-    with pytest.raises(RuntimeError, match="k_cache must have strides that are multiples of 8"):
-        pass_ext.attention_tree(**case | {"k_cache": padded[..., :68].contiguous()[..., :64]})
-    with pytest.raises(RuntimeError, match="v_cache must start at a multiple of 16 bytes"):
-        pass_ext.attention_tree(**case | {"v_cache": padded[..., 4:68]})

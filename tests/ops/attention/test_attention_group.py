@@ -240,6 +240,15 @@ def test_hardly_worse_than_rounding_the_exact_result(backend, dtype):
     assert rms(run(backend, case)[0]) <= 1.5 * rms(exact.to(dtype))
 
 
+def test_rows_that_cannot_be_copied_16_bytes_at_a_time_are_refused(backend):
+    if backend.name.startswith("cpu"):
+        pytest.skip("the CPU reads rows at any address")
+    case = to(attention_case([20], [2], heads=(1, 8), **LATENT), backend.device)
+    padded = torch.zeros(*case["k_cache"].shape[:3], 580, dtype=torch.bfloat16, device=backend.device)
+    with pytest.raises(RuntimeError, match="k_cache must have strides that are multiples of 8"):
+        pass_ext.attention_tree(**case | {"k_cache": padded[..., :576]})
+
+
 # ---- a real GPU ----
 
 
@@ -253,12 +262,3 @@ def test_long_texts_on_a_real_grid(cuda, rows):
     assert_right(tuple(tensor.cpu() for tensor in first), case, exact)
     for _ in range(20):
         assert_same_runs(pass_ext.attention_tree(**moved), first)
-
-
-def test_rows_that_cannot_be_copied_16_bytes_at_a_time_are_refused(backend):
-    if backend.name.startswith("cpu"):
-        pytest.skip("the CPU reads rows at any address")
-    case = to(attention_case([20], [2], heads=(1, 8), **LATENT), backend.device)
-    padded = torch.zeros(*case["k_cache"].shape[:3], 580, dtype=torch.bfloat16, device=backend.device)
-    with pytest.raises(RuntimeError, match="k_cache must have strides that are multiples of 8"):
-        pass_ext.attention_tree(**case | {"k_cache": padded[..., :576]})
