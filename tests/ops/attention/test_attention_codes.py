@@ -198,8 +198,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("change", "message"), REFUSED, ids=[message[:32] for _, message in REFUSED])
 def test_bad_rows_are_refused_in_words(backend, change, message):
-    if is_small(backend):
-        pytest.skip("the op's own checks are not on it")
     case = quantized(solved([5, 9], [3, 4], new=True)[0], torch.int8)
     with pytest.raises(RuntimeError, match=message):
         pass_ext.attention_tree(**case | change(case))
