@@ -65,13 +65,16 @@ def texts_in_cache(
     cache: Any, layers: Iterable[int], starts: Tensor, count: int, model: Any
 ) -> list[tuple[Tensor, Tensor]]:
     """The cached keys and values ``[B, n, H, D]`` of the first n tokens of every text, which begin at columns ``starts``, as a
-    session has them."""
+    session has them. Views of the cache, if its texts begin at one column."""
     columns = starts[:, None] + torch.arange(count, device=starts.device)
-    last = columns.new_tensor(cache_length(cache, next(iter(layers))) - 1)
-    columns = columns.minimum(last)
+    last = cache_length(cache, next(iter(layers))) - 1
+    columns = columns.clamp(max=last)
+    first, *others = starts.tolist()
+    are_together = set(others) <= {first} and first + count <= last + 1
     pairs = {}
     for layer in layers:
-        keys, values = (gathered(x.transpose(1, 2), columns) for x in read_cache(cache, layer))
+        cached = (x.transpose(1, 2) for x in read_cache(cache, layer))
+        keys, values = (x[:, first : first + count] if are_together else gathered(x, columns) for x in cached)
         pairs[layer] = keys, values
     return list(from_theirs(unwrapped(model), cache, pairs, columns).values())
 

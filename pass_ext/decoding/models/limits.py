@@ -150,11 +150,11 @@ def known_positions(model: Any, most: int) -> int | None:
     inner = unwrapped(model)
     owner = decoder_of(inner) if has_encoder(inner) else model
     tokens = (owner.get_input_embeddings(), model.get_output_embeddings())
-    tables = [module for module in modules_of(model) if isinstance(module, nn.Embedding) and module not in tokens]
+    parts = modules_of(model)
+    tables = [part for part in parts if isinstance(part, nn.Embedding) and part not in tokens]
     rows = {table.num_embeddings - getattr(table, "offset", 0) for table in tables}
-    rows |= {
-        len(buffer) for name, buffer in model.named_buffers() if buffer.dim() == 2 and "pos" in name.rsplit(".")[-1]
-    }
+    buffers = (buffer for part in parts for name, buffer in part._buffers.items() if "pos" in name)
+    rows |= {len(buffer) for buffer in buffers if buffer is not None and buffer.dim() == 2}
     return most if most in rows else None
 
 

@@ -58,7 +58,7 @@ def reads_whole(model: Any) -> bool:
     if has_encoder(model):
         return False
     lists = [part for part in decoder_of(model)._modules.values() if isinstance(part, nn.ModuleList)]
-    own = (part for layers in lists for part in modules_of(layers) if hasattr(part, "layer_idx"))
+    own = (part for layers in lists for part in modules_of(layers) if "layer_idx" in vars(part))
     return any(getattr(part, "is_causal", True) is False for part in own)
 
 

@@ -254,7 +254,7 @@ def layers_with_keys_of_others(model: nn.Module) -> int:
 
 
 def _with_keys_of_others(model: nn.Module) -> list[nn.Module]:
-    return [part for part in modules_of(model) if getattr(part, "is_kv_shared_layer", False)]
+    return [part for part in modules_of(model) if vars(part).get("is_kv_shared_layer")]
 
 
 _BY = "pass_ext_by"

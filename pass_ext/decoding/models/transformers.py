@@ -156,8 +156,9 @@ class TransformersModel(Adapted):
                 self._end()
 
     def _begin(self) -> None:
+        are_hooked = is_hooked(text_parts(self.model))
         if self._replaced is None:
-            self._replaced = self._find_replaced()
+            self._replaced = self._find_replaced(may_be_kept=not are_hooked)
         if self.keeps_states:
             self._backend = Backend(None, f"its layers keep states, by {' and '.join(computed_by(self.model))}")
         elif self.has_encoder:
@@ -166,7 +167,7 @@ class TransformersModel(Adapted):
             self._backend = Backend(None, f"it is wrapped by {type(self.model).__name__}")
         elif self.logit_shards is not None:
             self._backend = Backend(None, "its logits are divided among ranks")
-        elif is_hooked(text_parts(self.model)):
+        elif are_hooked:
             self._backend = Backend(None, "hooks or autocast reach into its modules")
         else:
             self._state = ModelState(self.model)
@@ -216,12 +217,11 @@ class TransformersModel(Adapted):
             finally:
                 self._hidden = former
 
-    def _find_replaced(self) -> dict[int, int]:
+    def _find_replaced(self, *, may_be_kept: bool) -> dict[int, int]:
         placeholders = limits.placeholder_ids(self.model.config, len(self.table))
         if not placeholders or self.has_encoder:
             return {}
         key, known = tuple(placeholders), _replaced.setdefault(unwrapped(self.model), {})
-        may_be_kept = not is_hooked(text_parts(self.model))
         if may_be_kept and key in known:
             return known[key]
         pad = getattr(self.model.config.get_text_config(decoder=True), "pad_token_id", None)

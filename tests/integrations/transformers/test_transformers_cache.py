@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 from packaging.version import Version  # noqa: E402
 from support.small_models import SIZES, prompts, small_model  # noqa: E402
 
+from pass_ext.decoding.models.cache import texts_in_cache  # noqa: E402
 from pass_ext.decoding.models.parts import cache_name, given_cache  # noqa: E402
 from pass_ext.integrations.transformers import cache_length, custom_generate, read_cache, write_cache  # noqa: E402
 
@@ -46,6 +47,21 @@ def test_another_cache_continues_alike(source, target):
         write_cache(target_cache, layer, keys, values)
         assert cache_length(target_cache, layer) == 6
     torch.testing.assert_close(forward(model, ids[:, 6:], target_cache, 6), whole[:, 6:], atol=3e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("starts", [[0, 0], [2, 2], [0, 2], [3, 3]])
+def test_texts_in_a_cache_are_its_columns(starts):
+    """Copies only where the texts begin at several columns, or one ends after the cache."""
+    model = small_model("llama")
+    cache = make_cache("dynamic", model)
+    forward(model, prompts(2, 9)[0], cache, 0)
+    columns = (torch.tensor(starts)[:, None] + torch.arange(7)).clamp(max=8)
+    for layer, pair in enumerate(texts_in_cache(cache, range(2), torch.tensor(starts), 7, model)):
+        for found, stored in zip(pair, read_cache(cache, layer), strict=True):
+            expected = torch.stack([rows[:, at] for rows, at in zip(stored, columns, strict=True)]).transpose(1, 2)
+            assert torch.equal(found, expected)
+            is_view = found.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
+            assert is_view == (starts in ([0, 0], [2, 2]))
 
 
 def test_a_static_layer_keeps_its_addresses_and_forgets_the_rest():

@@ -63,7 +63,7 @@ class DistanceBiases(Feature):
         for part in _with_tables(shadow):
             part.compute_bias = partial(_of_buckets, part)
         for part in modules_of(shadow):
-            if hasattr(part, _BUCKETS):
+            if _BUCKETS in vars(part):
                 attend_by(part, _biased)
 
 
@@ -109,7 +109,7 @@ def _with_tables(model: nn.Module) -> list[Any]:
     return [
         part
         for part in modules_of(model)
-        if hasattr(part, _BUCKETS)
+        if _BUCKETS in vars(part)
         and part._modules.get("relative_attention_bias") is not None
         and getattr(part, "is_decoder", False)
     ]

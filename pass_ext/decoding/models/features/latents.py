@@ -51,8 +51,9 @@ class LatentAttention(Feature):
 
     def other_format(self, model: Any) -> str:
         """Layers that keep expanded heads have other caches than transformers, which keeps latents."""
-        by_latents = {part.layer_idx for part in modules_of(model) if getattr(part, "kv_lora_rank", None) is not None}
-        return "latent keys and values (kv_lora_rank)" if by_latents - latent_layers(model).keys() else ""
+        by_latents = {part.layer_idx for part in modules_of(model) if vars(part).get("kv_lora_rank") is not None}
+        is_expanded = bool(by_latents) and not by_latents <= latent_layers(model).keys()
+        return "latent keys and values (kv_lora_rank)" if is_expanded else ""
 
     def from_theirs(self, model: Any, cache: Any, pairs: Mapping[int, Pair], columns: Tensor) -> Mapping[int, Pair]:
         """Theirs are latents and rotated keys."""
@@ -75,15 +76,17 @@ def latent_layers(model: nn.Module) -> dict[int, tuple[int, int]]:
 def _latent_parts(model: nn.Module) -> list[Any]:
     if is_autocast_enabled():
         return []
-    any_device = any(part._modules.get("indexer") is not None for part in modules_of(model))
-    return [part for part in modules_of(model) if _expands_latents(part, any_device=any_device)]
+    parts = modules_of(model)
+    expanding = [part for part in parts if hasattr(type(part), "expand_kv")]
+    any_device = bool(expanding) and any(part._modules.get("indexer") is not None for part in parts)
+    return [part for part in expanding if _expands_latents(part, any_device=any_device)]
 
 
 def _expands_latents(part: Any, *, any_device: bool) -> bool:
     """True for attention that expands latents by the weights of one linear layer, on the CPU or on any device. Latents too wide
     for ``attention_tree`` are expanded for the cache, as layers of another form are."""
-    method, layer = getattr(type(part), "expand_kv", None), part._modules.get("kv_b_proj")
-    if method is None or "expand_kv" in vars(part) or type(layer) is not nn.Linear or not is_untouched(layer):
+    method, layer = type(part).expand_kv, part._modules.get("kv_b_proj")
+    if "expand_kv" in vars(part) or type(layer) is not nn.Linear or not is_untouched(layer):
         return False
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if weight is None or not is_plain(weight) or not (weight.is_cpu or any_device) or bias is not None:

@@ -47,8 +47,8 @@ class ScaledQueries(Feature):
 
 
 def _scales(part: Any) -> bool:
-    is_attention, config = hasattr(part, "scaling"), vars(part).get("config")
-    return bool(getattr(part, _SCALES, False)) or (is_attention and getattr(config, _LOG_SCALES, None) is not None)
+    own = vars(part)
+    return bool(own.get(_SCALES)) or ("scaling" in own and getattr(own.get("config"), _LOG_SCALES, None) is not None)
 
 
 def _cache_argument(module: nn.Module) -> str | None:
