@@ -109,9 +109,9 @@ def find_backends(devices):
     elif "best-cpu" in devices:
         backends += testing.cpu_backends()[-1:]
     if not devices or "emulated" in devices:
-        from emulator.ops import KERNELS
+        from emulator.ops import EMULATED
 
-        backends.append(testing.rerouted_backend("emulated", KERNELS))
+        backends.append(EMULATED)
     if not devices or "cuda" in devices:
         cuda = testing.cuda_backends()
         if devices and "cuda" in devices and not cuda:

@@ -19,12 +19,11 @@ import pass_ext
 from benchmarks import ROOT
 from benchmarks.harness.markdown import table
 from benchmarks.harness.template import page
-from pass_ext import testing
 
 sys.path.append(str(ROOT / "tests"))  # at the end: an installed pass_ext stays
 
 import emulator
-from emulator.ops import KERNELS
+from emulator.ops import EMULATED
 
 PAGE = Path("benchmarks/results/kernel-time/state-bytes.md")
 LAYERS = {  # heads, key heads, dk, dv, form
@@ -75,7 +74,7 @@ def count(layer: str, rows: int) -> Counts:
     path = [rows - 1]
     while parents[path[0]] >= 0:
         path.insert(0, parents[path[0]])
-    with testing.rerouted_backend("emulated", KERNELS).active():
+    with EMULATED.active():
         _, update = pass_ext.layers.recurrent_tree(
             q, k, v, log_decay, beta, state, torch.tensor(parents, dtype=torch.int32), bounds, form=form
         )

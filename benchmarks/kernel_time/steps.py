@@ -27,12 +27,11 @@ from benchmarks.kernel_time.inputs import (
     layer_calls,
     one_order_calls,
 )
-from pass_ext import testing
 
 sys.path.append(str(ROOT / "tests"))  # at the end: an installed pass_ext stays
 
 import emulator
-from emulator.ops import KERNELS, on_gpu
+from emulator.ops import EMULATED, on_gpu
 
 RESIDENT_BLOCKS = 2
 """Blocks of the attention kernel on a multiprocessor: kResidentBlocks of cuda/attention_tile.cuh."""
@@ -53,7 +52,7 @@ class Machine:
         gpu = on_gpu(multiprocessors=multiprocessors, resident_blocks=RESIDENT_BLOCKS)
         self.module.record_paths(CYCLES, self.weights)
         try:
-            with gpu, testing.rerouted_backend("emulated", KERNELS).active():
+            with gpu, EMULATED.active():
                 result = call.run()
         finally:
             launches = self.module.taken_paths()

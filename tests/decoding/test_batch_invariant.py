@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from emulator.ops import KERNELS
+from emulator.ops import EMULATED
 from support.generation import slots_for
 from support.paths import ROOT
 from support.small_models import prompts, ragged_prompts, small_model
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.append(str(ROOT))  # for benchmarks; at the end, so that an installed pass_ext stays the one that is tested
 from benchmarks.architectures.models import tiny_model
 from examples.plain_decoder import VOCABULARY, Decoder
-from pass_ext import NGram, PaSS, Plain, Session, Speculative, Tree, generate, testing
+from pass_ext import NGram, PaSS, Plain, Session, Speculative, Tree, generate
 from pass_ext.decoding.models import parts
 
 
@@ -59,7 +59,7 @@ def test_on_the_kernels_of_a_gpu(monkeypatch, codes, length):
         "llama", num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=64
     ).bfloat16()
     ids, mask = prompts(2, length, padding=(0, length - 9))
-    with testing.rerouted_backend("emulated", KERNELS).active():
+    with EMULATED.active():
         options = dict(new=3, cache_dtype=codes)
         assert differing(model, ids, mask, passes(model), **options, batch_invariant=True) == 0
         if codes is None:
@@ -72,7 +72,7 @@ def test_a_group_of_heads_on_the_kernels_of_a_gpu(monkeypatch):
     monkeypatch.setattr(parts, "_stack_of", lambda *_: None)
     model = small_model("llama", num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=1, head_dim=128)
     model, (ids, mask) = model.bfloat16(), prompts(2, 40, padding=(0, 31))
-    with testing.rerouted_backend("emulated", KERNELS).active():
+    with EMULATED.active():
         assert differing(model, ids, mask, passes(model), new=2, batch_invariant=True) == 0
 
 
@@ -80,7 +80,7 @@ def test_a_group_of_heads_on_the_kernels_of_a_gpu(monkeypatch):
 def test_experts_on_the_kernels_of_a_gpu():
     model = tiny_model("qwen3_moe", num_hidden_layers=1).bfloat16()
     ids, mask = prompts(2, 9, padding=(0, 5))
-    with testing.rerouted_backend("emulated", KERNELS).active():
+    with EMULATED.active():
         assert differing(model, ids, mask, passes(model), new=2, batch_invariant=True) == 0
 
 

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from emulator.ops import KERNELS
+from emulator.ops import EMULATED
 from support.generation import methods_for, slots_for
 from support.small_models import prompts, ragged_prompts, small_model
 
@@ -19,7 +19,6 @@ from pass_ext import (
     Speculative,
     Tree,
     generate,
-    testing,
 )
 from pass_ext.decoding.models import fused_forward, parts
 from pass_ext.decoding.session import session as sessions
@@ -158,7 +157,7 @@ def test_the_kernels_of_a_gpu(monkeypatch):
     model, ids = small_model("llama"), prompts(2, 5)[0]
     options = dict(max_new_tokens=6, eos_token_id=[])
     want = generate(model, ids, session=Session(model, cache_dtype=torch.int8), **options).sequences
-    with testing.rerouted_backend("emulated", KERNELS).active():
+    with EMULATED.active():
         for method in (Plain(), NGram(shortest=1, tokens=3)):
             session = Session(model, cache_dtype=torch.int8)
             assert torch.equal(generate(model, ids, method, session=session, **options).sequences, want)

@@ -1,4 +1,4 @@
-"""``KERNELS``: the ops as the emulator runs them, CPU tensors in and out and csrc/cuda/*.cu in between. ``on_gpu``: the GPU.
+"""``EMULATED``: the backend whose ops are csrc/cuda/*.cu on the emulator, CPU tensors in and out. ``on_gpu``: on which GPU.
 
 Each call has another order of threads; every run of the tests has the same orders.
 """
@@ -13,6 +13,7 @@ import torch
 
 from emulator import NAMESPACE, session
 from pass_ext import _library
+from pass_ext.testing import rerouted_backend
 
 # In turn so small that a single block works on all requests, and so large that all rows are scanned beforehand.
 sizes = itertools.cycle((0, 100_000))
@@ -60,4 +61,6 @@ def emulated(name: str) -> Callable[..., Any]:
     return run
 
 
-KERNELS = {name: emulated(name) for name in _library.op_names() if name not in _library.CPU_ONLY}
+EMULATED = rerouted_backend(
+    "emulated", {name: emulated(name) for name in _library.op_names() if name not in _library.CPU_ONLY}
+)

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from emulator.ops import KERNELS
+from emulator.ops import EMULATED
 from support.generation import assert_as_alone, unpadded
 from support.grammars import random_automaton
 from support.head_kinds import KINDS, head_of_kind
@@ -19,7 +19,7 @@ from support.recorded import Recorded
 from support.small_models import whole_prompts
 from support.taped_graphs import use_taped_graphs
 
-from pass_ext import NGram, Plain, Session, custom_generate, generate, testing
+from pass_ext import NGram, Plain, Session, custom_generate, generate
 from pass_ext.decoding.models import parts
 from pass_ext.drafting import Assistant
 
@@ -68,8 +68,7 @@ def test_drafts_are_those_of_the_formulas(head):
 
 
 def test_drafts_are_those_of_the_formulas_on_the_kernels_of_a_gpu(on_a_gpu):
-    emulated = testing.rerouted_backend("emulated", KERNELS).active()
-    check_drafts(on_a_gpu, Recorded(on_a_gpu.method), kernels=emulated, max_new_tokens=8)
+    check_drafts(on_a_gpu, Recorded(on_a_gpu.method), kernels=EMULATED.active(), max_new_tokens=8)
 
 
 NO_GRAPH = {

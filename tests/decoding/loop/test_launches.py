@@ -8,11 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("transformers")
 
 import emulator
-from emulator.ops import KERNELS
+from emulator.ops import EMULATED
 from support.generation import slots_for
 from support.small_models import ragged_prompts, small_model
 
-from pass_ext import PaSS, Session, Tree, generate, testing
+from pass_ext import PaSS, Session, Tree, generate
 from pass_ext.decoding.loop.device_step import DeviceStep
 from pass_ext.decoding.models import parts
 from pass_ext.modules.slot_adapters import SlotAdapters
@@ -75,7 +75,7 @@ def test_launches_of_a_step(steps, architecture, adapted):
         adapters = SlotAdapters(adapter_sizes(model, 3)) if adapted else None
         slots = slots_for(model, adapters=adapters)
         method = PaSS(slots, tree=Tree.from_branching((2,)).with_lookahead({0: 2, 1: 2, 2: 2}), rows=9)
-        with testing.rerouted_backend("emulated", KERNELS).active():
+        with EMULATED.active():
             session = Session(model, run_ahead=True)
             generate(model, ragged_prompts(1, longest=9)[0], method, max_new_tokens=3, session=session, eos_token_id=[])
         ops = steps[-1]
@@ -94,7 +94,7 @@ def test_chosen_rows_take_one_launch_more_than_fixed_ones(steps):
     tree = Tree.from_branching((2,)).with_lookahead({0: 2, 1: 2})
     for method in (PaSS(slots, rows=7, slots=2), PaSS(slots, tree=tree, rows=7)):
         steps.clear()
-        with testing.rerouted_backend("emulated", KERNELS).active():
+        with EMULATED.active():
             # Two texts: one on the CPU has a loop that is its own.
             session = Session(model, run_ahead=True)
             generate(model, ids.repeat(2, 1), method, max_new_tokens=3, session=session, eos_token_id=[])

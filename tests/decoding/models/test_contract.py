@@ -14,14 +14,14 @@ from packaging.version import Version
 if Version(transformers.__version__) < Version("5.24"):
     pytest.skip("the models are those of transformers 5.24", allow_module_level=True)
 
-from emulator.ops import KERNELS
+from emulator.ops import EMULATED
 from support.generation import greedy_of_transformers, slots_for
 from support.gpu_widths import use_widths_of_a_gpu
 from support.kinds import GREEDY, KINDS, NEW, all_methods, model_of, ragged, some_methods, text, text_of
 from support.small_models import prompts, ragged_prompts
 
 import pass_ext
-from pass_ext import NGram, PaSS, Plain, Session, Tree, generate, testing
+from pass_ext import NGram, PaSS, Plain, Session, Tree, generate
 from pass_ext.decoding.models.parts import cache_name
 from pass_ext.decoding.session import session as sessions
 from pass_ext.integrations.transformers.processors import NotedRows
@@ -203,7 +203,7 @@ def test_kernels_and_widths_of_a_gpu_on_the_emulator(kind, monkeypatch):
     all_codes = (None,) if kind.coded else (None, torch.int8)
     want = [ours(model, ids, mask, new=5, session=Session(model, cache_dtype=codes)) for codes in all_codes]
     use_widths_of_a_gpu(monkeypatch)
-    with testing.rerouted_backend("emulated", KERNELS).active():
+    with EMULATED.active():
         for codes, its in zip(all_codes, want, strict=True):
             session = Session(model, cache_dtype=codes)
             assert torch.equal(ours(model, ids, mask, NGram(shortest=1, tokens=3), new=5, session=session), its), codes

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from emulator.ops import KERNELS
+from emulator.ops import EMULATED
 from support.generation import greedy_of_transformers, methods_for
 from support.gpu_widths import use_widths_of_a_gpu
 from support.small_models import MASKS_KNOW_WINDOWS, ODD_HEADS, SINKS, WIDE, ragged_prompts, small_model
@@ -16,7 +16,7 @@ from transformers.models.mistral import modeling_mistral
 
 import pass_ext
 from benchmarks.architectures.models import tiny_model
-from pass_ext import NGram, Plain, Session, generate, testing
+from pass_ext import NGram, Plain, Session, generate
 from pass_ext.decoding.models.row_attention import KEY, reach_of, window_of
 
 IDS = torch.tensor([[5, 6, 7, 5, 6]])
@@ -73,7 +73,7 @@ def test_values_narrower_than_keys_have_caches_of_that_size_on_a_gpu(codes, cach
     options = dict(max_new_tokens=6, attention_mask=mask, eos_token_id=[])
     want = generate(model, ids, session=Session(model, cache_dtype=codes), **options).sequences
     use_widths_of_a_gpu(monkeypatch)
-    with testing.rerouted_backend("emulated", KERNELS).active():
+    with EMULATED.active():
         for method in (Plain(), NGram(shortest=1, tokens=3)):
             session = Session(model, cache_dtype=codes)
             assert torch.equal(generate(model, ids, method, session=session, **options).sequences, want), method

@@ -105,9 +105,9 @@ def test_a_gpu_decides_as_the_cpu_does():
     """
     others = testing.cuda_backends()
     if not others:
-        from emulator.ops import KERNELS
+        from emulator.ops import EMULATED
 
-        others = [testing.rerouted_backend("emulated", KERNELS)]
+        others = [EMULATED]
     cases = [("coupled", False, 60), ("coupled_inverse", False, 60), ("rejection", True, 60), ("traversal", True, 30)]
     for rule, filters, requests in cases:
         random = torch.Generator().manual_seed(31)

@@ -18,7 +18,7 @@ import math
 import emulator
 import pytest
 import torch
-from emulator.ops import KERNELS
+from emulator.ops import EMULATED
 from support.steps import random_step, to
 
 import pass_ext
@@ -51,7 +51,7 @@ def gpu(request):
         yield request.param
         return
     emulator.load().set_exp2_error(request.param)
-    yield testing.rerouted_backend("emulated", KERNELS)
+    yield EMULATED
     emulator.load().set_exp2_error("none")
 
 

@@ -5,7 +5,7 @@ Each test compares with the CPU op, token for token, where a list is long enough
 
 import pytest
 import torch
-from emulator.ops import KERNELS, on_gpu
+from emulator.ops import EMULATED, on_gpu
 from support.steps import to
 
 import pass_ext
@@ -33,7 +33,7 @@ LARGE, SMALL = "large GPU", "small GPU"
 def gpu(request):
     """A GPU, or the emulator of a GPU of this size."""
     with on_gpu(multiprocessors=132 if request.param == LARGE else 1):
-        yield (*testing.cuda_backends(), testing.rerouted_backend("emulated", KERNELS))[0]
+        yield (*testing.cuda_backends(), EMULATED)[0]
 
 
 def cases(values, on_small):

@@ -3,7 +3,7 @@
 import emulator
 import pytest
 import torch
-from emulator.ops import KERNELS, on_gpu
+from emulator.ops import EMULATED, on_gpu
 
 import pass_ext
 from benchmarks.kernel_code import bounds
@@ -107,9 +107,8 @@ def test_rows_that_few_blocks_scan_in_turns(dtype):
         temperature=torch.full((rows,), 0.7), top_k=torch.tensor([0, 5] * 4), seeds=torch.arange(rows), positions=0
     )
     expected = pass_ext.draft_sample(logits, 3, mode="coupled", **arguments)
-    empty = dict.fromkeys(("top_p", "min_p", "allowed", "positions", "nodes"))
-    with on_gpu(multiprocessors=1):
-        ours = KERNELS["draft_sample"](logits, 3, 0, **arguments | {"top_k": arguments["top_k"].int()} | empty)
+    with on_gpu(multiprocessors=1), EMULATED.active():
+        ours = pass_ext.draft_sample(logits, 3, mode="coupled", **arguments)
     assert torch.equal(expected[0], ours[0])
     torch.testing.assert_close(expected[1], ours[1])
 
@@ -135,29 +134,27 @@ def test_a_block_draws_the_noise_that_the_scan_has_not_drawn(vocabulary, draws):
     ]  # fmt: skip
     tokens = torch.stack(own)[:, :-1].clone()
     tokens[1, 1] = (tokens[1, 1] + 1) % vocabulary
-    expected = pass_ext.accept_chain(logits, tokens, temperature=temperature, seeds=seeds, positions=positions)
+    numbers = dict(temperature=temperature, seeds=seeds, positions=positions)
+    expected = pass_ext.accept_chain(logits, tokens, **numbers)
     assert expected.num_accepted.tolist() == [3, 1]
-    sampling = (temperature, *[None] * 7)
-    rest = (None, None, seeds, positions, 0.09, 0.3, -1, 0)
-    with on_gpu(multiprocessors=1):
-        ours = KERNELS["accept_chain"](logits, tokens, 0, None, *sampling, *rest)
-    for ours_part, expected_part in zip(ours[:4], expected, strict=True):
+    with on_gpu(multiprocessors=1), EMULATED.active():
+        ours = pass_ext.accept_chain(logits, tokens, **numbers)
+    for ours_part, expected_part in zip(ours, expected, strict=True):
         assert torch.equal(ours_part, expected_part)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rows_that_begin_between_two_wide_loads_take_one_more_for_each_piece(dtype):
     """Not eight loads of one logit: that took 10 to 20 times as long."""
-    names = ("temperature", "top_k", "top_p", "min_p", "allowed", "seeds", "positions", "nodes")
-    vocabulary, none = 24_700, dict.fromkeys(names)
+    vocabulary = 24_700
     memory = torch.empty(vocabulary + 16, dtype=dtype)
     wide = 16 // memory.element_size()
     aligned = -memory.data_ptr() // memory.element_size() % wide
     counts = []
     for shift in (0, 1, wide - 1):
         row = memory[aligned + shift :][:vocabulary].copy_(torch.linspace(-9, 9, vocabulary))
-        with on_gpu(multiprocessors=132):
-            KERNELS["draft_sample"](row[None], 1, pass_ext.ops.draft.MODES.index("top"), **none)
+        with on_gpu(multiprocessors=132), EMULATED.active():
+            pass_ext.draft_sample(row[None], 1, mode="top")
         counts.append(emulator.load().count_accesses())
     pieces = vocabulary / 8
     assert pieces < min(counts[1:]) - counts[0] and max(counts[1:]) - counts[0] < 1.2 * pieces, counts

@@ -10,19 +10,18 @@ from contextlib import contextmanager
 import emulator
 import torch
 from attention_cases import UNALIGNED, attention_case
-from emulator.ops import KERNELS, on_gpu
+from emulator.ops import EMULATED, on_gpu
 from support.steps import to
 from torch import Tensor
 
 import pass_ext
 from pass_ext.reference.attention import AttentionTerms, attention_terms
-from pass_ext.testing import Backend, assert_same_bits, cpu_backends, rerouted_backend
+from pass_ext.testing import Backend, assert_same_bits, cpu_backends
 
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}  # half a step at 1
 FLOATS = tuple(UNIT)
 BFLOAT16, FLOAT16, FLOAT32 = range(3)  # FloatType of csrc/core/attention.h
 BEST_CPU = cpu_backends()[-1].name
-EMULATED = rerouted_backend("emulated", KERNELS)
 
 
 def is_small(backend: Backend) -> bool:
