@@ -26,6 +26,7 @@ from pass_ext.decoding.drafting.drafting import Drafting
 from pass_ext.decoding.loop.device_step import DeviceStep, Records
 from pass_ext.decoding.loop.host_step import HostStep
 from pass_ext.decoding.loop.loop import Loop, Step
+from pass_ext.decoding.loop.pausing_step import PausingStep
 from pass_ext.decoding.loop.scores import Scores
 from pass_ext.decoding.loop.texts import Listener, Texts
 from pass_ext.decoding.methods import Method, Plain
@@ -180,6 +181,12 @@ def generate(
         step: Step
         if rows is None:
             step = HostStep(context, drafting, session, accept, processors, scores)
+            if drafting.pace is not None:
+                without = _device_rows(
+                    context, Drafting(Plain(), context), accept, processors, scores, session.run_ahead
+                )
+                if without is not None:
+                    step = PausingStep(step, _device_step(context, session, without, accept, lag=0))
         else:
             step = _device_step(context, session, rows, accept, lag)
         loop = Loop(step, texts, None if lag else drafting.pace, lag)

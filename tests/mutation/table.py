@@ -254,6 +254,7 @@ _PYTHON: dict[str, list[str]] = {
     ],
     "loop/loop": [*_AHEAD, *_PACE],
     "loop/device_step": [*_AHEAD, *_CHOSEN],
+    "loop/pausing_step": [*_PACE, "tests/decoding/drafting/test_taps.py"],
     "loop/scores": ["tests/decoding/loop/test_scores.py"],
     "loop/texts": [*_AHEAD, *_GENERATE[:-1], f"{_GENERATE[-1]} or test_ahead"],
     "loop/host_step": [

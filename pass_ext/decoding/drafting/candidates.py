@@ -109,8 +109,8 @@ class Batch:
     """How deep the candidates of each request may be; 0: none, because the request ends or drafting pauses."""
     hidden: Sequence[Tensor] = ()
     """For each request ``[new, taps, d]``: the model's hidden states at the drafter's ``taps``, of the tokens that have come to
-    its caches since the last step, in order; of the whole prompt at the first one. They end with the last token but one of the
-    text: the last token is the root of the next call. Empty for a drafter without taps."""
+    its caches since the last proposal, in order; of the whole prompt at the first one. They end with the last token but one of
+    the text: the last token is the root of the next call. Empty for a drafter without taps."""
 
     @property
     def first_rows(self) -> list[int]:

@@ -11,13 +11,13 @@ so any rule may verify the proposals.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from pass_ext.decoding.drafting.candidates import Batch, Candidates, Proposal
 from pass_ext.decoding.drafting.drafter import N_GRAM, DraftContext, Drafter
 from pass_ext.decoding.methods import NGram
 from pass_ext.decoding.requests.corpus import CorpusText
 from pass_ext.decoding.requests.grammar import Guide
-from pass_ext.decoding.requests.guides import Guides
 from pass_ext.decoding.session.session import Session
 
 _MOST_PLACES = 32
@@ -84,9 +84,10 @@ class NGramDrafter(Drafter):
     name = N_GRAM
     is_silent = True
 
-    def __init__(self, method: NGram, requests: int, guides: Guides | None) -> None:
+    def __init__(self, method: NGram, context: DraftContext) -> None:
         self.max_depth = method.tokens
-        self._method = method
+        self._method, self._context = method, context
+        requests, guides = len(context.texts), context.guides
         self._guides = [None if guides is None else guides.of(request) for request in range(requests)]
         self._indices = [NGramIndex(method.longest, method.shortest) for _ in range(requests)]
         corpus = method.corpus
@@ -96,11 +97,22 @@ class NGramDrafter(Drafter):
         """Learns where the text of each request begins."""
         self._begins = session.begins
 
-    def propose(self, batch: Batch) -> Proposal:
-        texts = [text[begin:] if begin else text for text, begin in zip(batch.texts, self._begins, strict=True)]
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Inside, candidates are proposed; then the corpus has whole texts."""
+        yield
+        self._read(self._context.texts)
+
+    def _read(self, whole: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """Adds the texts so far to the corpus -> what candidates may be looked for in."""
+        texts = [text[begin:] if begin else text for text, begin in zip(whole, self._begins, strict=True)]
         for entry, text in zip(self._texts, texts, strict=True):
             if entry is not None:
                 entry.extend(text[len(entry) :])
+        return texts
+
+    def propose(self, batch: Batch) -> Proposal:
+        texts = self._read(batch.texts)
         return Proposal(list(map(self._candidates, self._indices, self._texts, self._guides, texts, batch.levels)))
 
     def _candidates(
@@ -125,4 +137,4 @@ def _different(chains: Sequence[list[int]]) -> list[list[int]]:
 
 def ngram_drafters(method: NGram | None, context: DraftContext) -> list[Drafter]:
     """The drafter of ``NGram``; an empty list for None."""
-    return [] if method is None else [NGramDrafter(method, len(context.texts), context.guides)]
+    return [] if method is None else [NGramDrafter(method, context)]

@@ -87,6 +87,8 @@ class DeviceStep(Step):
         self._text = torch.empty(requests, session.capacity, dtype=torch.int64, device=device) if recalls else None
         self.report = torch.zeros(requests, REPORT_NUMBERS + plan.depth + 1, dtype=torch.int64, device=device)
         """``[B, numbers + A]``, as ``next_tree_`` writes it; the next step overwrites it."""
+        self.logits: Tensor
+        """``[N, V]``, of the rows of the last call."""
         own = {name: value if value is None else value.clone() for name, value in sampling.keywords().items()}
         self._sampling = BatchSampling(**own)
         self._parameters = self._sampling.keywords()
@@ -107,14 +109,11 @@ class DeviceStep(Step):
         return len(self._reports)
 
     def begin(self, texts: Texts, known: Sequence[int]) -> int:
-        self._texts, session = texts, self._session
-        self._rows.zero_()
-        self._row_tokens.fill_(-1)
-        self._lengths.copy_(uploaded([len(text) for text in texts.tokens], session.device), non_blocking=True)
+        session = self._session
+        self._take(texts)
         if self._text is not None:
             tokens = uploaded(filled(texts.tokens), session.device)
             self._text[:, : tokens.shape[1]].copy_(tokens, non_blocking=True)
-        self._end_at(texts.limits)
         session.is_undisturbed = texts.are_silent
         logits, slots, calls = read_prompts(session, texts.tokens, known, self._plan.prompt_slots)
         self._row_ids.copy_(self._first_ids.expand_as(self._row_ids))
@@ -122,6 +121,21 @@ class DeviceStep(Step):
         self._advance_roots(self._accept(logits, *self._roots(slots), 0), logits, slots)
         self._reports.send()
         return calls
+
+    def resume(self, texts: Texts) -> None:
+        """Goes on with texts that another step has written so far. Of steps of one row."""
+        self._take(texts)
+        self._row_ids.copy_(uploaded([text[-1:] for text in texts.tokens], self._session.device), non_blocking=True)
+        torch.sub(self._lengths[:, None], 1, out=self._row_positions)
+
+    def _take(self, texts: Texts) -> None:
+        """Takes the texts, with empty rows."""
+        self._texts = texts
+        self._rows.zero_()
+        self._row_tokens.fill_(-1)
+        lengths = [len(text) for text in texts.tokens]
+        self._lengths.copy_(uploaded(lengths, self._session.device), non_blocking=True)
+        self._end_at_limits()
 
     def price_by(self, pace: Pace, requests: int) -> None:
         if self._costs is not None and (costs := pace.costs(len(self._costs), requests)) is not None:
@@ -147,10 +161,11 @@ class DeviceStep(Step):
         """Ends the texts that have ended on the host, from the next step on."""
         left = self._texts.remaining
         if any(left) and any(count and not rest for count, rest in zip(gained, left, strict=True)):
-            self._end_at([limit if rest else 0 for limit, rest in zip(self._texts.limits, left, strict=True)])
+            self._end_at_limits()
 
-    def _end_at(self, limits: Sequence[int]) -> None:
-        """Ends texts at these lengths, from the next step on; 0: now."""
+    def _end_at_limits(self) -> None:
+        """Ends texts at their limits, those that have ended on the host now, from the next step on."""
+        limits = [limit if rest else 0 for limit, rest in zip(self._texts.limits, self._texts.remaining, strict=True)]
         self._limits.copy_(uploaded(limits, self._session.device), non_blocking=True)
 
     def _run_needed(self, drafts: bool) -> None:
@@ -236,7 +251,7 @@ class DeviceStep(Step):
         """Calls the model on rows, accepts among them, and commits the accepted ones -> their logits, and the result."""
         self.rows = len(ids)
         with profiled("verify"):
-            logits = self._session.call_at(trees, ids, positions)
+            self.logits = logits = self._session.call_at(trees, ids, positions)
         result = self._accept(logits, tokens, trees, depth)
         with profiled("commit"):
             self._session.store(trees, result.path, result.num_accepted)

@@ -98,6 +98,11 @@ class HostStep(Step):
             self._last_nodes = [0] * len(texts)
         return calls
 
+    def resume(self, logits: Tensor) -> None:
+        """Goes on after steps of the roots alone that another step has run. logits ``[B, V]``: of the last one."""
+        roots = self._drafting.of_prompts(0).candidates
+        self._done, self._last_nodes = _Done(roots, logits, logits, None), [0] * len(roots)
+
     def __call__(self, *, drafts: bool) -> None:
         with profiled("draft"):
             rows = self._rows_of(self._drafting.propose(self._batch(drafts=drafts)))

@@ -189,10 +189,13 @@ class FusedForward:
 
     def _keep(self, attend: StepAttend, place: int, rows: Tensor) -> None:
         """Gives the rows in front of a layer to whoever wants hidden states; those after the last one also after the norm."""
-        if attend.taps is not None:
-            attend.taps.keep(place, rows)
-            if place == len(self.plan.layers) and "last" in attend.taps.places:
-                attend.taps.keep("last", self._norm(rows[None], attend.batch_invariant)[0])
+        taps = attend.taps
+        if taps is None:
+            return
+        if place in taps.places:
+            taps.take(place, rows)
+        if place == len(self.plan.layers) and "last" in taps.places:
+            taps.take("last", self._norm(rows[None], attend.batch_invariant)[0])
 
     def _rotations(self, rows: Tensor, positions: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
         """Cosines and sines of these positions; or of all, and the positions, where these do not depend on each other."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 Tap = int | Literal["last"]
@@ -20,30 +21,28 @@ class Taps:
 
     def __init__(self, places: Sequence[Tap]) -> None:
         self.places = tuple(places)
-        self._numbers = {place: number for number, place in enumerate(self.places)}
-        self._kept: set[Tap] = set()
-        self._states: Tensor | None = None
+        self._kept: dict[Tap, Tensor] = {}
 
     def keep(self, place: Tap, rows: Tensor) -> None:
         """Copies the rows ``[N, ...]`` of this place, if it is wanted: a model may write over its own."""
-        if place not in self._numbers:
-            return
+        if place in self.places:
+            self.take(place, rows.clone())
+
+    def take(self, place: Tap, rows: Tensor) -> None:
+        """Takes the rows of a wanted place, over which nobody writes."""
         if place in self._kept:
             raise ValueError(
                 f"hidden states: the model comes to {place!r} several times in a call, so it has no one state there"
             )
-        if self._states is None:
-            self._states = rows.new_empty(len(rows), len(self.places), *rows.shape[1:])
-        self._kept.add(place)
-        self._states[:, self._numbers[place]] = rows
+        self._kept[place] = rows
 
     @property
     def states(self) -> Tensor:
         """``[N, places, d]``; where a model has several streams, ``[N, places, streams, d]``."""
         missing = [place for place in self.places if place not in self._kept]
-        if missing or self._states is None:
+        if missing:
             raise ValueError(f"hidden states: the model did not come to {missing} in this call")
-        return self._states
+        return torch.stack([self._kept[place] for place in self.places], 1)
 
 
 def check_places(places: Sequence[Tap], layers: int, name: str) -> None:

@@ -9,7 +9,7 @@ So drafts that are never right cost 3 % of a text of 256 tokens, where a drafted
 where it takes three; and drafts that become right are found again within 576 plain steps, or 32 for each that a dear one loses.
 
 Where no plain step was timed lately, one stands between drafted ones, for comparison. The seconds of the first drafted step
-tell nothing: in it a head reads the prompt.
+tell nothing, for in it a head reads the prompt: unless the text before tells what drafting takes, the next one does for both.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Pace:
         self._tokens, self._seconds = PLANNED_STEPS * tokens, PLANNED_STEPS * seconds
         self._lost, self._left = 0.0, 0
         self._has_drafted = False
+        self._unknown: list[float] = []
+        """Tokens of drafted steps whose seconds nobody knows yet, in those of plain ones."""
         self._drafted = 0  # steps since the last plain one
         self._steps, self._plain_tokens = 0, 1.0
 
@@ -63,13 +65,18 @@ class Pace:
             self._plain_tokens = KEPT * self._plain_tokens + (1 - KEPT) * each
             return
         self._drafted += 1
-        self._lost += took / self.clock.seconds(requests, is_plain=True) - each / self._plain_tokens
+        self._unknown.append(each / self._plain_tokens)
+        if not self.clock.knows_drafted:
+            return
+        dearer = took / self.clock.seconds(requests, is_plain=True)
+        self._lost += sum(dearer - tokens for tokens in self._unknown)
+        self._unknown.clear()
+        trials = self.clock.trials
         if self._lost < 0:  # it has paid
-            self._lost, self.clock.lost_trials = 0.0, 0
-        trials = self.clock.lost_trials
-        if self._lost >= (MOST_LOST_AGAIN if trials else MOST_LOST):
-            self._left = round(PAUSED * max(self._lost, min(MOST_LOST * 2**trials, LONGEST)))
-            self._lost, self.clock.lost_trials = 0.0, trials + 1
+            self._lost, trials.lost = 0.0, 0
+        if self._lost >= (MOST_LOST_AGAIN if trials.lost else MOST_LOST):
+            self._left = round(PAUSED * max(self._lost, min(MOST_LOST * 2**trials.lost, LONGEST)))
+            self._lost, trials.lost = 0.0, trials.lost + 1
 
     def costs(self, most: int, requests: int) -> list[float] | None:
         """Tokens that a step of 1, 2, … rows costs each of so many requests; None: those of the last call still hold."""

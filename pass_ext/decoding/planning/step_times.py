@@ -100,13 +100,25 @@ class StepTimes:
         return ", ".join(f"{r} rows {1e3 * s:.2f} ms" for r, s in zip(self.rows, self.seconds, strict=True))
 
 
-class StepClock:
-    """Seconds of steps. table: the measured seconds of calls by their rows."""
+@dataclass
+class Trials:
+    """How drafting has fared (pace.py)."""
 
-    def __init__(self, table: StepTimes) -> None:
+    lost: int = 0
+    """Trials in a row in which it has lost, those of the texts before too."""
+
+
+class StepClock:
+    """Seconds of steps, and how drafting has fared.
+
+    Args:
+        table: the measured seconds of calls by their rows.
+        trials: shared with clocks of texts of other lengths.
+    """
+
+    def __init__(self, table: StepTimes, trials: Trials | None = None) -> None:
         self.table = table
-        self.lost_trials = 0
-        """Trials in a row in which drafting has lost (pace.py), those of the texts before too."""
+        self.trials = Trials() if trials is None else trials
         # when, seconds / t(rows)
         self._plain: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
         self._drafted: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
@@ -135,6 +147,11 @@ class StepClock:
         """True if enough plain steps were timed lately."""
         return len(_lately(self._plain)) >= FEWEST_PLAIN
 
+    @property
+    def knows_drafted(self) -> bool:
+        """True if a drafted step was timed lately."""
+        return bool(_lately(self._drafted))
+
     def seconds(self, rows: int, *, is_plain: bool = False) -> float:
         """Seconds of a step by the rows of all requests together."""
         plain, drafted = _lately(self._plain), _lately(self._drafted)
@@ -153,7 +170,13 @@ class StepClock:
 def step_clock(table: StepTimes, tokens: int, drafts: int) -> StepClock:
     """The clock of texts of about so many tokens, a power of two: attention takes longer after a long text. drafts: a number
     for what drafts. The last 64 clocks are kept, so a generation begins with the steps of the one before."""
-    return StepClock(table)
+    return StepClock(table, _trials(table, drafts))
+
+
+@lru_cache(maxsize=64)
+def _trials(table: StepTimes, drafts: int) -> Trials:
+    """Of texts of any length."""
+    return Trials()
 
 
 def _lately(samples: deque[tuple[float, float]]) -> list[float]:

@@ -44,7 +44,7 @@ class CorpusText:
 class Corpus:
     """Texts whose continuations are candidates: ``NGram(corpus=...)``. Threads may share one.
 
-    ``generate`` adds every text that it writes, prompt and new tokens, step by step, all but the tokens of its last step. So
+    ``generate`` adds every text that it writes, prompt and new tokens, step by step, or at its end where drafting pauses. So
     the samples of a batch see each other, and later calls see them all. Candidates leave texts as they are.
 
     Args:

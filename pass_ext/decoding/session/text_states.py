@@ -25,7 +25,8 @@ class TextStates:
 
     def add(self, states: Tensor, trees: PackedTrees, path: Tensor, num_accepted: Tensor) -> None:
         """Adds the rows ``path[b, :num_accepted[b] + 1]`` of each request in the call. No synchronisation."""
-        self._none = states[:0]
+        if self._none is None:
+            self._none = states[:0]
         self._calls.append((states, trees, path, num_accepted))
 
     def begin(self, states: Sequence[Tensor]) -> None:
@@ -59,6 +60,9 @@ class TextStates:
         """Parts the calls into requests."""
         calls, self._calls = self._calls, []
         for states, trees, path, num_accepted in calls:
+            if len(states) == len(self._pieces) == 1:  # the one text's root, which is text already
+                self._pieces[0].append(states)
+                continue
             counts = num_accepted.tolist()
             for b, (pieces, mine) in enumerate(zip(self._pieces, trees.slices(), strict=True)):
                 if mine.start < mine.stop:

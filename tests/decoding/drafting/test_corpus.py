@@ -125,6 +125,13 @@ def test_texts_stay_the_same_and_a_second_call_needs_fewer_steps(llama):
     assert torch.equal(other.sequences, alone.sequences)
 
 
+def test_a_corpus_has_whole_texts(llama):
+    """Their last tokens too, and those of the end of a text at which drafting paused."""
+    corpus, ids = Corpus(), whole_prompts(1)
+    found = generate(llama, ids, NGram(corpus=corpus), max_new_tokens=24, eos_token_id=[])
+    assert [text.tokens for text in corpus._texts] == found.sequences.tolist()
+
+
 def test_samples_of_one_prompt_see_each_other(llama):
     """Two greedy texts of one prompt: neither is ahead of the other, so a text that began earlier is what helps."""
     ids = whole_prompts(1)

@@ -111,6 +111,39 @@ def test_states_are_those_of_a_plain_forward(family):
     check(model, *prompts(1, 9), [model.config.num_hidden_layers, 1, "last", 0])
 
 
+class Pauses:
+    """Drafting pauses in some steps."""
+
+    def __init__(self):
+        self.steps = self.paused = 0
+
+    def may_draft(self):
+        self.steps += 1
+        return self.steps not in (2, 3, 5)
+
+    def add(self, *_, may_draft):
+        self.paused += not may_draft
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(temperature=0.9, seeds=3), dict(rule="rejection", temperature=0.9, seeds=3)]
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_states_of_steps_in_which_drafting_pauses_come_with_the_next_proposal(family, options):
+    """The device makes these steps, unless the rule is the host's alone; no drafter is asked in them."""
+    model = small_model("llama") if family == "llama" else tiny_model(family)
+    ids, _ = prompts(1, 9)
+    plain = generate(model, ids, Plain(), **LIMITS, **options).sequences
+    reader, pauses = Reader([1, "last"], plain.tolist()), Pauses()
+    reader.pace = pauses
+    found = generate(model, ids, Readers(reader), **LIMITS, **options)
+    assert pauses.paused == 3 and reader.steps == pauses.steps - (0 if "rule" in options else 3)
+    text = found.sequences[0].tolist()
+    assert "rule" in options or text == plain[0].tolist()
+    states, wanted = reader.states(0), expected_states(model, text, [1, "last"])
+    torch.testing.assert_close(states, wanted[: len(states)], rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
 def test_ragged_batches(family):
     check(small_model(family), *ragged_prompts(5), [0, "last", 2])
@@ -219,7 +252,7 @@ def test_what_cannot_be_tapped_is_refused():
 
 def test_without_taps_nothing_is_kept(monkeypatch):
     kept = []
-    monkeypatch.setattr(Taps, "keep", lambda self, place, rows: kept.append(place))
+    monkeypatch.setattr(Taps, "take", lambda self, place, rows: kept.append(place))
     model, ids = small_model("llama"), whole_prompts(1, 9)
     future = generate(model, ids, Plain(), **LIMITS).sequences.tolist()
     generate(model, ids, Readers(Reader([], future)), **LIMITS)

@@ -245,6 +245,23 @@ def test_short_texts_after_one_that_lost_cost_less(monkeypatch):
     assert costs[0] < 0.04 and max(costs[1:]) < 0.025, costs
 
 
+def test_a_text_of_another_length_knows_that_drafting_has_lost(monkeypatch):
+    machine, drafts = Machine(monkeypatch, line(0.1, 0.0015)), []
+    for prompt in (3, 300, 40):
+        ids = torch.arange(prompt)[None] % 3
+        found = generate(machine, ids, Head(0.06, 0.0, 0), max_new_tokens=64, eos_token_id=[])
+        drafts.append(found.stats.num_drafts)
+    assert drafts == [4, 2, 2]
+
+
+def test_the_first_drafted_step_counts_with_the_second(monkeypatch):
+    """Nobody knows what drafting takes before the second one, and in the first one the head reads the prompt. 0.9 plain steps
+    are lost in each, 3 in the fourth."""
+    machine = Machine(monkeypatch, line(0.1, 0.0012))
+    stats = generate(machine, torch.tensor([[0, 1, 2]]), Head(0.075, 0.5, 0), max_new_tokens=90, eos_token_id=[]).stats
+    assert stats.num_drafts == 4
+
+
 @pytest.mark.parametrize("seconds", [0.0, 0.06, 0.2])
 @pytest.mark.parametrize("wrong", [50, 300, 2000])
 def test_a_head_that_becomes_right_is_found_again(monkeypatch, wrong, seconds):
