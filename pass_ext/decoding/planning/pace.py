@@ -44,6 +44,7 @@ class Pace:
         """Tokens of drafted steps whose seconds nobody knows yet, in those of plain ones."""
         self._drafted = 0  # steps since the last plain one
         self._steps, self._plain_tokens = 0, 1.0
+        self._costed_at = 0  # the step from which on rows have new costs
 
     def may_draft(self) -> bool:
         """True if the next step may draft."""
@@ -80,7 +81,8 @@ class Pace:
 
     def costs(self, most: int, requests: int) -> list[float] | None:
         """Tokens that a step of 1, 2, … rows costs each of so many requests; None: those of the last call still hold."""
-        if self._steps % COSTED_EVERY:
+        if self._steps < self._costed_at:
             return None
+        self._costed_at = self._steps + COSTED_EVERY
         speed = self._tokens / self._seconds
         return [speed * self.clock.seconds(n * requests, is_plain=n == 1) for n in range(1, most + 1)]

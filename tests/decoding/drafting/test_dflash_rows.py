@@ -140,7 +140,7 @@ class Clock:
     """Made-up time, which only the target's calls move: a first row's seconds and those of each further one."""
 
     def __init__(self, monkeypatch, target, first, further):
-        self.now, call = 1e4, Session.call
+        self.now, call = 1e4, Session._forward
 
         def seconds(rows):
             return first + further * (rows - 1)
@@ -151,7 +151,7 @@ class Clock:
             return call(session, trees, ids, *given, **named)
 
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(Session, "call", timed)
+        monkeypatch.setattr(Session, "_forward", timed)
         table = StepTimes((1, 64), (seconds(1), seconds(64)))
         monkeypatch.setattr(drafter, "measured_times", lambda *_, **__: table)
 
@@ -173,19 +173,19 @@ def test_rows_follow_measured_times(head, monkeypatch):
 
 
 @pytest.mark.parametrize("head", ["dflash"], indirect=True)
-def test_costs_that_come_in_a_pause_are_kept(head, monkeypatch):
-    """The pace gives some at the third step alone, in which nothing is drafted."""
+def test_costs_come_with_the_first_drafts_after_a_pause_and_are_kept(head, monkeypatch):
+    """The pace gives some at the fourth step alone; in the third one nothing is drafted."""
 
-    class Third(PauseAt):
+    class Fourth(PauseAt):
         def costs(self, most, requests):
-            return [0.5 * rows for rows in range(1, most + 1)] if self.step == 2 else None
+            return [0.5 * rows for rows in range(1, most + 1)] if self.step == 3 else None
 
-    monkeypatch.setattr(DraftContext, "pace", lambda self, **_: Third([2]))
+    monkeypatch.setattr(DraftContext, "pace", lambda self, **_: Fourth([2]))
     _, target, method, _ = head
     recorded = Recorded(method)
     generate(target, whole_prompts(1, 20, vocabulary=VOCABULARY), recorded, **LIMITS)
     sizes = [0 if parts[0] is None else parts[0].tree.num_nodes for _, parts in recorded.steps]
-    assert sizes[:2] == [32, 32] and sizes[2] == 0 and set(sizes[3:-1]) == {2}
+    assert sizes[:2] == [32, 32] and set(sizes[2:-1]) == {2}, "the third step asks no drafter"
 
 
 @pytest.mark.parametrize("head", ["dflash"], indirect=True)

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 from support.generation import adapter_for, unpadded
+from support.recorded import PauseAt
 from support.small_models import prompts, ragged_prompts, small_model, whole_prompts
 
 import pass_ext
@@ -111,20 +112,6 @@ def test_states_are_those_of_a_plain_forward(family):
     check(model, *prompts(1, 9), [model.config.num_hidden_layers, 1, "last", 0])
 
 
-class Pauses:
-    """Drafting pauses in some steps."""
-
-    def __init__(self):
-        self.steps = self.paused = 0
-
-    def may_draft(self):
-        self.steps += 1
-        return self.steps not in (2, 3, 5)
-
-    def add(self, *_, may_draft):
-        self.paused += not may_draft
-
-
 @pytest.mark.parametrize(
     "options", [{}, dict(temperature=0.9, seeds=3), dict(rule="rejection", temperature=0.9, seeds=3)]
 )
@@ -134,10 +121,10 @@ def test_states_of_steps_in_which_drafting_pauses_come_with_the_next_proposal(fa
     model = small_model("llama") if family == "llama" else tiny_model(family)
     ids, _ = prompts(1, 9)
     plain = generate(model, ids, Plain(), **LIMITS, **options).sequences
-    reader, pauses = Reader([1, "last"], plain.tolist()), Pauses()
-    reader.pace = pauses
+    reader = Reader([1, "last"], plain.tolist())
+    reader.pace = PauseAt((1, 2, 4))
     found = generate(model, ids, Readers(reader), **LIMITS, **options)
-    assert pauses.paused == 3 and reader.steps == pauses.steps - (0 if "rule" in options else 3)
+    assert reader.steps == reader.pace.step - (0 if "rule" in options else 3) and reader.pace.step > 5
     text = found.sequences[0].tolist()
     assert "rule" in options or text == plain[0].tolist()
     states, wanted = reader.states(0), expected_states(model, text, [1, "last"])

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from pass_ext import Drafter, LookaheadEmbedding, PaSS, Plain, Session, Tree, generate
+from pass_ext.decoding.planning.pace import Pace
+from pass_ext.decoding.planning.step_times import StepClock, StepTimes
 from pass_ext.drafting import Candidates, Proposal
 
 _begin = itertools.count(10_000, 10_000)  # so that no test remembers another's steps
@@ -260,6 +262,16 @@ def test_the_first_drafted_step_counts_with_the_second(monkeypatch):
     machine = Machine(monkeypatch, line(0.1, 0.0012))
     stats = generate(machine, torch.tensor([[0, 1, 2]]), Head(0.075, 0.5, 0), max_new_tokens=90, eos_token_id=[]).stats
     assert stats.num_drafts == 4
+
+
+def test_rows_have_new_costs_after_eight_steps_whoever_asks_when():
+    pace = Pace(StepClock(StepTimes((1, 8), (0.1, 0.2))), 1.0, 0.1)
+    given = []
+    for step in range(40):
+        if step < 12 or step >= 29:  # a pause between them
+            given += [step] * (pace.costs(4, 1) is not None)
+        pace.add(1, 1, 1, 0.1, may_draft=False)
+    assert given == [0, 8, 29, 37]
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.06, 0.2])

@@ -86,15 +86,13 @@ class BlockDrafter(Drafter):
         for pending, states in zip(self._pending, batch.hidden, strict=True):
             if len(states):
                 pending.append(states)
-        if (
-            self._has_cost and self._rows is not None and self.pace is not None
-        ):  # in pauses too: costs come at some steps
-            active = sum(left > 0 for left in batch.remaining)
-            self._costs = self.pace.costs(self._rows, max(1, active)) or self._costs
         depths = [min(levels, self.max_depth) for levels in batch.levels]
         going = [b for b, depth in enumerate(depths) if depth]
         if not going:
             return Proposal([None] * len(depths))
+        if self._has_cost and self._rows is not None and self.pace is not None:
+            active = sum(left > 0 for left in batch.remaining)
+            self._costs = self.pace.costs(self._rows, max(1, active)) or self._costs
         logits = self._call(going)
         tokens, scores, masks = self._drawn(logits, going, max(depths), batch)
         chains = tokens.tolist()
