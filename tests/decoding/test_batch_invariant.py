@@ -8,6 +8,7 @@ import pytest
 import torch
 from emulator.ops import EMULATED
 from support.generation import slots_for
+from support.pairwise import pairwise
 from support.paths import ROOT
 from support.small_models import prompts, ragged_prompts, small_model
 from torch import nn
@@ -90,8 +91,7 @@ EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", EXPERTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "dtype"), pairwise(EXPERTS, [torch.float32, torch.bfloat16]))
 def test_models_with_experts(name, dtype):
     model = tiny_model(name).to(dtype)
     ids, mask = ragged_prompts(4, longest=90)

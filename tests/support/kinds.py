@@ -249,6 +249,11 @@ def some_methods(model: Any) -> dict[str, Any]:
     }
 
 
+def few_methods(model: Any) -> dict[str, Any]:
+    """A chain, and a tree with slots, for models that differ from their kind's in numbers alone: the laws try every method."""
+    return {name: method for name, method in some_methods(model).items() if name in ("ngram", "one pass")}
+
+
 def all_methods(kind: Kind, model: Any) -> dict[str, Any]:
     """Every method, with drafts that are right, often wrong, and the model's own first layer's."""
     drafted = {

@@ -9,11 +9,12 @@ import pytest
 
 
 def pairwise(some, others, *quick_on):
-    """All pairs; those beside the diagonal are quick on these backends only (see the marker quick_on)."""
+    """All pairs; those beside the diagonal are quick on these backends only (see the marker quick_on), of none: slow."""
+    others_are = pytest.mark.quick_on(*quick_on) if quick_on else pytest.mark.slow
     length = max(len(some), len(others))
     diagonal = {(i % len(some), i % len(others)) for i in range(length)}
     return [
-        pytest.param(one, other, marks=() if (i, j) in diagonal else pytest.mark.quick_on(*quick_on))
+        pytest.param(one, other, marks=() if (i, j) in diagonal else others_are)
         for (i, one), (j, other) in itertools.product(enumerate(some), enumerate(others))
     ]
 

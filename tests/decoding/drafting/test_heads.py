@@ -15,6 +15,7 @@ from emulator.ops import EMULATED
 from support.generation import assert_as_alone, unpadded
 from support.grammars import random_automaton
 from support.head_kinds import KINDS, head_of_kind
+from support.pairwise import pairwise
 from support.recorded import Recorded
 from support.small_models import whole_prompts
 from support.taped_graphs import use_taped_graphs
@@ -67,6 +68,12 @@ def test_drafts_are_those_of_the_formulas(head):
     check_drafts(head, Recorded(head.method))
 
 
+SLOW = ("P-EAGLE", "MTP of a hybrid", "DFlash", "DSpark")  # the ops of EAGLE-3, the other MTP layers and DFlash-2
+
+
+@pytest.mark.parametrize(
+    "head", [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in KINDS], indirect=True
+)
 def test_drafts_are_those_of_the_formulas_on_the_kernels_of_a_gpu(on_a_gpu):
     check_drafts(on_a_gpu, Recorded(on_a_gpu.method), kernels=EMULATED.active(), max_new_tokens=8)
 
@@ -150,23 +157,13 @@ def test_inside_transformers(head):
     assert torch.equal(head.target.generate(ids, custom_generate=custom_generate(head.method), **options), want)
 
 
-SLOW = pytest.mark.slow  # the rule and the grammars are in a quick pair each
+RULES = ["coupled", "rejection under a grammar", "block", "coupled under a grammar", "rejection", "traversal"]
 
 
-@pytest.mark.parametrize(
-    ("rule", "has_grammar"),
-    [
-        ("coupled", True),
-        ("rejection", True),
-        ("block", False),
-        pytest.param("coupled", False, marks=SLOW),
-        pytest.param("rejection", False, marks=SLOW),
-        pytest.param("block", True, marks=SLOW),
-        pytest.param("traversal", False, marks=SLOW),
-    ],
-)
-def test_a_request_is_drafted_for_in_a_batch_as_alone(head, rule, has_grammar):
+@pytest.mark.parametrize(("head", "rule"), pairwise(list(KINDS), RULES), indirect=["head"])
+def test_a_request_is_drafted_for_in_a_batch_as_alone(head, rule):
     """Requests that differ in all they can, and some of which end early. Under a grammar coupled texts are Plain's."""
+    rule, has_grammar = rule.partition(" ")[0], "grammar" in rule
     ids, mask = head.prompts(4, longest=9, seed=2)
     coldest = 0.0 if rule == "coupled" else 0.2  # alone, a greedy request has candidates of that rule
     of_each = dict(temperature=[0.5, 1.3, coldest, 0.9], top_k=[0, 5, 3, 4], seeds=[3, 50, 7, 1])

@@ -7,6 +7,7 @@ A fault in the sums of attention hardly shows after a whole model's rounding: te
 import pytest
 import torch
 from support.generation import Prophet, methods_for, unpadded
+from support.pairwise import pairwise
 from support.small_models import VOCABULARY, small_model
 from torch import nn
 
@@ -45,8 +46,7 @@ def assert_same(got, want, name):
     assert not differing, (name, "layer, K or V, request, place, head", differing[:3])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("length", "temperature"), pairwise(LENGTHS, [0.0, 0.8]))
 def test_a_text_is_plains(model, length, temperature, monkeypatch):
     ids, options = prompt(length, seed=length), dict(temperature=temperature, seeds=[5])
     want = text_of(model, ids, Plain(), **options)

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from support.generation import greedy_of_transformers, methods_for
-from support.kinds import GREEDY, KINDS, check_texts, compressing, some_methods, text_of
+from support.kinds import GREEDY, KINDS, check_texts, compressing, few_methods, text_of
 from support.kinds import model_of as made_once
 from support.small_models import prompts, ragged_prompts
 
@@ -61,7 +61,7 @@ def test_an_early_exit_after_layers_of_either_kind(model, layers):
 )
 def test_windows_of_all_sizes(changes):
     model = model_of(**changes)
-    check_texts(KIND, model, *ragged_prompts(5, longest=9), some_methods(model), 2 * NEW)
+    check_texts(KIND, model, *ragged_prompts(5, longest=9), few_methods(model), 2 * NEW)
 
 
 def test_layers_of_one_kind():

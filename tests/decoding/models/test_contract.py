@@ -28,7 +28,7 @@ from pass_ext.integrations.transformers.processors import NotedRows
 from pass_ext.testing import assert_same_bits
 from pass_ext.training.lookahead.states import with_states
 
-SAMPLED = ("ngram", "one pass, deep", "two passes", "right trees", "early exit")
+SAMPLED = ("one pass, deep", "right trees")  # slots, and drafts of a model
 CODES = {torch.int8: {}, torch.float8_e4m3fn: dict(temperature=0.9, seeds=3)}
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 

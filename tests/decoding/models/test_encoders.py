@@ -9,6 +9,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from packaging.version import Version  # noqa: E402
+from support.pairwise import pairwise  # noqa: E402
 from support.speech import speaking_whisper  # noqa: E402
 from transformers import GenerationMixin  # noqa: E402
 
@@ -201,21 +202,27 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
-def test_whispers_own_generate(asked):
-    frames, options = ASKED[asked]
-    model = speaking_whisper()
-    want = transcribed(model, frames, **options)
+def slots_of_whisper():
     torch.manual_seed(0)
     slots = LookaheadEmbedding(2, 32, vocabulary=97)
     torch.nn.init.normal_(slots.weight)
-    for method in (
-        NGram(shortest=1),
-        Speculative(model_of("whisper", layers=1), 3),
-        MultiCandidate(EarlyExitDraft(model, 1), (2, 1)),
-        PaSS(slots, tree=Tree([-1, 0, 0, 1]), rows=12),
-    ):
-        assert torch.equal(transcribed(model, frames, custom_generate(method), **options), want), method
+    return slots
+
+
+METHODS = {
+    "ngram": lambda model: NGram(shortest=1),
+    "draft model": lambda model: Speculative(model_of("whisper", layers=1), 3),
+    "tree of an early exit": lambda model: MultiCandidate(EarlyExitDraft(model, 1), (2, 1)),
+    "one pass": lambda model: PaSS(slots_of_whisper(), tree=Tree([-1, 0, 0, 1]), rows=12),
+}
+
+
+@pytest.mark.parametrize(("asked", "method"), pairwise(list(ASKED), list(METHODS)))
+def test_whispers_own_generate(asked, method):
+    frames, options = ASKED[asked]
+    model = speaking_whisper()
+    want = transcribed(model, frames, **options)
+    assert torch.equal(transcribed(model, frames, custom_generate(METHODS[method](model)), **options), want)
     assert len(want.unique()) > 3
 
 

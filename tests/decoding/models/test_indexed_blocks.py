@@ -8,7 +8,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from support.generation import greedy_of_transformers
-from support.kinds import GREEDY, earliest_of_equals, model_of, ragged, some_methods
+from support.kinds import GREEDY, earliest_of_equals, few_methods, model_of, ragged, some_methods
 from support.small_models import prompts
 
 from benchmarks.architectures.models import tiny_model
@@ -38,7 +38,7 @@ def test_texts_are_transformers_own(changes, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "topk", earliest_of_equals)
         want = greedy_of_transformers(model, ids, mask, 2 * NEW, **GREEDY)
-    for method in some_methods(model).values():
+    for method in few_methods(model).values():
         got = generate(model, ids, method, max_new_tokens=2 * NEW, attention_mask=mask, eos_token_id=[])
         assert torch.equal(got.sequences, want), method
 

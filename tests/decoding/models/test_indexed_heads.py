@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from support.kinds import KINDS, check_texts, some_methods, sparse
+from support.kinds import KINDS, check_texts, few_methods, some_methods, sparse
 from support.kinds import model_of as made_once
 from support.small_models import ragged_prompts
 
@@ -46,7 +46,7 @@ model_with = partial(sparse, NAME)
 )
 def test_texts_are_transformers_own(kinds, changes):
     model = model_with(layer_types=list(kinds), **changes)
-    check_texts(KIND, model, *ragged_prompts(6), some_methods(model))
+    check_texts(KIND, model, *ragged_prompts(6), few_methods(model))
 
 
 def test_experts_and_layers_without_an_indexer():

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from support.pairwise import pairwise
 
 from pass_ext import Drafter, LookaheadEmbedding, PaSS, Plain, Session, Tree, generate
 from pass_ext.decoding.planning.pace import Pace
@@ -75,9 +76,8 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("further", [0.002, 0.01, 0.03])
 @pytest.mark.parametrize("requests", [1, 3])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "further"), pairwise(list(METHODS), [0.002, 0.01, 0.03]))
 def test_drafts_that_are_never_right_cost_five_percent_of_256_tokens(monkeypatch, name, requests, further):
     """Rows take up to a third of a call each, and hit rates say that nearly all will be right."""
     settings, options = METHODS[name]
@@ -101,8 +101,7 @@ def test_drafts_that_are_right_are_kept(monkeypatch, name, requests):
     assert reached > (1.2 if name == "two passes" else 1.8) and rows.count(requests) <= 8, "few plain steps"
 
 
-@pytest.mark.parametrize("further", [0.001, 0.01, 0.03])
-@pytest.mark.parametrize("requests", [1, 2, 4, 8])
+@pytest.mark.parametrize(("requests", "further"), pairwise([1, 2, 4, 8], [0.001, 0.01, 0.03]))
 def test_rows_are_as_many_as_pay(monkeypatch, requests, further):
     """Against fixed numbers of rows. Slots predict two tokens of three, and are unsure of the others."""
     options = dict(right=0.67, requests=requests, tokens=200, sureness=1.0)
@@ -225,8 +224,7 @@ class Head:
         return [drafter]
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.03, 0.06, 0.12, 0.2])
-@pytest.mark.parametrize("further", [0.001, 0.004, 0.008])
+@pytest.mark.parametrize(("seconds", "further"), pairwise([0.0, 0.03, 0.06, 0.12, 0.2], [0.001, 0.004, 0.008]))
 def test_heads_that_are_never_right_cost_three_percent_of_256_tokens(monkeypatch, further, seconds):
     """Where a drafted step takes twice as long as a plain one, and five where it takes three times as long, which the times of
     the model's calls do not tell."""

@@ -24,6 +24,7 @@ from attention_checks import (
 )  # fmt: skip
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.pairwise import pairwise
 from support.steps import to
 
 import pass_ext
@@ -52,8 +53,7 @@ WIDTHS = [(16, 16), (48, 32), (64, 128), (160, 160), (192, 112), (256, 272), (51
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize(("widths", "dtype"), pairwise(WIDTHS, FLOATS, "cpu"), ids=str)
 def test_keys_and_values_of_any_width(backend, dtype, widths):
     dim, value_dim = widths
     options = dict(dim=dim, value_dim=value_dim, dtype=dtype)
@@ -113,8 +113,7 @@ def test_a_row_with_many_small_weights(backend):
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("new", [False, True], ids=["nodes in the cache", "nodes beside it"])
+@pytest.mark.parametrize(("layout", "new"), pairwise(LAYOUTS, [False, True], "cpu"))
 def test_every_layout(backend, layout, new):
     layout = allowed(backend, layout)
     for prefixes, sizes in sized(
@@ -247,8 +246,7 @@ def test_a_chunk_far_after_the_start(backend, chunk):
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("widths", FAST_WIDTHS, ids=str)
+@pytest.mark.parametrize(("widths", "dtype"), pairwise(FAST_WIDTHS, FLOATS, "cpu"), ids=str)
 def test_sinks(backend, dtype, widths):
     """Every fifth head has none; blocks of a GPU share the long prefix."""
     options = dict(dim=widths[0], value_dim=widths[1], dtype=dtype, sinks=True)

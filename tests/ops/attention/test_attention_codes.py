@@ -4,6 +4,7 @@ import pytest
 import torch
 from attention_cases import MASKS
 from attention_checks import FLOATS, assert_right, assert_same_runs, is_small, run, run_on_gpu, runs, solved, threads
+from support.pairwise import pairwise
 
 import pass_ext
 from pass_ext.ops.quantize import CODE_HEADER, MOST_OF_CODES
@@ -45,8 +46,7 @@ def cases(backend):
         yield dict(prefixes=[300], sizes=[66], options=dict(chunk=70, dim=128, mask="bits"))
 
 
-@pytest.mark.parametrize("codes", CODES, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("dtype", "codes"), pairwise(FLOATS, CODES, "cpu"), ids=str)
 def test_the_stored_numbers_are_attended_to(backend, dtype, codes):
     for each in cases(backend):
         case = quantized(solved(each["prefixes"], each["sizes"], dtype=dtype, **each["options"])[0], codes)

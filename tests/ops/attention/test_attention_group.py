@@ -17,6 +17,7 @@ from attention_checks import (
     solved,
 )
 from emulator import session
+from support.pairwise import pairwise
 from support.steps import to
 from test_attention_one_row import assert_rows_are_alone
 
@@ -49,8 +50,7 @@ def check_narrow(backend, *arguments, **options):
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("group", [1, 4, 16, 17, 40])
+@pytest.mark.parametrize(("group", "dtype"), pairwise([1, 4, 16, 17, 40], FLOATS, "cpu"), ids=str)
 def test_every_width_and_number_of_heads(backend, dtype, group):
     """Less than a tile of fragments, one, and more; less than a block of two, and more."""
     for dim, value_dim in WIDTHS:
@@ -89,8 +89,7 @@ def test_trees_of_up_to_64_nodes(backend, mask):
     check_latents(backend, [30, 5], sized(backend, [6, 1], [64, 1]), heads=(1, 16), mask=mask)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("listed", [0.0, 0.1, 0.7])
+@pytest.mark.parametrize(("listed", "dtype"), pairwise([0.0, 0.1, 0.7], FLOATS, "cpu"), ids=str)
 def test_lists_of_latents(backend, dtype, listed):
     prefixes, sizes = sized(backend, ([70, 0], [3, 1]), ([3000, 0, 9, 600], [5, 0, 3, 33]))
     check_latents(backend, prefixes, sizes, heads=(1, 16), dtype=dtype, listed=listed, new=True, mask=BITS)

@@ -66,8 +66,9 @@ def test_the_reference_mask_by_hand():
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("nodes", [1, 2, 31, 32, 33, 63, 64, 65, 128, 255, 256])
-@pytest.mark.parametrize("mask", [FULL, CAUSAL, UNIFORM, BITS])
+@pytest.mark.parametrize(
+    ("nodes", "mask"), pairwise([1, 2, 31, 32, 33, 63, 64, 65, 128, 255, 256], [FULL, CAUSAL, UNIFORM, BITS], "cpu")
+)
 def test_every_bit(backend, nodes, mask):
     if is_small(backend) and (nodes > 65 and mask != BITS):
         pytest.skip("their neighbours run")
@@ -112,8 +113,7 @@ def test_every_bit_in_a_window(backend, window, mask):
         check_every_bit(backend, prefixes, sizes, mask=mask, window=window, new=new, group=1, spare=1)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 5, 64, 2**31 - 1])
-@pytest.mark.parametrize("mask", [CHAIN, UNIFORM, BITS])
+@pytest.mark.parametrize(("chunk", "mask"), pairwise([1, 2, 5, 64, 2**31 - 1], [CHAIN, UNIFORM, BITS], "cpu"), ids=str)
 def test_every_bit_in_chunks(backend, chunk, mask):
     prefixes, sizes = sized(backend, ([3, 65], [14, 5]), ([0, 3, 63, 65, 130], [9, 40, 64, 3, 70]))
     for new in sized(backend, [False], [False, True]):
@@ -136,18 +136,18 @@ def test_rows_that_see_nothing(backend):
 # ---- poison ----
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", ["k", "v"])
-@pytest.mark.parametrize("new", [False, True], ids=["nodes in the cache", "nodes beside it"])
-def test_a_broken_node_breaks_only_rows_that_see_it(backend, place, value, new):
+@pytest.mark.parametrize(
+    ("value", "name"), pairwise([math.nan, math.inf, -math.inf], ["k_cache", "v_cache", "k_new", "v_new"], "cpu")
+)
+def test_a_broken_node_breaks_only_rows_that_see_it(backend, name, value):
     """To the bit: a row that does not see the node has the same result as with a sound node."""
+    new = name.endswith("_new")
     for dtype in sized(backend, [torch.bfloat16], FLOATS):
         for mask, node, dim in ((UNIFORM, 3, 64), (STAR, 5, 64), (BITS, 2, 256)):
             prefixes, sizes = sized(backend, ([5], [9]), ([62, 5], [9, 4]))
             case, _ = solved(prefixes, sizes, dtype=dtype, mask=mask, new=new, heads=(2, 3), dim=dim, layout="paged 3")
             sees = case["visible"][: sizes[0], 0] >> node & 1 == 1
             sees = torch.cat([sees, torch.zeros(sum(sizes[1:]), dtype=torch.bool)])
-            name = f"{place}_new" if new else f"{place}_cache"
             broken, fine = case[name].clone(), case[name].clone()
             slot = prefixes[0] + node
             where = (node,) if new else (int(case["block_table"][0, slot // 3]), slot % 3)
@@ -159,7 +159,7 @@ def test_a_broken_node_breaks_only_rows_that_see_it(backend, place, value, new):
             assert_same_runs(after, before, ~sees)
             assert sees.any() and not sees.all()
             out = after[0][sees].view(-1, 2, 3, dim)
-            if place == "v":
+            if name.startswith("v"):
                 assert not out[:, 0].isfinite().any() and not out[:, 1, :, 7].isfinite().any()
                 others = [d for d in range(dim) if d != 7]
                 whole = before[0][sees].view(-1, 2, 3, dim)

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from next_cases import STATE, VOCABULARY, check, copied, law_of, of_few_tokens, on, tables
+from support.pairwise import pairwise
 
 import pass_ext
 from pass_ext import Tree, reference
@@ -73,11 +74,12 @@ def on_cpu():
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("costed", [False, True], ids=["free", "costed"])
-@pytest.mark.parametrize("recalls", [False, True], ids=["no text", "recalls"])
-@pytest.mark.parametrize("kind", ["no tables", "scored", "raced", "filtered"])
-def test_rows_are_those_of_the_reference(backend, kind, recalls, costed):
-    shapes = set()
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    pairwise(["no tables", "scored", "raced", "filtered"], ["free", "costed", "recalls", "recalls costed"], "best"),
+)
+def test_rows_are_those_of_the_reference(backend, kind, more):
+    shapes, recalls, costed = set(), "recalls" in more, "costed" in more
     for seed, (row_count, slots, count, rank) in enumerate(
         [(1, 1, 1, 1), (2, 2, 3, 0), (8, 3, 8, 5), (12, 4, 33, 31), (16, 4, 64, 32), (33, 8, 100, 65), (64, 8, 16, 3)]
     ):
