@@ -57,7 +57,7 @@ def assert_right(case, scale=1.0):
 @each("width", [1, 7, 64, 255, 256, 577])
 @each("outputs", [1, 9, 64, 2049])
 def test_odd_sizes(backend, dtype, width, outputs):
-    if backend.name == "emulated" and outputs > 9 and width not in (7, 256):
+    if backend.name == "emulated" and outputs > 9 and (width, outputs) not in ((7, 2049), (256, 64)):
         return  # seconds each
     for rank, adapters in ((4, 3), (1, 1), (9, 3)):
         ids = MIXED * 6  # so many that a single unlucky sum decides nothing

@@ -7,7 +7,7 @@ from pass_ext import bench
 from pass_ext.__main__ import main
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_every_op_is_measured_beside_pytorch(dtype, capsys, monkeypatch):
     monkeypatch.setattr(bench, "_COLD_BYTES", 0)
     monkeypatch.setattr(bench, "_ROUNDS", (1, 1))

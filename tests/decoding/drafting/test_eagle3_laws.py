@@ -80,7 +80,7 @@ TREES = {"chain": Tree.chain(2), "narrow": Tree.from_branching((2, 1)), "wider":
         *itertools.product(["rejection", "traversal"], ["narrow"]),
         ("rejection", "wider"),
         pytest.param("traversal", "wider", marks=pytest.mark.slow),
-        ("kseq", "narrow"),
+        pytest.param("kseq", "narrow", marks=pytest.mark.slow),  # the rule is in a chain, the shape with two others
     ],
 )
 def test_exact_with_a_mapped_vocabulary(rule, shape, target, heads):

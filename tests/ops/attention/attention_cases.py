@@ -4,6 +4,7 @@ read.
 A case is a dict of the keyword arguments of attention_tree, on the CPU.
 """
 
+import functools
 import math
 from itertools import accumulate
 
@@ -68,9 +69,16 @@ def packed(bits: Tensor, words: int, random: torch.Generator | None) -> Tensor:
     return (wide.view(rows, words, 64).long() << torch.arange(64)).sum(dim=-1)
 
 
-def poison(*shape: int, dtype: torch.dtype) -> Tensor:
+@functools.cache
+def _poison(length: int, dtype: torch.dtype) -> Tensor:
     kinds = torch.tensor([math.nan, math.inf, -math.inf, math.nan], dtype=dtype)
-    return kinds[torch.arange(math.prod(shape)) * 2654435761 // 7 % 4].view(shape)
+    return kinds[torch.arange(length) * 2654435761 // 7 % 4]
+
+
+def poison(*shape: int, dtype: torch.dtype) -> Tensor:
+    """NaN and infinities: the first of a list that is made once."""
+    count = math.prod(shape)
+    return _poison(1 << count.bit_length(), dtype)[:count].clone().view(shape)
 
 
 def poisoned_rows(layout: str, outer: int, slots: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
