@@ -5,7 +5,7 @@
 // A packed weight has 4 or 8 bits for each number, and numbers for each block of 32 inputs of an output, or for each
 // half of it:
 //   weight[o][i] = scale code[o][i] + offset,  or with table[code[o][i]] for the code
-// Each block of a row becomes whole numbers of 16 bits, unit = the largest |x| of the block / 32767:
+// Each block of a row becomes whole numbers of 16 bits, unit = the largest |x| of the block / 32512:
 //   x[i] = unit digit[i],  within unit / 2
 //   sum <- sum + (scale unit) (sum over i of code digit) + offset (unit (sum over i of digit)),  block behind block
 // Sums over i are exact integers, and the rest has one order: the same bits on every processor.
@@ -18,7 +18,7 @@
 namespace pass_ext {
 
 constexpr int64_t kPackedOutputs = 16, kPackedInputs = 32;  // of a block
-constexpr float kLargestDigit = 32767.0f;
+constexpr float kLargestDigit = 32512.0f;   // 16 bits hold the sum of a digit and a code, of 255 at most
 constexpr float kLeastLargest = 0x1p-100f;  // a block of x without larger numbers counts as zeros
 
 // 32 inputs of 16 outputs, which lie side by side. A word has the codes of one output: of inputs 8t .. 8t + 7 in 4

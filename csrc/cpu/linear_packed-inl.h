@@ -1,17 +1,43 @@
 // Packed weights times few rows (core/linear.h), at one instruction set. The 16 outputs of a block are lanes; a pair of
 // digits of a row is one word for all of them. A row has sums of its own, so no other row changes a bit.
+//
+// Of several rows multiplying takes longer than reading. Then half of the codes are crossed: of pairs of codes p, q and
+// of digits x, y,
+//   p x + q y = (x + q) (y + p) - x y - p q
+// is one product in place of two; x y is the same for all outputs, p q for all rows. All of it modulo 2^32, exact.
 
-// Rows as digits, a block of rows behind the other: digits [block][row][pair], then numbers [block][4][row]: the unit,
+constexpr int kDigitPairs = kPackedInputs / 2;
+constexpr int kDigitWords = kDigitPairs + 3;  // behind the pairs - sum of x y of the crossed: of all, of either half
+constexpr int kDigitNumbers = 4;
+
+// Rows as digits, a block of rows behind the other: digits [block][row][word], then numbers [block][4][row]: the unit,
 // unit times the sum of the digits, and that of either half.
 struct DigitRows {
   uint32_t* digits;
   float* numbers;
 
   DigitRows(void* memory, int64_t rows, int64_t in)
-      : digits(static_cast<uint32_t*>(memory)), numbers(static_cast<float*>(memory) + rows * in / 2) {}
+      : digits(static_cast<uint32_t*>(memory)),
+        numbers(static_cast<float*>(memory) + rows * in / kPackedInputs * kDigitWords) {}
 };
 
-constexpr int kDigitPairs = kPackedInputs / 2, kDigitNumbers = 4;
+// Whether tiles of so many rows cross: where additions wait for no multiplications, as with VNNI, and rows share p q.
+constexpr bool crosses(int rows) { return PASS_EXT_LEVEL == 3 && rows >= 4; }
+// Two pairs of each four are crossed.
+constexpr bool is_crossed(int pair) { return pair % 4 >= 2; }
+
+// - sum of x y of the crossed digits, to digits[kDigitPairs].
+inline void write_crossed(uint32_t* digits) {
+  int16_t digit[kPackedInputs];
+  memcpy(digit, digits, sizeof digit);
+  uint32_t half[2] = {0, 0};
+  for (int pair = 0; pair < kDigitPairs; pair += 2)
+    for (int i = 2 * pair; is_crossed(pair) && i < 2 * pair + 2; ++i)
+      half[2 * pair / kDigitPairs] -= static_cast<uint32_t>(digit[i] * digit[i + 2]);
+  digits[kDigitPairs] = half[0] + half[1];
+  digits[kDigitPairs + 1] = half[0];
+  digits[kDigitPairs + 2] = half[1];
+}
 
 // One block of a row; `apart`: numbers of neighbouring kinds.
 template <typename T>
@@ -58,10 +84,12 @@ void write_digit_rows(const LinearRows<T>& problem, int64_t first, int64_t rows,
     const int64_t begin = blocks.begin(block);
     const int size = blocks.size(block);
     for (int r = 0; r < size; ++r)
-      for (int64_t s = 0; s < steps; ++s)
-        write_digits(problem.x + (first + begin + r) * problem.x_row + s * kPackedInputs, size,
-                     to.digits + (begin * steps + s * size + r) * kDigitPairs,
+      for (int64_t s = 0; s < steps; ++s) {
+        uint32_t* const digits = to.digits + (begin * steps + s * size + r) * kDigitWords;
+        write_digits(problem.x + (first + begin + r) * problem.x_row + s * kPackedInputs, size, digits,
                      to.numbers + (begin * steps + s * size) * kDigitNumbers + r);
+        if (crosses(size)) write_crossed(digits);
+      }
   }
 }
 
@@ -75,7 +103,9 @@ inline auto reader_of(const PackedTableBlock<Scale>& block) {
   return [table = load_table(block.table)](Words codes) { return looked_up(table, codes); };
 }
 
-constexpr int kBlocksAhead = 2048;  // bytes of weights that are asked for before they are needed
+// Bytes of weights that are asked for before they are needed: far ahead for the second cache, since memory answers
+// late, and a little for the first.
+constexpr int kFarAhead = 6144, kAhead = 1024;
 
 // The sums of R rows and the 16 outputs of `block`, to [R, kGroupOutputs].
 template <int R, typename Block>
@@ -88,41 +118,58 @@ void multiply_packed_tile(const Block* block, int64_t steps, const uint32_t* dig
   for (int v = 0; v < kVectors; ++v)
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) sum[v][r] = zeros();
-  for (int64_t s = 0; s < steps; ++s, ++block, digits += kDigitPairs * R, numbers += kDigitNumbers * R) {
-    for (size_t byte = 0; byte < sizeof(Block); byte += 64)
-      __builtin_prefetch(reinterpret_cast<const char*>(block) + kBlocksAhead + byte);
+  for (int64_t s = 0; s < steps; ++s, ++block, digits += kDigitWords * R, numbers += kDigitNumbers * R) {
+    for (size_t byte = 0; byte < sizeof(Block); byte += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(block) + kFarAhead + byte, 0, 2);
+      __builtin_prefetch(reinterpret_cast<const char*>(block) + kAhead + byte);
+    }
     const auto read = reader_of(*block);
+    const auto digit = [&](int r, int word) { return constant(Words{}, digits[r * kDigitWords + word]); };
 #pragma GCC unroll 2
     for (int part = 0; part < Block::kParts; ++part) {
+      const int sums = Block::kParts == 1 ? 0 : 1 + part;
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
-        Words dot[kChains][R];
+        // Digits are read anew for each vector: AVX2's registers do not suffice to keep them.
+        if (PASS_EXT_LEVEL == 1) asm volatile("" : : : "memory");
+        Words dot[kChains][R], crossed_codes = constant(Words{}, 0);
 #pragma GCC unroll 4
         for (int c = 0; c < kChains; ++c)
 #pragma GCC unroll 16
-          for (int r = 0; r < R; ++r) dot[c][r] = constant(Words{}, 0);
+          for (int r = 0; r < R; ++r) dot[c][r] = crosses(R) ? digit(r, kDigitPairs + sums) : constant(Words{}, 0);
+        const auto add = [&](Words code, int pair) {
+#pragma GCC unroll 16
+          for (int r = 0; r < R; ++r) dot[pair % kChains][r] = add_pairs(dot[pair % kChains][r], code, digit(r, pair));
+        };
 #pragma GCC unroll 8
         for (int w = 0; w < kWords; ++w) {
           const int word = part * kWords + w;
           const Words codes = load_words(block->codes[word] + v * Words::width);
-#pragma GCC unroll 4
-          for (int pair = 0; pair < kPairs; ++pair) {
-            const Words code = read(pair == 0 ? codes : shift_right_signed(codes, Block::kBits * pair));
+#pragma GCC unroll 2
+          for (int i = 0; i < kPairs; i += 2) {
+            const int pair = word * kPairs + i;
+            const auto p = read(i == 0 ? codes : shift_right_signed(codes, Block::kBits * i));
+            const auto q = read(shift_right_signed(codes, Block::kBits * (i + 1)));
+            if constexpr (crosses(R))
+              if (is_crossed(pair)) {
+                crossed_codes = add_pairs(crossed_codes, p, q);
 #pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-              Words& sum_of_pairs = dot[(word * kPairs + pair) % kChains][r];
-              sum_of_pairs =
-                  add_pairs(sum_of_pairs, code, constant(Words{}, digits[r * kDigitPairs + word * kPairs + pair]));
-            }
+                for (int r = 0; r < R; ++r)
+                  dot[0][r] = add_pairs(dot[0][r], add_halves(digit(r, pair), q), add_halves(digit(r, pair + 1), p));
+                continue;
+              }
+            add(p, pair);
+            add(q, pair + 1);
           }
         }
         const Floats scale = load(block->part[part].scale + v * Floats::width);
         const Floats offset = load(block->part[part].offset + v * Floats::width);
-        const float* const sums_of_digits = numbers + (Block::kParts == 1 ? 1 : 2 + part) * R;
+        const float* const sums_of_digits = numbers + (1 + sums) * R;
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
           for (int c = 1; c < kChains; ++c) dot[0][r] = dot[0][r] + dot[c][r];
+          if (crosses(R)) dot[0][r] = dot[0][r] - crossed_codes;
           const Floats unit = constant(Floats{}, numbers[r]), digit_sum = constant(Floats{}, sums_of_digits[r]);
           sum[v][r] = fused(offset, digit_sum, fused(scale * unit, float_of_signed(dot[0][r]), sum[v][r]));
         }
@@ -145,7 +192,7 @@ void multiply_packed_tiles(const LinearRows<T>& problem, int64_t rows, const Dig
     for (int64_t b = 0; b < blocks.count; ++b) {
       const int64_t row = blocks.begin(b);
       with_rows(blocks.size(b), [&](auto count) {
-        multiply_packed_tile<decltype(count)::value>(weights, steps, from.digits + row * steps * kDigitPairs,
+        multiply_packed_tile<decltype(count)::value>(weights, steps, from.digits + row * steps * kDigitWords,
                                                      from.numbers + row * steps * kDigitNumbers,
                                                      sums + row * kGroupOutputs + o - begin);
       });

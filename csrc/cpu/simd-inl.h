@@ -235,7 +235,9 @@ inline Words shift_left(Words a, int bits) { return {_mm256_slli_epi32(a.lanes, 
 inline Words shift_right_signed(Words a, int bits) { return {_mm256_srai_epi32(a.lanes, bits)}; }
 // sum + the products of both halves of each word, as signed numbers of 16 bits
 inline Words add_pairs(Words sum, Words a, Words b) {
-  return {_mm256_add_epi32(sum.lanes, _mm256_madd_epi16(a.lanes, b.lanes))};
+  sum.lanes = _mm256_add_epi32(sum.lanes, _mm256_madd_epi16(a.lanes, b.lanes));
+  asm("" : "+x"(sum.lanes));  // else GCC adds in an order of its own, for which the registers do not suffice
+  return sum;
 }
 // For the lowest four bits of each half of a word, the table's entry.
 struct Table {
@@ -386,7 +388,9 @@ inline Words add_pairs(Words sum, Words a, Words b) {
 #if PASS_EXT_LEVEL == 3
   return {_mm512_dpwssd_epi32(sum.lanes, a.lanes, b.lanes)};
 #else
-  return {_mm512_add_epi32(sum.lanes, _mm512_madd_epi16(a.lanes, b.lanes))};
+  sum.lanes = _mm512_add_epi32(sum.lanes, _mm512_madd_epi16(a.lanes, b.lanes));
+  asm("" : "+v"(sum.lanes));  // else GCC adds in an order of its own, for which the registers do not suffice
+  return sum;
 #endif
 }
 // For the lowest four bits of each half of a word, the table's entry; it stands there twice, so a fifth bit changes
@@ -415,6 +419,8 @@ inline void multiply_wide(Words a, Words b, Words& high, Words& low) {
 inline Floats sum_of_products(Floats sum, Words a, Words b) {
   return {_mm512_dpbf16_ps(sum.lanes, reinterpret_cast<__m512bh>(a.lanes), reinterpret_cast<__m512bh>(b.lanes))};
 }
+// Sums of both halves of words.
+inline Words add_halves(Words a, Words b) { return {_mm512_add_epi16(a.lanes, b.lanes)}; }
 inline Words interleaved(const bfloat16* low, const bfloat16* high) {
   const __m512i l = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(low)));
   const __m512i h = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(high)));

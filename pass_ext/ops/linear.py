@@ -72,7 +72,7 @@ def linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, outp
         ``[..., out]`` in x's dtype.
 
     The weight's numbers are those of the codes, exactly. Each 32 numbers of a row of x become whole numbers of 16 bits, within
-    1 / 65,534 of the largest among them; their products with codes are added exactly, the rest in fp32, rounded once. A row
+    1 / 65,024 of the largest among them; their products with codes are added exactly, the rest in fp32, rounded once. A row
     whose block has a number that is not finite gives NaN; a block whose numbers are all below 2^-100 counts as zeros.
 
     A row's result has the same bits whatever the other rows are, how many there are, how many threads compute them, and on

@@ -236,7 +236,7 @@ def test_packed_products_are_within_the_stated_error(backend, size, width, outpu
     got = pass_ext.layers.linear_packed(x, weight, bias, outputs=outputs)
     dense = pass_ext.layers.unpack_weight(weight, outputs).double()
     largest = x.double().abs().view(11, -1, 32).amax(-1).repeat_interleave(32, -1)
-    bound = largest @ dense.abs().T / 65534
+    bound = largest @ dense.abs().T / 65024
     sums = largest @ (dense.abs() + 300 * 0.125).T * 2**-22  # codes times scales are larger than the weights they make
     assert bool(((got.double() - exact).abs() <= bound + sums + 1e-6).all())
     rounded = functional.linear(x.double(), dense.bfloat16().double(), bias.double())
@@ -311,8 +311,23 @@ def test_a_packed_weight_is_the_numbers_that_it_was_made_of(backend):
         )
         assert torch.equal(pass_ext.layers.unpack_weight(weight, 21).double(), dense)
         assert torch.equal(reference.linear_packed(torch.eye(96).double(), weight, outputs=21), dense.T)
-        got = pass_ext.layers.linear_packed(torch.eye(96) * 32767, weight, outputs=21)
-        assert (got / 32767 - dense.T).abs().max() < 256 * 0.5 * 2**-22, "the rounding of a code times its scale"
+        got = pass_ext.layers.linear_packed(torch.eye(96) * 32512, weight, outputs=21)
+        assert (got / 32512 - dense.T).abs().max() < 256 * 0.5 * 2**-22, "the rounding of a code times its scale"
+
+
+@pytest.mark.usefixtures("cpu_only")
+@each("bits", [4, 8])
+@each("code", [0, 1, -1])
+@each("rows", [1, 4, 9])
+def test_packed_products_of_the_largest_digits_and_codes_are_exact(backend, rows, code, bits):
+    """Every x at an end of its range, in any pattern of signs: no whole number leaves its 16 bits."""
+    signs = torch.tensor([1.0, -1.0])[torch.randint(0, 2, (rows, 64))]
+    signs[0] = 1
+    codes = torch.full((16, 64), code % (1 << bits), dtype=torch.uint8)
+    scale, offset = torch.ones(16, 2).half(), torch.zeros(16, 2).half()
+    weight = pass_ext.layers.pack_weight(codes, scale, offset, bits=bits)
+    got = pass_ext.layers.linear_packed(signs * 32512, weight, outputs=16)
+    assert torch.equal(got.double(), 32512 * signs.double() @ codes.double().T)
 
 
 @pytest.mark.usefixtures("cpu_only")
