@@ -185,8 +185,8 @@ def quantised_text(root: Path) -> str:
     if run is None:
         raise Missing(f"there is no benchmarks/results/*/{STORED}")
     file, result = run
-    loads = {(row["weights"], row["kept conversion"]): row for row in result["load"]}
-    speeds = {row["weights"]: row["tokens/s"] for row in result["texts"]}
+    loads = {(row["weights"], row["kept conversion"]): row for row in result["load"]["rows"]}
+    speeds = {row["weights"]: row["tokens/s"] for row in result["texts"]["rows"]}
     kinds = ("stored", ""), ("dense", "no"), ("dense", "yes")
     of_loads = [
         [what, *(f"{loads[kind][key]:{form}}" for kind in kinds)]
@@ -196,10 +196,15 @@ def quantised_text(root: Path) -> str:
         [f"{name}, tokens/s", *(f"{speeds[kind][name]:,.1f}" for kind in ("stored", "dense")), ""]
         for name in speeds["stored"]
     ]
+    read = {row["weights"]: row for row in result.get("prompt", {"rows": ()})["rows"]}
+    if read:
+        of_long = (f"{read[kind]['tokens/s']:,.1f}" for kind in ("stored", "dense"))
+        of_texts.append([f"prompt of {read['stored']['tokens']:,} tokens, tokens/s", *of_long, ""])
     heads = ["", "the file's own bits", "bfloat16", "bfloat16, its conversion kept"]
+    rows = result["products"]["rows"]
     products = [
         [row["weight"], str(row["rows"]), *(f"{milliseconds:.2f}" for milliseconds in row["ms"].values())]
-        for row in result["products"]
+        for row in rows
     ]
     parts += [
         f"The same file beside its conversion to bfloat16, on {place_of(result)}:",
@@ -208,10 +213,22 @@ def quantised_text(root: Path) -> str:
         "",
         "Milliseconds of products with 134 million weights, which no cache holds:",
         "",
-        *table(["weight", "rows", *result["products"][0]["ms"]], products, left=1),
+        *table(["weight", "rows", *rows[0]["ms"]], products, left=1),
         "",
-        run_sentence(file, MEASURE_STORED, result),
     ]
+    for row in rows:
+        if "of read" in row:
+            shares = ", ".join(f"{name} {share:.0%}" for name, share in row["of read"].items())
+            parts += [
+                f"Of the bytes that a plain read takes in the same time, one row of {row['weight']}: {shares}.",
+                "",
+            ]
+    if "layers" in result:
+        each = ", ".join(f"{row['rows']}: {row['ms a layer']:.2f}" for row in result["layers"]["rows"])
+        parts += [f"Milliseconds of a layer of Llama 3 8B's shapes, random weights in 4 bits, by rows: {each}.", ""]
+    for name in ("load", "texts", "prompt", "products", "layers"):
+        if name in result:
+            parts.append(run_sentence(file, f"{MEASURE_STORED} {name}", result[name]))
     return "\n".join(parts)
 
 
