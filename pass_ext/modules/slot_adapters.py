@@ -109,7 +109,7 @@ class SlotAdapters(nn.Module):
 
     def pairs(self, slots: int | None = None) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(place, down, up) of the first ``slots`` slots; None: of all."""
-        shared = slots is None or self.count == 1  # a shared adapter is there for any number of slots
+        shared = slots in (None, self.count) or self.count == 1  # a shared adapter is there for any number of slots
         for place, down, up in zip(self.places, self.down.values(), self.up.values(), strict=True):
             yield place, *((down, up) if shared else (down[:slots], up[:slots]))
 

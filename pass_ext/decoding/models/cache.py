@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -41,10 +42,10 @@ def other_format(model: Any) -> str:
 
 def full_cache(config: Any) -> Any:
     """An empty ``DynamicCache`` for a model of this config that keeps the keys of all tokens, also where the model's own
-    drops those before a window."""
+    drops those before a window, and the first call's as they are, where the model's own copies them."""
     from transformers import DynamicCache, cache_utils
 
-    cache = DynamicCache(config=config.get_text_config(decoder=True))
+    cache: Any = DynamicCache(config=config.get_text_config(decoder=True))
     for number, layer in enumerate(cache.layers):
         if type(layer).__name__ == "DynamicSlidingWindowLayer":
             cache.layers[number] = cache_utils.DynamicLayer()
@@ -52,7 +53,21 @@ def full_cache(config: Any) -> Any:
             cache.layers[number] = cache_utils.LinearAttentionAndFullAttentionLayer(
                 getattr(layer, "number_of_states", 1)
             )
+    for layer in cache.layers:
+        if type(layer).__name__ == "DynamicLayer":
+            layer.update = partial(_first_update, layer)
     return cache
+
+
+def _first_update(layer: Any, keys: Tensor, values: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    """A layer's ``update`` in the first call, which keeps keys and values as they are."""
+    del layer.update  # they hold each other: the cache's memory would wait for the garbage collector
+    if any(x.untyped_storage().nbytes() > x.nbytes for x in (keys, values)):  # a part would keep the whole
+        updated: tuple[Tensor, Tensor] = layer.update(keys, values, *others, **named)
+        return updated
+    _initialize(layer, keys, values)
+    layer.keys, layer.values = keys, values
+    return keys, values
 
 
 def layers_that_attend(cache: Any) -> list[int]:

@@ -97,11 +97,10 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 def linear_at(layers: nn.ModuleList, place: str) -> nn.Module | None:
     """The module at a place such as "3.self_attn.q_proj"; None: there is none."""
-    number, _, name = place.partition(".")
-    try:
-        return layers[int(number)].get_submodule(name)
-    except (AttributeError, IndexError):
-        return None
+    part: Any = layers
+    for name in place.split("."):
+        part = getattr(part, name, None)
+    return part if isinstance(part, nn.Module) else None
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int] | None:

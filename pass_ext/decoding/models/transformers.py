@@ -390,11 +390,11 @@ class TransformersModel(Adapted):
                 f"{self.name}: look-ahead slots with adapters cannot be used under tensor parallelism, where each rank has a "
                 "part of a linear layer; use slots without"
             )
-        adapters.check_places(unwrapped(self.model))
         inner = unwrapped(self.model)
-        for place in adapters.pairs:
-            reason = next(filter(None, (feature.unadapted(inner, place) for feature in FEATURES)), None)
-            if reason is not None:
+        adapters.check_places(inner)
+        for end, reason in filter(None, (feature.unadapted(inner) for feature in FEATURES)):
+            place = next((place for place in adapters.pairs if place.endswith(end)), None)
+            if place is not None:
                 raise ValueError(
                     f"{self.name}: these look-ahead slots have an adapter for {place}, {reason}: leave it out"
                 )

@@ -2,6 +2,8 @@
 The cache by its names in transformers before 5.24 and since.
 """
 
+import weakref
+
 import pytest
 import torch
 from torch.nn.functional import pad
@@ -11,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 from packaging.version import Version  # noqa: E402
 from support.small_models import SIZES, prompts, small_model  # noqa: E402
 
-from pass_ext.decoding.models.cache import texts_in_cache  # noqa: E402
+from pass_ext.decoding.models.cache import full_cache, texts_in_cache  # noqa: E402
 from pass_ext.decoding.models.parts import cache_name, given_cache  # noqa: E402
 from pass_ext.integrations.transformers import cache_length, custom_generate, read_cache, write_cache  # noqa: E402
 
@@ -62,6 +64,20 @@ def test_texts_in_a_cache_are_its_columns(starts):
             assert torch.equal(found, expected)
             is_view = found.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
             assert is_view == (starts in ([0, 0], [2, 2]))
+
+
+def test_a_full_cache_keeps_the_first_rows_as_they_are():
+    """Those of a larger tensor are copied, and so is what comes later; its memory does not wait for the garbage collector."""
+    whole, keys, values, more = torch.randn(4, 1, 2, 6, 16).unbind()
+    cache = full_cache(small_model("llama").config)
+    kept = cache.update(keys.clone(), values.clone(), 0)
+    assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in read_cache(cache, 0)]
+    copied = cache.update(whole, values, 1)[0]
+    assert torch.equal(copied, whole) and copied.data_ptr() != whole.data_ptr()
+    assert torch.equal(cache.update(more, more, 0)[0], torch.cat([keys, more], 2)) and cache_length(cache) == 12
+    layer = weakref.ref(cache.layers[0])
+    del cache
+    assert layer() is None
 
 
 def test_a_static_layer_keeps_its_addresses_and_forgets_the_rest():

@@ -40,8 +40,9 @@ class Feature:
         """Why the first layers are no model, to follow the model's name; None: they are."""
         return None
 
-    def unadapted(self, model: Any, place: str) -> str | None:
-        """Why slots have no adapter at this place, to follow "an adapter for" and the place; None: they may have one."""
+    def unadapted(self, model: Any) -> tuple[str, str] | None:
+        """The end of the places at which slots have no adapter, and why, to follow "an adapter for" and a place; None: there
+        are none."""
         return None
 
     def unplaced(self, model: Any) -> str | None:

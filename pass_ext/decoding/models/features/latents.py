@@ -38,10 +38,9 @@ _COMPARED = 3  # rows
 
 
 class LatentAttention(Feature):
-    def unadapted(self, model: Any, place: str) -> str | None:
-        if place.endswith(".kv_b_proj") and latent_layers(model):
-            return "which expands latents for all rows alike, so those of slots cannot be expanded otherwise"
-        return None
+    def unadapted(self, model: Any) -> tuple[str, str] | None:
+        why = "which expands latents for all rows alike, so those of slots cannot be expanded otherwise"
+        return (".kv_b_proj", why) if latent_layers(model) else None
 
     def serve(self, shadow: Any, embedded: Callable[[Tensor], Tensor]) -> None:
         """Layers that expand latents give them to attention as they are."""
