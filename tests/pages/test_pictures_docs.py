@@ -36,7 +36,7 @@ def test_the_table_shows_its_result_and_the_page_its_counts():
 def test_the_page_shows_what_a_picture_costs():
     result, page = json.loads(picture_times.RESULT.read_text()), PAGE.read_text().replace("\n", " ")
     seconds = f"reading {result['seconds, ours']:.2f} s beside {result['seconds, own']:.2f} s"
-    ratios = f"seven pairs is {result['reading']:.2f},", f"a token after it {result['token']:.2f} times"
+    ratios = f"fifteen pairs is {result['reading']:.2f}),", f"a token after it {result['token']:.2f} times"
     for words in (
         f"{result['machine']['model']}, {result['machine']['torch_threads']} threads, {result['date'][:10]}",
         *ratios,
