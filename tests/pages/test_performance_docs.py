@@ -114,6 +114,22 @@ def test_the_files_own_bits_are_shown_beside_the_fastest_of_llama_cpp(tree):
     assert "| PaSS, adapters | 300.0 |" in guide and "at most 20% of the cores" in guide
 
 
+def test_each_part_of_a_run_with_the_files_own_bits_is_shown(tree):
+    (path,) = tree.glob("benchmarks/results/*/stored-weights.json")
+    result = json.loads(path.read_text())
+    run = {"date": "2999-01-01T00:00:00Z", "commit": "abcdef"}
+    read = [{"weights": form, "tokens": 6600, "tokens/s": speed} for form, speed in (("stored", 1234), ("dense", 567))]
+    result["prompt"] = run | {"rows": read}
+    result["layers"] = run | {"rows": [{"rows": 1, "ms a layer": 4.0}, {"rows": 8, "ms a layer": 6.0}]}
+    result["products"]["rows"][0]["of read"] = {"4 bits": 0.625}
+    path.write_text(json.dumps(result))
+    performance.write(tree)
+    guide = (tree / performance.QUANTISED).read_text()
+    assert "| prompt of 6,600 tokens, tokens/s | 1,234.0 | 567.0 |" in guide
+    assert "one row of 4096 × 4096: 4 bits 62%" in guide and "by rows: 1: 4.00, 8: 6.00" in guide
+    assert "stored_weights layers`, 2999-01-01, commit abcdef" in guide
+
+
 def test_without_a_run_on_a_gpu_its_numbers_are_left_out(tree):
     for path in tree.glob("benchmarks/results/nvidia-*/*.json"):
         path.unlink()
