@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
-from support.heads import PlainEagle3, eagle3_checkpoint
+from support.heads import MASKED, PlainEagle3, eagle3_checkpoint
 from support.small_models import small_model
 
 import pass_ext
@@ -78,6 +78,17 @@ def test_tensors_without_a_use_are_named(folder, target, caplog):
     with caplog.at_level(logging.WARNING, "pass_ext"):
         load_drafter(folder, target)
     assert "layers.7.odd.weight" in caplog.text and "fc.weight" not in caplog.text
+
+
+@pytest.mark.parametrize("masked", [{}, MASKED], ids=["EAGLE-3", "P-EAGLE"])
+def test_settings_that_nothing_reads_are_named(masked, target, tmp_path, caplog):
+    eagle3_checkpoint(tmp_path, target, **masked)
+    with caplog.at_level(logging.WARNING, "pass_ext"):
+        load_drafter(tmp_path, target)
+        assert caplog.text == ""
+        changed(tmp_path, residual_factor=0.5)
+        load_drafter(tmp_path, target)
+    assert "does not know: residual_factor" in caplog.text
 
 
 REFUSED = {
