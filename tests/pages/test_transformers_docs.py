@@ -1,5 +1,7 @@
 """docs/guide/transformers.md: its blocks run, on a small model, and give the model's own text."""
 
+import re
+
 import pytest
 import torch
 from support.code_blocks import blocks_of, run_blocks
@@ -59,3 +61,17 @@ def test_the_blocks_of_the_page_run(monkeypatch, tmp_path):
     assert torch.equal(names["same"], expected)
     assert names["streamer"].tokens == expected[0].tolist()
     assert names["method"].stats.tokens > 0
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "`use_mtp=True`",
+        '`speculation_type="dflash"`',
+        "`assistant_model=` with Gemma 4's assistant",
+        "`assistant_ensemble_weight=`",
+    ],
+)
+def test_the_page_says_what_to_do_in_place_of_transformers_own_drafters(argument):
+    row = re.search(rf"^\| {re.escape(argument)} \| (.+) \|$", PAGE.read_text(), re.M)
+    assert row is not None and ("load_drafter" in row[1] or "not the model's" in row[1])

@@ -3,6 +3,7 @@ Plain's, and rules that divide by the drafts' distribution are exact."""
 
 import dataclasses
 import itertools
+import logging
 
 import pytest
 import torch
@@ -450,6 +451,18 @@ def test_heads_and_settings_that_do_not_fit_are_refused(load):
         DFlash(method.head, length=0)
     with pytest.raises(ValueError, match='DFlash: rows, if not None or "auto", must be'):
         DFlash(method.head, rows=1)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_settings_that_nothing_reads_are_named(kind, own, load, caplog):
+    config, found = files(kind, own)
+    with caplog.at_level(logging.WARNING, "pass_ext"):
+        load(config, found, target())
+        assert caplog.text == ""
+        (config["dflash_config"] if own else config)["residual_factor"] = 0.5
+        load(config, found, target())
+    assert "does not know: residual_factor" in caplog.text
 
 
 def test_a_shorter_length_drafts_less_of_a_shorter_block(load):

@@ -12,6 +12,7 @@ Whatever is missing or does not fit is refused with a ValueError that begins wit
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -27,11 +28,17 @@ from pass_ext.weights.gguf_mtp import mtp_tensors
 from pass_ext.weights.grouped import LAYOUTS, Grouped
 from pass_ext.weights.layers import PackedLinear
 
+_log = logging.getLogger("pass_ext")
 _CONFIG = "config.json"
 _ENDINGS = ".safetensors", ".bin"
 _GGUF = ".gguf"
 _WITHOUT_EFFECT = ("rotary_emb.inv_freq", "optimizer", "training_args")
 """Parts of names of tensors that every loader leaves out."""
+_ABOUT = (
+    "architectures", "auto_map", "dtype", "has_no_defaults_at_init", "model_type", "speculators_config",
+    "speculators_model_type", "speculators_version", "torch_dtype", "transformers_version",
+)  # fmt: skip
+"""Settings that tell about a checkpoint."""
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -64,6 +71,11 @@ class HeadCheckpoint:
     def refusal(self, problem: str) -> ValueError:
         """The error for a problem of this checkpoint."""
         return ValueError(f"load_drafter: {self.path}: {problem}")
+
+    def name_unknown(self, settings: Collection[str], known: Collection[str]) -> None:
+        """Names the settings that nothing reads in the log."""
+        if unknown := sorted(set(settings).difference(known, _ABOUT)):
+            _log.warning("load_drafter: %s: settings that pass_ext does not know: %s", self.path, ", ".join(unknown))
 
     def _take_quantised(self) -> str | None:
         """Takes quantised layers out of the tensors, and what tells of them out of the config; those in blocks stay, as

@@ -35,6 +35,14 @@ _MUST_BE: dict[str, tuple[Any, str]] = {
     "use_aux_hidden_state": (True, "it reads one state alone"),
 }
 """Settings that change the head, what they must be, and what any other value means."""
+_SETTINGS = (
+    "aux_hidden_state_layer_ids", "block_size", "causal", "confidence_head_with_markov", "conv_group_size",
+    "conv_kernel_size", "draft_vocab_size", "final_logit_softcapping", "input_embedding_scale", "is_causal", "markov_rank",
+    "mask_token_id", "num_target_layers", "output_multiplier", "sample_from_anchor", "selector_rank", "selector_top_k",
+    "sliding_window_non_causal", "swa_window_size", "target_hidden_size", "target_layer_ids", "transformer_layer_config",
+    "use_swa",
+)  # fmt: skip
+"""The settings beside those of the layers."""
 _MOST_ROWS = 64  # of a block
 
 
@@ -114,6 +122,9 @@ class _Reader:
             given = {**layers, **self.settings}.get(name, only)
             if given != only:
                 raise checkpoint.refusal(f"its config has {name} {given!r}: {what}, which pass_ext cannot read")
+        checkpoint.name_unknown(
+            config if self.is_speculators else config.get("dflash_config") or (), [*_SETTINGS, *_MUST_BE]
+        )
         self.is_muse = layers.get("model_type") == _MUSE
         self.types, self.window = layers.get("layer_types"), layers.get("sliding_window")
         self.vocabulary = layers.get("vocab_size") or target.vocabulary

@@ -17,7 +17,6 @@ here, and has all settings in one dictionary.
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -48,12 +47,6 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "logit_scale": (1.0, "its logits are multiplied"),
 }
 """Settings that change the head, what they must be, and what any other value means."""
-_ABOUT = (
-    "architectures", "auto_map", "dtype", "has_no_defaults_at_init", "mask_token_id", "model_type", "speculators_config",
-    "speculators_model_type", "speculators_version", "torch_dtype", "transformer_layer_config", "transformers_version",
-)  # fmt: skip
-"""What else a config in the speculators form has."""
-_log = logging.getLogger("pass_ext")
 _FIRST, _ORIGINAL = "layers.0.", "midlayer."
 
 
@@ -196,8 +189,7 @@ def _speculators_form(checkpoint: HeadCheckpoint) -> dict[str, Any]:
             name: value for name, value in config.items() if name not in (*settings, "eagle_config", "architectures")
         }
         config = {"speculators_model_type": "eagle3", **settings, "transformer_layer_config": layers}
-    if unknown := sorted(set(config).difference(_SETTINGS, _WITHOUT_EFFECT, _ABOUT)):
-        _log.warning("load_drafter: %s: settings that pass_ext does not know: %s", checkpoint.path, ", ".join(unknown))
+    checkpoint.name_unknown(config, [*_SETTINGS, *_WITHOUT_EFFECT, "mask_token_id", "transformer_layer_config"])
     for name, (inert, what) in _WITHOUT_EFFECT.items():
         if config.get(name, inert) != inert:
             raise checkpoint.refusal(f"its config has {name} {config[name]!r}: {what}, which pass_ext cannot read")

@@ -71,8 +71,8 @@ def load_drafter(path: str | os.PathLike[str], model: Any) -> HeadMethod | DFlas
         ``Eagle3``, ``Mtp``, ``DFlash`` or ``Assistant``. ``dataclasses.replace(method, length=6)`` changes its settings; the
         length is the one that the checkpoint proposes, if it does.
 
-    Refuses with a ValueError a checkpoint of an unknown type, of another model, or cut off. The log names tensors that the head
-    has no use for.
+    Refuses with a ValueError a checkpoint of an unknown type, of another model, or cut off. The log names tensors and settings
+    that the head has no use for.
     """
     checkpoint, target = HeadCheckpoint(path), target_facts(packed_model(model))
     family = family_of(checkpoint)
