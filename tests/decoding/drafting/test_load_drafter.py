@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 
 pytest.importorskip("transformers")
 
+import tokenizers
 from safetensors.torch import load_file, save_file
 from support.heads import MASKED, PlainEagle3, eagle3_checkpoint
 from support.small_models import small_model
+from transformers import PreTrainedTokenizerFast
 
 import pass_ext
 from pass_ext import generate, load_drafter
@@ -89,6 +92,44 @@ def test_settings_that_nothing_reads_are_named(masked, target, tmp_path, caplog)
         changed(tmp_path, residual_factor=0.5)
         load_drafter(tmp_path, target)
     assert "does not know: residual_factor" in caplog.text
+
+
+def words(*tokens):
+    """A tokenizer of these words."""
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({token: i for i, token in enumerate(tokens)}, tokens[0])
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_a_head_with_another_tokenizer_is_refused(folder, target):
+    """One that has no tokenizer may be of any."""
+    ours = words("a", "b", "c")
+    assert isinstance(load_drafter(folder, target, ours), Eagle3)
+    words("a", "b", "c").save_pretrained(folder)
+    assert isinstance(load_drafter(folder, target, ours), Eagle3)
+    words("a", "c", "b").save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"another one: 1 is token 'b' for the target and 'c' for the draft") as error:
+        load_drafter(folder, target, ours)
+    assert str(folder) in str(error.value)
+    assert isinstance(load_drafter(folder, target), Eagle3), "nothing is compared"
+    with pytest.raises(TypeError, match=r"tokenizer must have get_vocab\(\), got int"):
+        load_drafter(folder, target, 5)
+
+
+def test_a_name_on_the_hub(folder, target, tmp_path, monkeypatch):
+    """In the Hub's cache, without a network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cached, revision = tmp_path / "hub/models--some--head", "0" * 40
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text(revision)
+    shutil.copytree(folder, cached / "snapshots" / revision)
+    named, own = load_drafter("some/head", target), load_drafter(folder, target)
+    for one, other in zip(named.head.state_dict().items(), own.head.state_dict().items(), strict=True):
+        assert one[0] == other[0] and torch.equal(one[1], other[1])
+    with pytest.raises(FileNotFoundError, match="some/other is no file, no folder, and nothing that the Hub gives"):
+        load_drafter("some/other", target)
 
 
 REFUSED = {

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from pass_ext.decoding.arguments import type_of
 from pass_ext.decoding.drafting.heads.assistant import AssistantHead, read_assistant
 from pass_ext.decoding.drafting.heads.checkpoint import HeadCheckpoint
 from pass_ext.decoding.drafting.heads.dflash import DFlashHead, read_dflash
@@ -21,6 +22,7 @@ from pass_ext.decoding.drafting.heads.mtp import has_mtp, read_mtp
 from pass_ext.decoding.drafting.heads.peagle import PEagleHead
 from pass_ext.decoding.methods import MAX_DRAFT_LEVELS, Assistant, DFlash, Eagle3, HeadMethod, Mtp
 from pass_ext.decoding.models.any_model import packed_model
+from pass_ext.decoding.models.vocabulary import check_tokenizers
 
 _log = logging.getLogger("pass_ext")
 
@@ -59,24 +61,26 @@ FAMILIES: dict[str, Family] = {
 """By ``speculators_model_type``, or by one of ``architectures``. An MTP layer is found by its tensors."""
 
 
-def load_drafter(path: str | os.PathLike[str], model: Any) -> HeadMethod | DFlash | Assistant:
+def load_drafter(path: str | os.PathLike[str], model: Any, tokenizer: Any = None) -> HeadMethod | DFlash | Assistant:
     """The method that drafts with a head which was trained for this model, as ``generate`` takes it.
 
     Args:
         path: a folder with config.json and weights, one of its files of weights, or a name on the Hub. The model's own, where
             its checkpoint has an MTP layer.
         model: as ``generate`` takes it. The head gets its dtype and device.
+        tokenizer: the model's. Refused if the checkpoint has a tokenizer.json that disagrees. None: they are not compared.
 
     Returns:
         ``Eagle3``, ``Mtp``, ``DFlash`` or ``Assistant``. ``dataclasses.replace(method, length=6)`` changes its settings; the
         length is the one that the checkpoint proposes, if it does.
 
-    Refuses with a ValueError a checkpoint of an unknown type, of another model, or cut off. The log names tensors and settings
-    that the head has no use for.
+    Refuses with a ValueError a checkpoint of an unknown type, of another model or tokenizer, or cut off. The log names tensors
+    and settings that the head has no use for.
     """
     checkpoint, target = HeadCheckpoint(path), target_facts(packed_model(model))
     family = family_of(checkpoint)
     _check_verifier(checkpoint, target)
+    _check_tokenizer(checkpoint, tokenizer)
     head = family.read(checkpoint, target)
     if unused := checkpoint.unused:
         _log.warning("load_drafter: %s: tensors that %s has no use for: %s", path, head.kind, ", ".join(unused))
@@ -138,6 +142,22 @@ def _check_verifier(checkpoint: HeadCheckpoint, target: TargetFacts) -> None:
             f"it was trained for a {' or '.join(known)}, {verifier.get('name_or_path')}, and the model is a {target.name}: "
             "load that model, or a head of this one"
         )
+
+
+def _check_tokenizer(checkpoint: HeadCheckpoint, tokenizer: Any) -> None:
+    """Refuses a head whose own tokenizer has other tokens."""
+    if tokenizer is None:
+        return
+    if not callable(getattr(tokenizer, "get_vocab", None)):
+        raise TypeError(f"load_drafter: tokenizer must have get_vocab(), got {type_of(tokenizer)}")
+    file = checkpoint.folder / "tokenizer.json"
+    if file.exists():
+        from transformers import PreTrainedTokenizerFast
+
+        try:
+            check_tokenizers(tokenizer, PreTrainedTokenizerFast(tokenizer_file=str(file)))
+        except ValueError as error:
+            raise checkpoint.refusal(str(error)) from None
 
 
 def _proposed(config: Mapping[str, Any]) -> dict[str, Any]:
