@@ -635,8 +635,8 @@ void check_access(const void* address, size_t bytes, Access kind, bool aligned) 
   Engine& e = engine();
   if (!e.current) return;
   const char* a = static_cast<const char*>(address);
-  if (aligned &&
-      reinterpret_cast<uintptr_t>(a) & (bytes - 1))  // a power of two: dividing takes as long as all the rest
+  // Sizes are powers of two: dividing would take as long as all the rest.
+  if (aligned && reinterpret_cast<uintptr_t>(a) & (bytes - 1))
     fail("misaligned: an access of " + std::to_string(bytes) + " bytes at an address that is no multiple of it");
   if (a >= e.stacks && a < e.stacks + kStackBytes * kMostThreads) return;  // a thread's own variables
   ++e.accesses;
