@@ -308,7 +308,7 @@ def test_a_run_whose_time_ends_in_the_middle_goes_on_in_another_folder(tmp_path,
     ]
     monkeypatch.setattr(run, "all_stages", lambda capability, families: stages)
     states = []
-    for number, minutes in enumerate((12.5 / 60, 1)):
+    for number, minutes in enumerate((17 / 60, 1)):  # a busy machine takes two seconds to the stage that sleeps
         out = tmp_path / f"out-{number}"
         monkeypatch.setenv("PASS_EXT_OUT", str(out))
         words = ["gpu", "--minutes", str(minutes), "--earlier", str(tmp_path / "out-0")]
