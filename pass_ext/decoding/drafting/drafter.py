@@ -2,7 +2,7 @@
 ``DraftingMethod`` makes drafters.
 
     begin(session)   before the prompts are read
-    propose(batch)   before each step that may draft, and others: the candidates
+    propose(batch)   before each step that may draft: the candidates; before others it may be asked too, for none
 
 A method from outside the package is an object with ``drafters(context)``; docs/guide/speculative.md has an example.
 """
