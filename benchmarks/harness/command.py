@@ -27,12 +27,8 @@ from benchmarks.harness.results import FORMAT, LEFT_OUT, save, show
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def parse(
-    description: str,
-    arguments: list[str] | None = None,
-    more: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
-) -> argparse.Namespace:
-    """The options that all benchmarks share; `more` adds the options of one."""
+def parse(description: str) -> argparse.Namespace:
+    """The options that all op benchmarks share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
@@ -45,8 +41,7 @@ def parse(
     parser.add_argument(
         "--seconds", type=float, help="begin no case after this many seconds; the result lists the cases left out"
     )
-    more(parser)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch must see a GPU, it sees none")
     return options

@@ -14,28 +14,16 @@ FORMAT = 1
 LEFT_OUT = "Left out, too large or for lack of time"
 SPEEDS = {"GB/s": "gb_per_s", "GFLOP/s": "gflop_per_s"}
 SHARES = {"of copy": "of_copy", "of read": "of_read", "of limit": "of_limit"}
-LISTS_OF_ROWS = (
-    "prompts",
-    "rows",
-    "sweep",
-    "steps",
-    "profile",
-    "agreement",
-    "runs",
-)  # all of them are in decoding.json
 WORDS = {True: ("       met", "green"), False: ("   NOT met", "bold red"), None: ("not tested", "yellow")}
 
 
 def save(result: dict[str, Any], path: Path) -> None:
     """Writes one result with a line per row, so that a diff can be read."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lists = [key for key in LISTS_OF_ROWS if result.get(key)]
-    others = {key: value for key, value in result.items() if key not in lists}
+    others = {key: value for key, value in result.items() if key != "rows"}
     text = json.dumps(others, indent=1, ensure_ascii=False).removesuffix("\n}")
-    for key in lists:
-        rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in result[key])
-        text += f',\n "{key}": [\n  {rows}\n ]'
-    path.write_text(f"{text}\n}}\n")
+    rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in result["rows"])
+    path.write_text(f'{text},\n "rows": [\n  {rows}\n ]\n}}\n')
 
 
 def lines_of(result: dict[str, Any]) -> list[list[dict[str, Any]]]:

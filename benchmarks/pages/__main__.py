@@ -1,4 +1,4 @@
-"""Writes the pages of every results folder: README.md of the op benchmarks, and decoding.md of whole texts with its picture.
+"""Writes the pages of every results folder: README.md of the op benchmarks.
 
 `python -m benchmarks.pages` writes; `--check` writes nothing and fails where a page does not show its results; with files of op
 results as arguments it prints their tables.
@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 from benchmarks import ROOT
-from benchmarks.decoding import page as decoding
 from benchmarks.pages import ops
 
 
@@ -30,14 +29,12 @@ def main() -> int:
     if not options.check:
         for page, text in pages.items():
             page.write_text(text)
-        decoding.write(options.root)
         return 0
     wrong = [
         f"{page.relative_to(options.root)} does not show the ops/*.json beside it"
         for page, text in pages.items()
         if not page.exists() or page.read_text() != text
     ]
-    wrong += decoding.check(options.root)
     for sentence in wrong:
         print(f"{sentence}: run python -m benchmarks.pages", file=sys.stderr)
     return 1 if wrong else 0

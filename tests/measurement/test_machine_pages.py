@@ -8,7 +8,7 @@ if not (ROOT / "benchmarks").exists():
 
 from benchmarks.grammar import page as grammar
 from benchmarks.harness import by_machine
-from benchmarks.pages import batches, heads, hybrid, state_share
+from benchmarks.pages import batches, heads, hybrid
 from benchmarks.pages.lookahead import slots
 from benchmarks.serving import page as serving
 from benchmarks.versions import __main__ as versions
@@ -16,7 +16,7 @@ from benchmarks.versions import __main__ as versions
 RESULTS = ROOT / by_machine.RESULTS
 PAGES = {
     "batches": batches, "grammar*": grammar, "heads": heads, "hybrid": hybrid, "serving": serving, "slots": slots,
-    "state-share": state_share, "versions": versions,
+    "versions": versions,
 }  # fmt: skip
 
 pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="an sdist has no results")

@@ -15,7 +15,7 @@ import pass_ext
 from benchmarks.contenders.workers.channel import Answer, answer, versions
 from benchmarks.contenders.workers.names import ADAPTED, GENERATE, JOINED, NGRAM, PLAIN
 from benchmarks.contenders.workers.step_parts import machine_limits, step_parts
-from benchmarks.decoding.contenders import GREEDY, method_contender, transformers_contender
+from benchmarks.decoding.contenders import method_contender, transformers_contender
 from benchmarks.harness.plan import DTYPES
 from pass_ext.checkpoint import load_checkpoint
 
@@ -50,7 +50,7 @@ def start(options: dict[str, Any]) -> tuple[Any, Answer]:
             return machine_limits()
         if "parts" in request:
             return step_parts(model, contender, request["parts"], request["tokens"])
-        outcome = contender(request["prompt"], GREEDY, 0, request["tokens"])
+        outcome = contender(request["prompt"], request["tokens"])
         return {
             "seconds": outcome.seconds,
             "tokens": outcome.tokens,

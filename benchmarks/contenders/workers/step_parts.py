@@ -19,7 +19,6 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.decoding.contenders import GREEDY
 from benchmarks.decoding.prompts import Prompt
 from benchmarks.decoding.steps import profile
 from benchmarks.harness import cpu_timing, machine
@@ -49,12 +48,12 @@ def step_parts(model: Any, contender: Contender, prompt: Sequence[int], tokens: 
     activities = [torch.profiler.ProfilerActivity.CPU]
     for _ in range(TURNS):
         short, long = (
-            profile(contender, [Prompt("", "", ids)], GREEDY, length, model.device) for length in (tokens // 4, tokens)
+            profile(contender, [Prompt("", "", ids)], length, model.device) for length in (tokens // 4, tokens)
         )
         timed.append(long)
         loops.append(loop_and_once(short, long))
         with counted_rows() as counts, torch.profiler.profile(activities=activities) as profiler:
-            contender(ids, GREEDY, 0, tokens)
+            contender(ids, tokens)
         counts = counts[1:]
         profiled.append(1e-3 * sum_of_layers(profiler.events(), CALL) / len(counts))
     rows = sum(counts) / len(counts)

@@ -17,27 +17,90 @@ from typing import Any
 import torch
 import torch._inductor.config
 from torch import Tensor
+from torch.nn import functional
 
+import pass_ext
 from benchmarks import ROOT
 from benchmarks.harness.machine import commit, describe_machine, describe_versions, device_slug, now
 from benchmarks.harness.markdown import table
-from benchmarks.ops.layer import (
-    HEAD,
-    HEADS,
-    INNER,
-    KEY_HEADS,
-    D,
-    after,
-    before,
-    plain_after,
-    plain_before,
-    single_after,
-    single_before,
-)
 
-LAYERS, ROWS, ROUNDS = 30, (1, 8), 15
+D, HEADS, KEY_HEADS, HEAD, INNER = 576, 9, 3, 64, 1536
+LAYERS, ROWS, ROUNDS, EPS = 30, (1, 8), 15, 1e-5
 torch._inductor.config.compile_threads = 1  # no processes that compile, or start, beside the measurement
 Way = Callable[..., Any]
+
+
+# ---- the ways, as transformers does it and by our ops ----
+
+
+def plain_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """As LlamaRMSNorm after an addition."""
+    s = residual + x
+    wide = s.to(torch.float32)
+    variance = wide.pow(2).mean(-1, keepdim=True)
+    wide = wide * torch.rsqrt(variance + EPS)
+    return weight * wide.to(s.dtype), s
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    """As in transformers."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def plain_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As apply_rotary_pos_emb."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return (q * cos) + (rotate_half(q) * sin), (k * cos) + (rotate_half(k) * sin)
+
+
+def before(x: Tensor, norm: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """pass_ext: one call."""
+    return pass_ext.layers.layer_before_attention(x, q, k, v, head_dim=HEAD, input_norm=norm, cos=cos, sin=sin, eps=EPS)
+
+
+def single_before(
+    x: Tensor, norm: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, ...]:
+    """pass_ext: five calls."""
+    x, _ = pass_ext.layers.step_rms_norm(x, norm, eps=EPS)
+    queries, keys, values = (pass_ext.layers.linear_rows(x, weight).unflatten(1, (-1, HEAD)) for weight in (q, k, v))
+    return *pass_ext.layers.step_rotary(queries, keys, cos, sin), values
+
+
+def plain_before(
+    x: Tensor, norm: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, ...]:
+    """As in transformers."""
+    x = plain_norm(x, torch.zeros_like(x), norm)[0]
+    queries, keys, values = (functional.linear(x, weight).unflatten(1, (-1, HEAD)) for weight in (q, k, v))
+    return *plain_rotary(queries, keys, cos, sin), values
+
+
+def after(attended: Tensor, x: Tensor, norm: Tensor, o: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """pass_ext: one call."""
+    return pass_ext.layers.layer_after_attention(attended, x, o, gate, up, down, mlp_norm=norm, eps=EPS)
+
+
+def single_after(
+    attended: Tensor, x: Tensor, norm: Tensor, o: Tensor, gate: Tensor, up: Tensor, down: Tensor
+) -> Tensor:
+    """pass_ext: six calls, and an addition."""
+    normed, middle = pass_ext.layers.step_rms_norm(pass_ext.layers.linear_rows(attended, o), norm, eps=EPS, residual=x)
+    hidden = pass_ext.layers.step_gate(
+        pass_ext.layers.linear_rows(normed, gate), pass_ext.layers.linear_rows(normed, up)
+    )
+    return middle + pass_ext.layers.linear_rows(hidden, down)
+
+
+def plain_after(attended: Tensor, x: Tensor, norm: Tensor, o: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """As in transformers."""
+    normed, middle = plain_norm(functional.linear(attended, o), x, norm)
+    hidden = functional.silu(functional.linear(normed, gate)) * functional.linear(normed, up)
+    return middle + functional.linear(hidden, down)
+
+
+# ---- the measurement ----
 
 
 def weights_of_layer(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
