@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import ROOT
-from benchmarks.gpu import library, record, verdict
+from benchmarks.gpu import library, record
 from benchmarks.gpu.runner import Runner, Stage
 from benchmarks.gpu.stages import all_stages
 from benchmarks.harness import evidence, machine
@@ -109,8 +109,6 @@ def main() -> int:
     fine = runner.run(stages)
     records = record.records(folder) if out else record.write(folder)
     record.show(records[-1])
-    for sentence in verdict.sentences(evidence.read(path)):
-        print(sentence)
     print(f"evidence: {path}")
     return 0 if fine else 1
 

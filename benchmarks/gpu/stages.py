@@ -22,7 +22,7 @@ from benchmarks.gpu.library import OBJECTS
 from benchmarks.gpu.outcomes import SECONDS, SOME_FAILED
 from benchmarks.gpu.record import REST, describe_kernels
 from benchmarks.gpu.runner import Stage
-from benchmarks.gpu.variants import TIMED, folder_of
+from benchmarks.gpu.variants import VARIANTS, folder_of
 from benchmarks.pages.gpu_status import claims, read_records, read_same_code, runs
 
 FAMILIES = tuple(
@@ -148,21 +148,15 @@ def _ncu(name: str, cases: Sequence[str], seconds: float) -> Stage:
     return Stage(name, {"ncu": command}, seconds, impossible=impossible, keeps_output=True)
 
 
-def _by_variant(name: str, module: str, *arguments: str) -> list[str]:
+def _by_variant(name: str, module: str) -> list[str]:
     """A command that imports a variant's library: Python looks in the working folder first, then in PYTHONPATH."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return ["env", f"--chdir={folder_of(name)}", f"PYTHONPATH={path}", *_PYTHON, module, *arguments]
+    return ["env", f"--chdir={folder_of(name)}", f"PYTHONPATH={path}", *_PYTHON, module]
 
 
 def _experiments() -> list[Stage]:
-    """Where the time of a step goes, and what a switch changes. verdict.py says at the end what they mean."""
-    timed = [*_PYTHON, "benchmarks.gpu.timed"]
-    jobs = {
-        "stamps": _by_variant("stamps", "benchmarks.gpu.stamps"),
-        "twice": _by_variant("twice", "benchmarks.gpu.stamps"),
-    }
-    jobs |= {"timed-ordinary": [*timed, "ordinary"]}
-    jobs |= {f"timed-{name}": _by_variant(name, "benchmarks.gpu.timed", name) for name in TIMED}
+    """Where the time of an accept step goes."""
+    jobs = {name: _by_variant(name, "benchmarks.gpu.stamps") for name in VARIANTS}
     impossible = "" if (ROOT / OBJECTS).exists() else "the library was carried here, without the objects to link"
     stages = [Stage("variants", {"build": [*_PYTHON, "benchmarks.gpu.variants"]}, 240)]
     stages += [Stage(name, {name: command}, 60) for name, command in jobs.items()]

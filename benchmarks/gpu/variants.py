@@ -19,10 +19,8 @@ from benchmarks import ROOT
 VARIANTS = {
     "stamps": "-DPASS_EXT_STAMPS",
     "twice": "-DPASS_EXT_STAMPS -DPASS_EXT_FINISH_TWICE",
-    "steps-4": "-DPASS_EXT_STEPS_PER_MULTIPROCESSOR=4",
 }
-"""Name -> options of nvcc. Those with stamps are read by stamps.py, the others are timed beside the ordinary build."""
-TIMED = tuple(name for name, options in VARIANTS.items() if "STAMPS" not in options)
+"""Name -> options of nvcc; stamps.py reads what they stamp."""
 SOURCE = "csrc/cuda/accept.cu"
 
 

@@ -21,9 +21,11 @@ def save(result: dict[str, Any], path: Path) -> None:
     """Writes one result with a line per row, so that a diff can be read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     others = {key: value for key, value in result.items() if key != "rows"}
-    text = json.dumps(others, indent=1, ensure_ascii=False).removesuffix("\n}")
-    rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in result["rows"])
-    path.write_text(f'{text},\n "rows": [\n  {rows}\n ]\n}}\n')
+    text = json.dumps(others, indent=1, ensure_ascii=False)
+    if result.get("rows"):
+        rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in result["rows"])
+        text = text.removesuffix("\n}") + f',\n "rows": [\n  {rows}\n ]\n}}'
+    path.write_text(f"{text}\n")
 
 
 def lines_of(result: dict[str, Any]) -> list[list[dict[str, Any]]]:

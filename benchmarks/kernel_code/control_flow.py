@@ -1,10 +1,6 @@
-"""The control flow of a kernel: basic blocks, loops, the path that does most work, and loads in flight.
+"""The control flow of a kernel: basic blocks, and loads in flight.
 
     block            instructions in sequence: jumps lead to the first only, and only the last jumps
-    loop             all blocks that reach a jump back to the loop's head without passing that head
-    work path        the path through a loop (or a kernel) with most wide loads, then most arithmetic (in a loop with matrix
-                     products: these alone), then fewest other instructions: a row of ordinary logits or a tile that needs
-                     no mask, not the code for NaN, masks and odd addresses
     loads in flight  wide loads issued before the result of any of them is read or overwritten, judged by registers
 
 A call counts as one instruction; the called function is not followed. A jump through a register (a `switch`) ends a path.
@@ -12,20 +8,13 @@ A call counts as one instruction; the called function is not followed. A jump th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
-from benchmarks.kernel_code.instructions import ARITHMETIC, BYTES, CLASSES, Instruction, class_of
+from benchmarks.kernel_code.instructions import BYTES, Instruction
 
 _ENDS = frozenset({"EXIT", "RET", "BRX", "BRXU", "JMX", "JMXU", "KILL"})
 _JUMPS = frozenset({"BRA", "JMP"})
-
-
-@dataclass(frozen=True)
-class Loop:
-    """The blocks of a loop; the first is its head."""
-
-    blocks: tuple[int, ...]
 
 
 class ControlFlow:
@@ -59,64 +48,6 @@ class ControlFlow:
             for other in after:
                 self.predecessors[other].append(block)
 
-    def loops(self) -> list[Loop]:
-        """Every loop with one head, in the order of their heads."""
-        bodies: dict[int, set[int]] = {}
-        for block, after in enumerate(self.successors):
-            for head in after:
-                body = self._body(head, block) if head <= block else None
-                if body is not None:
-                    bodies.setdefault(head, set()).update(body)
-        return [Loop((head, *sorted(body - {head}))) for head, body in sorted(bodies.items())]
-
-    def _body(self, head: int, last: int) -> set[int] | None:
-        """Blocks that reach ``last`` without passing ``head``; None if the kernel's entry is among them: no loop then."""
-        body, waiting = {head}, [last]
-        while waiting:
-            block = waiting.pop()
-            if block in body:
-                continue
-            if not self.predecessors[block]:
-                return None
-            body.add(block)
-            waiting += self.predecessors[block]
-        return body
-
-    def hottest_loop(self) -> Loop | None:
-        """The smallest loop with the most matrix products, else with the most wide loads. None if no loop has any, or if the
-        kernel, without the functions that it calls, has more wide loads outside of loops.
-        """
-
-        def work(blocks: Iterable[int]) -> tuple[int, int]:
-            inside = self.instructions(tuple(blocks))
-            products = sum(i.base in CLASSES["matrix"] for i in inside)
-            return products, 0 if products else sum(i.is_wide_load or i.base == "LDGSTS" for i in inside)
-
-        loops = self.loops()
-        looped = {block for loop in loops for block in loop.blocks}
-        least = work(block for block in self.own_blocks() if block not in looped)
-        loops = [loop for loop in loops if work(loop.blocks) > (0, 0) and work(loop.blocks) >= least]
-        return max(loops, key=lambda loop: (work(loop.blocks), -len(loop.blocks)), default=None)
-
-    def instructions(self, blocks: tuple[int, ...] | list[int]) -> list[Instruction]:
-        """All instructions of these blocks."""
-        return [instruction for block in blocks for instruction in self.blocks[block]]
-
-    def work_path(self, loop: Loop | None = None) -> list[Instruction]:
-        """The work path once around ``loop``; by default from the kernel's entry to an exit."""
-        inside = frozenset(loop.blocks if loop else range(len(self.blocks)))
-        order, back = self._order(loop.blocks[0] if loop else 0, inside)
-        multiplies = any(i.base in CLASSES["matrix"] for i in self.instructions(list(inside)))
-        best: dict[int, tuple[tuple[int, int, int], list[int]]] = {}
-        for block in reversed(order):
-            ways = [best[b] for b in self.successors[block] if (block, b) not in back and b in best]
-            if (block, loop.blocks[0]) in back if loop else not ways:
-                ways.append(((0, 0, 0), []))  # the path ends here
-            if ways:  # without any, the block leaves the loop
-                score, onward = max(ways, key=lambda way: way[0])
-                best[block] = (_sum(_score(self.blocks[block], multiplies), score), [block, *onward])
-        return self.instructions(best[order[0]][1]) if order[0] in best else []
-
     def _order(self, first: int, inside: Container[int]) -> tuple[list[int], set[tuple[int, int]]]:
         """Blocks reached from ``first``, each before its successors, and the edges that lead back."""
         finished: list[int] = []
@@ -141,24 +72,6 @@ class ControlFlow:
                 finished.append(block)
         return finished[::-1], back
 
-    def path_with_loads(self, count: int) -> list[Instruction]:
-        """The path from the kernel's entry to an exit with exactly ``count`` wide loads; empty if there is none. Among several
-        it has most powers of two (MUFU.EX2), then fewest instructions. It follows no call and takes no jump back.
-        """
-        order, back = self._own_order()
-        best: dict[int, dict[int, tuple[tuple[int, int], list[int]]]] = {}
-        for block in reversed(order):
-            content = self.blocks[block]
-            loads = sum(i.is_wide_load for i in content)
-            powers = sum(i.opcode.startswith("MUFU.EX2") for i in content)
-            onward = [best[b] for b in self.successors[block] if (block, b) not in back and b in best]
-            ways = best[block] = {}
-            for after, (score, path) in [end for ends in onward for end in ends.items()] or [(0, ((0, 0), []))]:
-                way = (score[0] + powers, score[1] - len(content)), [block, *path]
-                if after + loads <= count and way > ways.get(after + loads, ((-1, 0), [])):
-                    ways[after + loads] = way
-        return self.instructions(best[order[0]].get(count, ((0, 0), []))[1])
-
     def loads_in_flight(self, *, called: bool = True, wide: bool = True) -> tuple[int, int]:
         """Wide loads issued before the first use of any: the shortest such run and the longest; (0, 0) without wide loads.
         ``called=False`` leaves out the functions that the kernel calls; ``wide=False`` takes loads of any width.
@@ -182,10 +95,6 @@ class ControlFlow:
                 runs += filter(None, map(state.advance, self.blocks[block]))
                 after[block] = state
         return runs
-
-    def own_blocks(self) -> tuple[int, ...]:
-        """The blocks of the kernel without the functions that it calls."""
-        return tuple(self._own_order()[0])
 
     def _own_order(self) -> tuple[list[int], set[tuple[int, int]]]:
         """`_order` of the kernel without the functions that it calls."""
@@ -237,18 +146,6 @@ class _InFlight:
         if counts:
             self.waiting |= dict.fromkeys(written, instruction.address)
         return run
-
-
-def _score(instructions: list[Instruction], multiplies: bool) -> tuple[int, int, int]:
-    """(wide loads, arithmetic, -others) of a block. ``multiplies``: only matrix products count as arithmetic."""
-    wide = sum(i.is_wide_load or i.base == "LDGSTS" for i in instructions)
-    arithmetic = sum(i.base in (CLASSES["matrix"] if multiplies else ARITHMETIC) for i in instructions)
-    others = sum(class_of(i) != "nothing" for i in instructions) - wide - arithmetic
-    return wide, arithmetic, -others
-
-
-def _sum(a: tuple[int, int, int], b: tuple[int, int, int]) -> tuple[int, int, int]:
-    return a[0] + b[0], a[1] + b[1], a[2] + b[2]
 
 
 def _target(instruction: Instruction) -> int | None:

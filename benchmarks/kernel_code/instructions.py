@@ -44,7 +44,6 @@ CLASSES: dict[str, tuple[str, ...]] = {
 """Class -> its opcodes, up to their first dot."""
 
 _CLASS_OF = {opcode: name for name, opcodes in CLASSES.items() for opcode in opcodes}
-ARITHMETIC = frozenset({"FADD", "FMUL", "FFMA", "HFMA2", "DADD", "DMUL", "DFMA", "MUFU", *CLASSES["matrix"]})
 
 _NO_RESULT = frozenset(
     {*CLASSES["global store"], *CLASSES["branch"], *CLASSES["barrier"], *CLASSES["copy to shared"], "STS", "STSM", "STL",

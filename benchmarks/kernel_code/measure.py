@@ -1,8 +1,4 @@
-"""Measures every kernel of a compiled library: its resources on each architecture, and its instructions on one of them.
-
-logits of a turn        bytes that the wide loads of a turn bring to a warp / bytes of one logit
-instructions per logit  instructions of the work path that a warp issues / those logits
-"""
+"""Measures every kernel of a compiled library: its resources on each architecture, and its instructions on one of them."""
 
 from __future__ import annotations
 
@@ -18,16 +14,13 @@ from benchmarks import ROOT
 from benchmarks.harness.machine import now
 from benchmarks.kernel_code.control_flow import ControlFlow
 from benchmarks.kernel_code.disassembler import Code, Kernel, disassemble, list_kernels
-from benchmarks.kernel_code.instructions import ARITHMETIC, Instruction, count_classes, count_opcodes
+from benchmarks.kernel_code.instructions import count_classes, count_opcodes
 
 DETAILED = "sm_90"
 """The architecture whose instructions are read. The GPU of the project's aims has it."""
 MERGED = ("commit_kernel", "embed_kernel", "mask_kernel", "merge_kernel", "merge_splits_kernel", "sum_slots_kernel",
           "sum_table_kernel")  # fmt: skip
 """Kernels whose many kinds differ only in element types: one row shows the largest number of any kind."""
-LOADS_OF_CHUNK = 4
-"""Wide loads of a lane for an aligned chunk of a row of 16-bit logits: cuda/row_scan.cuh."""
-LANES = 32
 
 
 def measure(library: Path) -> dict[str, Any]:
@@ -49,7 +42,7 @@ def measure(library: Path) -> dict[str, Any]:
     for name, group in rows.items():
         kernels[name] = {"kinds": len({kernel.name for kernel in group}), "resources": _resources(group)}
         if read := largest[name]:
-            kernels[name] |= describe(read.name, code[read])
+            kernels[name] |= describe(code[read])
     compilers = sorted({listing.compiler for listing in code.values()} - {""})
     return {
         "date": now(),
@@ -85,55 +78,15 @@ def _number_of(architecture: str) -> int:
     return int(re.sub(r"\D", "", architecture))
 
 
-def describe(name: str, code: Code) -> dict[str, Any]:
-    """Counts of a kernel's instructions: all of them, and those of its hot part."""
-    flow = ControlFlow(code.instructions)
-    fewest, most = flow.loads_in_flight()
-    loop = flow.hottest_loop()
-    path = flow.work_path(loop)
-    counts: dict[str, Any] = {
+def describe(code: Code) -> dict[str, Any]:
+    """Counts of a kernel's instructions."""
+    fewest, most = ControlFlow(code.instructions).loads_in_flight()
+    return {
         "instructions": len(code.instructions),
         "classes": count_classes(code.instructions),
         "opcodes": count_opcodes(code.instructions),
         "loads_in_flight": {"fewest": fewest, "most": most},
     }
-    moved = LANES * sum(i.width for i in path if i.is_wide_load or i.base == "LDGSTS")
-    if moved:
-        part = flow.instructions(loop.blocks if loop else flow.own_blocks())
-        counts["hot"] = {
-            "part": "loop" if loop else "kernel",
-            "all": len(part),
-            "path": len(path),
-            "classes": count_classes(path),
-            "opcodes": count_opcodes(path),
-            "bytes": moved,
-        }
-        computes = loop is None or 2 * _arithmetic(part) >= _arithmetic(code.instructions)
-        if computes and (element := bytes_of_logit(name)):
-            counts["hot"] |= {"logits": moved // element, "bytes_per_logit": element}
-    if function_of(name).startswith("scan") and (scan := scan_of(flow.path_with_loads(LOADS_OF_CHUNK))):
-        counts["scan"] = scan
-    return counts
-
-
-def scan_of(path: list[Instruction]) -> dict[str, int]:
-    """The instructions of a path through a scan: before its first wide load, and from there to the last 2^x of the sum."""
-    loads = [i for i, instruction in enumerate(path) if instruction.is_wide_load]
-    powers = [i for i, instruction in enumerate(path) if instruction.opcode.startswith("MUFU.EX2")]
-    return {"way_in": loads[0], "work": powers[-1] + 1 - loads[0]} if loads and powers else {}
-
-
-def _arithmetic(instructions: list[Instruction]) -> int:
-    return sum(instruction.base in ARITHMETIC for instruction in instructions)
-
-
-def bytes_of_logit(name: str) -> int | None:
-    """Bytes of a logit in a kernel that scans rows; None for other kernels. 4 if the type is chosen at run time: most wide
-    loads then lie on float32's path.
-    """
-    if not function_of(name).startswith("scan"):
-        return None
-    return 2 if re.search(r"\bb?float16\b", name) else 4
 
 
 def commit_of_kernels() -> str:

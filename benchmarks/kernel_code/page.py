@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.template import page
-from benchmarks.kernel_code.bounds import BANDWIDTH, CLOCK, MULTIPROCESSORS, SCAN, VOCABULARY, least_times
 from benchmarks.kernel_code.instructions import CLASSES, OPCODES
 from benchmarks.kernel_code.measure import DETAILED
 
@@ -34,9 +33,8 @@ def save(result: dict[str, Any], root: Path) -> Path:
 def render(result: dict[str, Any]) -> str:
     """The text of the page."""
     return page(
-        __file__, result, detailed=DETAILED, resources=_resource_table(result), classes=_instruction_table(result),
-        hot=_hot_table(result), bounds=_bounds_table(result),
-    )  # fmt: skip
+        __file__, result, detailed=DETAILED, resources=_resource_table(result), classes=_instruction_table(result)
+    )
 
 
 def _number(value: float | None) -> str:
@@ -101,38 +99,3 @@ def _instruction_table(result: dict[str, Any]) -> list[str]:
     )
     intro = "A kernel of several kinds shows its largest kind.\n"
     return [intro, *by_class, "\nSingle instructions among them:\n", *single]
-
-
-def _hot_table(result: dict[str, Any]) -> list[str]:
-    rows = {name: row["hot"] for name, row in result["kernels"].items() if "hot" in row}
-    classes = [name for name in CLASSES if any(name in hot["classes"] for hot in rows.values())]
-    shown = [
-        [
-            f"`{name}`",
-            hot["part"],
-            _number(hot["all"]),
-            _number(hot["path"]),
-            _number(hot["bytes"]),
-            _number(hot.get("bytes_per_logit")),
-            _number(hot["path"] / hot["logits"] if "logits" in hot else None),
-            *(_count(hot["classes"].get(each)) for each in classes),
-        ]
-        for name, hot in rows.items()
-    ]
-    numbers = ["part", "all", "path", "bytes", "bytes per logit", "instructions per logit"]
-    return _table(["kernel", *numbers, *(f"path: {each}" for each in classes)], shown)
-
-
-def _bounds_table(result: dict[str, Any]) -> list[str]:
-    times = least_times(result)
-    if not times:
-        return ["The result has no path through the scan."]
-    scan = result["kernels"][SCAN]["scan"]
-    text = (
-        f"A lower bound, not a measurement: an H200 ({MULTIPROCESSORS} multiprocessors, {CLOCK / 1e9} GHz, "
-        f"{BANDWIDTH / 1e12} TB/s) scans the rows of an accept step under `rejection`, {VOCABULARY:,} bfloat16 logits each. "
-        f"A warp runs {scan['way_in']} instructions before its first load, and {scan['work']} from there to the sum of a "
-        f"chunk of 1,024 logits. Launches, waiting and the walk come on top; at one request they are most of the time.\n"
-    )
-    rows = [[name, f"{count:,}", f"{byte_time:.1f}", f"{code_time:.1f}"] for name, count, byte_time, code_time in times]
-    return [text, *_table(["step", "rows", "µs of bytes", "µs of instructions"], rows)]

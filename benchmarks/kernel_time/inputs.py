@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import pass_ext
-from benchmarks.kernel_code.bounds import VOCABULARY
 from benchmarks.ops.contenders.inputs.distributions import TEMPERATURE, make_logits, per_row
 
 MEASURED = "kernel-time.json"
 """A GPU's measured times, in its folder of results."""
 SEED, POSITION = 7, 41
+VOCABULARY = 128_256
 KEY_HEADS, GROUP, HEAD_DIM = 8, 4, 128
 ATTENTION = {
     "1,024 keys, 4 rows": (1_024, 4, -1),

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.kernel_code.bounds import MULTIPROCESSORS
 from benchmarks.kernel_time.cycles import CYCLES
 from benchmarks.kernel_time.host_code import weights_of
 from benchmarks.kernel_time.inputs import (
@@ -32,6 +31,9 @@ sys.path.append(str(ROOT / "tests"))  # at the end: an installed pass_ext stays
 
 import emulator
 from emulator.ops import EMULATED, on_gpu
+
+MULTIPROCESSORS = 132
+"""Of an H100 and an H200."""
 
 RESIDENT_BLOCKS = 2
 """Blocks of the attention kernel on a multiprocessor: kResidentBlocks of cuda/attention_tile.cuh."""

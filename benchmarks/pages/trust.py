@@ -33,7 +33,7 @@ pointer. It is mended, and 800 random calls of all ops under AddressSanitizer wi
 
 GITHUB = "https://github.com"
 OTHERS = (
-    ("SQLite", "590 lines of test for a line of code; all branches, and MC/DC", "https://www.sqlite.org/testing.html"),
+    ("SQLite", "all branches, and MC/DC", "https://www.sqlite.org/testing.html"),
     (
         "llama.cpp",
         "NMSE of an op at most 1e-7, of products and attention 5e-4, one backend against another",
@@ -184,17 +184,14 @@ def sanitizers(result: dict[str, Any]) -> str:
     return "\n".join(["## Sanitizers", "", words, "", measured("sanitized", result)])
 
 
-def branches(result: dict[str, Any], counted: dict[str, Any]) -> str:
-    """Branches of csrc/core, and lines of test."""
+def branches(result: dict[str, Any]) -> str:
+    """Branches of csrc/core."""
     files = [row for row in result["files"] if row["branches"]]
     total, taken = (sum(row[key] for row in files) for key in ("branches", "taken"))
     rows = [[row["file"], str(row["branches"]), str(row["taken"])] for row in files]
-    (product, lines), (_, tests) = counted["lines"].items()
     words = (
         f"gcov counts branches of the formulas that CPU and GPU share (`csrc/core/`), while tests run on the CPU: "
-        f"**{taken} of {total}** are taken ({taken / total:.1%}). Tests have {tests:,} lines without blank lines and comments, "
-        f"the product ({product}) {lines:,}: {tests / lines:.2f} lines of test for a line of product. Whole enumerations and "
-        "random calls count as the few lines that they are. SQLite takes all branches."
+        f"**{taken} of {total}** are taken ({taken / total:.1%}). SQLite takes all branches."
     )
     reasons: dict[str, list[str]] = {}
     for row in files:
@@ -204,13 +201,10 @@ def branches(result: dict[str, Any], counted: dict[str, Any]) -> str:
     missed = [
         f"- {why}: {'; '.join(places)}" for why, places in sorted(reasons.items(), key=lambda item: -len(item[1]))
     ]
-    below = (
-        f"{result['passed']:,} tests passed, {result['failed']} failed. {measured('coverage', result)} "
-        f"{measured('lines', counted)}"
-    )
+    below = f"{result['passed']:,} tests passed, {result['failed']} failed. {measured('coverage', result)}"
     return "\n".join(
         [
-            "## Branches and lines",
+            "## Branches",
             "",
             words,
             "",
@@ -232,7 +226,7 @@ PARTS: dict[Callable[..., str], tuple[str, ...]] = {
     faults: ("mutants",),
     random_calls: ("random",),
     sanitizers: ("sanitized",),
-    branches: ("coverage", "lines"),
+    branches: ("coverage",),
 }
 """Part of the page -> the results that it shows."""
 

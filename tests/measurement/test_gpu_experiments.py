@@ -1,5 +1,4 @@
-"""The library and the experiments of a GPU run, with stand-ins for its compiler, stamps, times and profile: builds with a
-switch, and the sentences at the end."""
+"""The library and the experiments of a GPU run, with stand-ins for its compiler, stamps and profile: builds with a switch."""
 
 import os
 import shutil
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from support.paths import ROOT
 
-from benchmarks.gpu import large_model, library, stamps, variants, verdict
+from benchmarks.gpu import large_model, library, stamps, variants
 
 
 def stamped(*cycles, nanoseconds=1000):
@@ -55,51 +54,6 @@ def test_stamps_are_read_through_the_library():
     assert len(read) == stamps.BLOCKS * len(stamps.PHASES) and read[0] == (7, 8) and read[-1] == (0, 9)
     with pytest.raises(RuntimeError, match="cannot be read"):
         stamps.take(SimpleNamespace(pass_ext_take_stamps=lambda memory: 700))
-
-
-# ---- sentences ----
-
-
-def phases(first, second=None):
-    found = {"scanned": 3.0, "last of row": 1.0, "described": first, "last of step": 1.0, "walked": 4.0}
-    return found if second is None else found | {"described again": second}
-
-
-@pytest.mark.parametrize(
-    ("second", "words"),
-    [
-        (2.0, "a second time in 2.0 (40%): code had to be fetched: make it smaller."),
-        (3.5, "(70%): both code that had to be fetched and latency."),
-        (5.0, "(100%): latency of instructions: more lanes side by side, or clusters."),
-    ],
-)
-def test_a_second_finish_tells_cold_code_from_latency(second, words):
-    (said,) = verdict.sentences([{"kind": "stamps", "case": "coupled", "phases": phases(5.0, second)}])
-    assert said.startswith("accept, coupled: a row is finished in 5.0 us, ") and said.endswith(words)
-
-
-def test_what_a_run_means_is_said_at_its_end():
-    kernels = [
-        {"kernel": "void gemm::kernel<1>(float*)", "us": 60.0, "launches": 10},
-        {"kernel": "void pass_ext::gpu::attention_kernel<(int)4>(pass_ext::Problem)", "us": 30.0, "launches": 2},
-        {"kernel": "copy", "us": 10.0, "launches": 2},
-    ]
-    times = {"ordinary": 20.0, "steps-2": 18.0, "steps-3": 20.2, "steps-4": 25.0}
-    facts = [
-        {"kind": "stage", "name": "stamps", "state": "passed"},
-        *({"kind": "timed", "build": build, "step": "accept", "us": us} for build, us in times.items()),
-        {"kind": "timed", "build": "steps-4", "step": "layer", "us": 1.0},  # not timed with the ordinary library
-        {"kind": "stamps", "case": "coupled", "phases": phases(5.0)},
-        {"kind": "kernels", "contender": "PaSS", "kernels": kernels},
-    ]
-    assert verdict.sentences(facts) == [
-        "accept, coupled: 14.0 us in the block that walks; the longest until: described 5.0, walked 4.0, scanned 3.0.",
-        "PaSS: 100 us of kernels for a token, 30% in pass_ext's; most in kernel 60%, attention_kernel 30%, copy 10%.",
-        "steps-2: faster: accept 0.90 ×: take it.",
-        "steps-3: no step differs by more than 2%: leave the switch as it is.",
-        "steps-4: slower: accept 1.25 ×: leave the switch as it is.",
-    ]
-    assert verdict.sentences(facts[2:3]) == [], "nothing to compare with"
 
 
 def test_kernels_are_sorted_by_their_time():
@@ -260,7 +214,7 @@ def test_the_ordinary_library_is_never_timed_as_a_variant(tmp_path):
     """Where a link of the variant leads nowhere, Python would find the package of PYTHONPATH."""
     from benchmarks.gpu import stages
 
-    ordinary, folder = tmp_path / "ordinary" / "pass_ext", tmp_path / "steps-4" / "pass_ext"
+    ordinary, folder = tmp_path / "ordinary" / "pass_ext", tmp_path / "twice" / "pass_ext"
     for package in (ordinary, folder):
         package.mkdir(parents=True)
     (ordinary / "__init__.py").write_text("")
@@ -271,7 +225,7 @@ def test_the_ordinary_library_is_never_timed_as_a_variant(tmp_path):
         patch.setattr(stages, "folder_of", lambda name: tmp_path / name)
         patch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ordinary.parent), str(ROOT)]))
         patch.setattr(stages, "ROOT", tmp_path)
-        command = stages._by_variant("steps-4", "where")
+        command = stages._by_variant("twice", "where")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and f"it comes from {ordinary}" in done.stderr
     (folder / "__init__.py").unlink()
@@ -286,8 +240,8 @@ def test_experiments_need_the_objects_of_a_build(monkeypatch, tmp_path):
         monkeypatch.setattr(stages, "OBJECTS", (tmp_path / "build.ninja") if exists else tmp_path / "nothing")
         (tmp_path / "build.ninja").touch()
         states = {stage.name: stage.impossible for stage in stages._experiments()}
-        assert [bool(state) for state in states.values()] == [not exists] * 5
-        assert [*states][:3] == ["variants", "stamps", "twice"]
+        assert [bool(state) for state in states.values()] == [not exists] * 3
+        assert [*states] == ["variants", "stamps", "twice"]
 
 
 def test_the_profiled_cases_exist():

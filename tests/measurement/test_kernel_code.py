@@ -18,7 +18,7 @@ from support.paths import ROOT
 
 import pass_ext
 from benchmarks.kernel_code import __main__ as command
-from benchmarks.kernel_code import bounds, disassembler, measure, page
+from benchmarks.kernel_code import disassembler, measure, page
 from benchmarks.kernel_code.control_flow import ControlFlow
 from benchmarks.kernel_code.instructions import class_of, count_classes
 
@@ -269,70 +269,12 @@ def test_a_load_of_the_previous_turn_of_a_loop_is_in_flight():
     assert ControlFlow(code).loads_in_flight() == (2, 2)
 
 
-# ---- loops and paths ----
-
-SCAN = listing(
-    "S2R R0,SR_TID.X",  # 0x00
-    "LDG.E.128 R4,[R20.64]",  # 0x10: the head of the outer loop
-    "FADD R1,R1,R4",  # 0x20: the head of the inner loop
-    "@P1 BRA 0x90",  # 0x30: to the rare code
-    "@P2 BRA 0x20",  # 0x40
-    "FADD R1,R1,R5",  # 0x50
-    "@P3 BRA 0x70",  # 0x60: around the next
-    "@P0 BRA 0x10",  # 0x70
-    "EXIT",  # 0x80
-    "MOV R1,RZ",  # 0x90
-    "MOV R2,RZ",  # 0xa0
-    "BRA 0x40",  # 0xb0
-    "BRA 0xc0",  # 0xc0: fills the end
-)
-
-
-def heads(flow):
-    return [flow.blocks[loop.blocks[0]][0].address for loop in flow.loops()]
-
-
-def test_loops_are_found_with_code_that_lies_elsewhere():
-    flow = ControlFlow(SCAN)
-    assert heads(flow) == [0x10, 0x20]
-    inner = flow.loops()[1]
-    assert sorted(i.address for i in flow.instructions(inner.blocks)) == [0x20, 0x30, 0x40, 0x90, 0xA0, 0xB0]
-
-
-def test_the_hottest_loop_is_the_smallest_with_the_wide_loads():
-    flow = ControlFlow(SCAN)
-    assert flow.blocks[flow.hottest_loop().blocks[0]][0].address == 0x10
-    assert ControlFlow(listing("FADD R0,R1,R2", "@P0 BRA 0x0", "EXIT")).hottest_loop() is None
-
-
-def test_the_work_path_leaves_out_rare_code():
-    flow = ControlFlow(SCAN)
-    assert [i.address for i in flow.work_path(flow.hottest_loop())] == [0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70]
-    assert [i.address for i in flow.work_path()] == [0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x80]
-
-
-def test_the_work_path_has_most_wide_loads():
-    code = listing("@P0 BRA 0x30", LOAD[0], "BRA 0x60", LOAD[0], LOAD[1], "MOV R0,R1", "EXIT")
-    assert [i.address for i in ControlFlow(code).work_path()] == [0x00, 0x30, 0x40, 0x50, 0x60]
-
-
-def test_bytes_and_instructions_per_logit():
-    lines = ["LDG.E.128 R4,[R20.64]", "FADD R0,R0,R4", "FADD R0,R0,R5", "@P0 BRA 0x0", "EXIT"]
-    code = disassembler.Code(listing(*lines), "13.0")
-    hot = measure.describe("scan<bfloat16>", code)["hot"]
-    assert (hot["part"], hot["path"], hot["bytes"], hot["logits"]) == ("loop", 4, 512, 256)
-    assert measure.describe("scan<float>", code)["hot"]["logits"] == 128
-    assert "logits" not in measure.describe("commit<2>", code)["hot"]
-    apart = disassembler.Code(listing(*lines[:4], *["FMUL R0,R0,R1"] * 3, "EXIT"), "13.0")
-    assert "logits" not in measure.describe("scan<bfloat16>", apart)["hot"], "most of its arithmetic is elsewhere"
-
-
 # ---- the page ----
 
 
 def result(commit, date, stack, kinds=("walk",)):
     resources = {"sm_90": dict(registers=64, stack=stack, shared=0, code=1_600)}
-    detail = measure.describe("walk", disassembler.Code(listing("STL [R1],R0", "EXIT"), "13.0"))
+    detail = measure.describe(disassembler.Code(listing("STL [R1],R0", "EXIT"), "13.0"))
     return {
         "date": date, "commit": commit, "compiler": "nvcc 13.0", "code": {"sm_90": 1_600},
         "kernels": {name: {"kinds": 1, "resources": resources, **detail} for name in kinds},
@@ -372,33 +314,3 @@ def test_a_result_is_read_as_it_was_saved(tmp_path):
 def test_a_missing_library_is_named(tmp_path, capsys):
     assert run_command(tmp_path, "--library", str(tmp_path / "none.so")) == 1
     assert "none.so does not exist" in capsys.readouterr().err
-
-
-def test_the_least_time_of_a_scan_by_hand():
-    scan = {"way_in": 100, "work": 400}
-    times = {name: rest for name, *rest in bounds.least_times({"kernels": {bounds.SCAN: {"scan": scan}}})}
-    rows, byte_time, code_time = times["64 requests, 1 + 4"]
-    assert rows == 64 * 9
-    assert byte_time == pytest.approx(rows * 128_256 * 2 / 4.3e6)
-    assert code_time == pytest.approx(rows * 126 * (400 + 100 / 4) / (132 * 4 * 1.98e3))
-    assert times["1 request, 1 + 4"][2] == pytest.approx(9 * 126 * 500 / (132 * 4 * 1.98e3)), "one chunk a warp"
-    assert bounds.least_times({"kernels": {}}) == []
-
-
-def test_the_path_with_a_number_of_wide_loads():
-    code = listing(
-        "@P0 BRA 0x50",
-        "LDG.E.128 R4,[R2.64]",
-        "LDG.E.128 R8,[R2.64]",
-        "MUFU.EX2 R0,R8",
-        "EXIT",
-        "MOV R3,R2",
-        "LDG.E.128 R4,[R2.64]",
-        "FADD R0,R4,R5",
-        "MUFU.EX2 R0,R0",
-        "EXIT",
-    )
-    flow = ControlFlow(code)
-    assert measure.scan_of(flow.path_with_loads(2)) == {"way_in": 1, "work": 3}
-    assert measure.scan_of(flow.path_with_loads(1)) == {"way_in": 2, "work": 3}
-    assert flow.path_with_loads(3) == [] and measure.scan_of([]) == {}

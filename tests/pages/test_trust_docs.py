@@ -61,14 +61,6 @@ def test_the_laws_are_enumerated_again():
     assert again["error"] < 1e-12 and again["compiled error"] < 1e-5
 
 
-def test_lines_of_code_by_hand(tmp_path):
-    from benchmarks.trust.lines import lines_of
-
-    (tmp_path / "a.py").write_text("# no\n\nx = 1  # yes\n    # no\n'''yes'''\n")
-    (tmp_path / "a.h").write_text("// no\nint x;\n\n  // no\n#pragma once\n")
-    assert lines_of(tmp_path / "a.py") == 2 and lines_of(tmp_path / "a.h") == 2
-
-
 HEADER = """\
 #pragma once
 template <int kind>

@@ -6,7 +6,6 @@ import torch
 from emulator.ops import EMULATED, on_gpu
 
 import pass_ext
-from benchmarks.kernel_code import bounds
 
 VOCABULARY, GROUPS, CHUNKS = 128_256, 2004, 126
 SUMMARY = 4 * GROUPS + 8 * CHUNKS  # bytes of a row: the largest logit of each group, largest and sum of each chunk
@@ -73,13 +72,14 @@ def test_drafts_are_all_read(rows, kept):
         assert kept * each <= draft_bytes(rows, mode) <= kept * each + ROUNDING
 
 
-def test_the_page_bounds_scans_that_are_made():
-    """benchmarks/results/kernel-code/README.md: all its steps scan beforehand, with so many chunks a warp."""
-    for requests, drafts in bounds.STEPS:
+def test_steps_of_one_to_64_requests_are_scanned_beforehand():
+    """A warp scans up to four chunks, as many as leave 24 blocks to a multiprocessor."""
+    for requests, drafts in ((1, 4), (8, 4), (64, 4), (1, 63)):
         planned = accept_bytes(requests, nodes=drafts + 1)
         assert planned >= 2 * requests * (drafts + 1) * (SUMMARY + LAW + WINNER), (requests, drafts)
     for rows in (1, 9, 72, 127, 400, 576, 1000):
-        assert scan_blocks(rows) == -(-32 // bounds.turns_of(rows)), rows
+        chunks = min(max(rows * -(-CHUNKS // 4) // (4 * 6 * 132), 1), 4)
+        assert scan_blocks(rows) == -(-32 // chunks), rows
 
 
 def scan_blocks(rows, vocabulary=VOCABULARY, multiprocessors=132):

@@ -10,7 +10,6 @@ A draft's logits are the target's plus N(0, 0.7) on peaked rows and N(0, 1) on f
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -145,13 +144,4 @@ def require_drawn_from(name: str, tokens: Tensor, probs: Tensor) -> None:
     share = torch.bincount(tokens, minlength=len(probs)) / len(tokens)
     spread = (probs * (1 - probs) / len(tokens)).sqrt()
     wrong = (share - probs).abs() > SIGMAS * spread + 2 / len(tokens)
-    require(not wrong.any(), f"{name}: tokens {wrong.nonzero().flatten().tolist()} come too often or too seldom")
-
-
-def require_same_shares(name: str, tokens: Sequence[Tensor], vocabulary: int) -> None:
-    """Raises where two samples of tokens differ by more than chance explains."""
-    first, second = (torch.bincount(sample, minlength=vocabulary) / len(sample) for sample in tokens)
-    pooled = (first + second) / 2
-    spread = (pooled * (1 - pooled) * (1 / len(tokens[0]) + 1 / len(tokens[1]))).sqrt()
-    wrong = (first - second).abs() > SIGMAS * spread + 2 / len(tokens[0])
     require(not wrong.any(), f"{name}: tokens {wrong.nonzero().flatten().tolist()} come too often or too seldom")
