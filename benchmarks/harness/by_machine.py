@@ -25,18 +25,14 @@ def keep(name: str, result: dict[str, Any]) -> None:
 def write_pages(name: str, render: Callable[[Any], str], *, check: bool, root: Path = ROOT) -> list[str]:
     """Writes the pages of all machines, whose results match the name; check: writes nothing, and returns a sentence for
     each page that does not show its result."""
-    results = sorted(root.glob(f"{RESULTS}/*/{name}.json"))
-    return [words for result in results for words in write_page(result, render, check=check, root=root)]
-
-
-def write_page(result: Path, render: Callable[[Any], str], *, check: bool, root: Path = ROOT) -> list[str]:
-    """As ``write_pages``, the page beside this result."""
-    page, text = result.with_suffix(".md"), render(json.loads(result.read_text()))
-    if not check:
-        page.write_text(text)
-    elif not page.exists() or page.read_text() != text:
-        return [f"{page.relative_to(root)} does not show {result.name}"]
-    return []
+    wrong = []
+    for result in sorted(root.glob(f"{RESULTS}/*/{name}.json")):
+        page, text = result.with_suffix(".md"), render(json.loads(result.read_text()))
+        if not check:
+            page.write_text(text)
+        elif not page.exists() or page.read_text() != text:
+            wrong.append(f"{page.relative_to(root)} does not show {result.name}")
+    return wrong
 
 
 def say(wrong: list[str], command: str | None = None) -> int:

@@ -13,7 +13,7 @@ from support.small_models import small_model
 
 from benchmarks.decoding.prompts import Prompt
 from benchmarks.harness import by_machine, picture
-from benchmarks.pages import batches, second_model, training_runs
+from benchmarks.pages import batches, second_model
 from benchmarks.pages.lookahead import slot_aims, slot_texts, slots
 from benchmarks.pages.lookahead.slots import Text, judged
 
@@ -69,13 +69,6 @@ def test_texts_that_loop_are_apart(monkeypatch):
     assert {"T 0.8"} < set(kinds) <= {"greedy", "greedy, loops", "T 0.8"} and max(map(kinds.count, kinds)) == 2
     for text in texts:
         assert text.prompt == 3 and slots.loops(text.ids[3:]) == (text.kind == "greedy, loops")
-
-
-def test_the_table_of_training_runs_shows_its_records():
-    assert by_machine.write_page(training_runs.RESULT, training_runs.render, check=True) == []
-    record = ROOT / "benchmarks/results/pretrained/smollm2-135m-instruct.json"
-    name = "the shipped file with adapters"
-    assert training_runs.kept(name, json.loads(record.read_text())) in json.loads(training_runs.RESULT.read_text())
 
 
 def test_the_picture_of_a_second_model_shows_its_result():
