@@ -12,7 +12,7 @@ from pass_ext.ops.common.arguments import Parameter, integers, parameter_tensor,
 from pass_ext.ops.common.kernels import call, fake_kernel, nothing, refuse_gradients
 
 REPORT_NUMBERS = 5  # kReportNumbers of csrc/core/next.h
-MAX_CHOSEN_ROWS, MAX_CHOSEN_SLOTS, MAX_TREE_OFFERS = 64, 8, 128  # of csrc/core/next_tree.h
+MAX_CHOSEN_ROWS, MAX_CHOSEN_SLOTS = 64, 8  # of csrc/core/next_tree.h
 
 _op = ops.next_tree_.default
 
