@@ -20,7 +20,7 @@ from pass_ext.decoding.models.any_model import packed_model
 from pass_ext.decoding.planning.plan import pass_plan
 from pass_ext.demo.contenders import JOINED, PLAIN, Contender, Run, contenders, continued, joined
 from pass_ext.demo.live import LiveText
-from pass_ext.demo.prompts import Prompt, prompts, rule
+from pass_ext.demo.prompts import Prompt, prompts
 from pass_ext.demo.report import TIE, Agreement, agreement, agreement_table, draw, speed_table
 from pass_ext.weights.layers import table_of
 
@@ -63,7 +63,7 @@ def show(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
     machine = f"CPU kernels {pass_ext.status().cpu_isa}, {threads}, torch {torch.__version__}"
     console.print(f"[bold]{model_name}[/], weights as they are stored, the rest in bfloat16 · {machine}\n")
     if options.prompt is None:
-        console.print(f"{rule(model_name)}\n")
+        console.print("Prompts: three chats that no training of the shipped files has seen.\n")
     if lookahead is None:
         console.print(
             "There are no look-ahead embeddings for this model, so PaSS is left out (--lookahead takes a file of them).\n"
