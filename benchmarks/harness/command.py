@@ -139,7 +139,7 @@ def run(
 
 
 def file_name(name: str, options: argparse.Namespace) -> str:
-    """The name of a result file: ops/tree.json, or ops/tree-float32.json for a type other than bfloat16."""
+    """The name of a result file: ops/cache.json, or ops/cache-float32.json for a type other than bfloat16."""
     return f"{name}.json" if options.dtype == "bfloat16" else f"{name}-{options.dtype}.json"
 
 
