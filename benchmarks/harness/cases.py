@@ -34,14 +34,10 @@ class Case:
     contenders: Sequence[Contender]
     inputs: Sequence[tuple[Any, ...]]
     """Sets of arguments. With warm caches the first set is used every time, with cold caches all sets in turn."""
+    check: Callable[["Case"], None]
+    """Raises if a contender does another job; before the case is measured."""
     fewest_bytes: int | Sequence[int] | None = None
     """Bytes that one call must read and write, each once; a sequence: for each set of inputs."""
-    grad: bool = False
-    """True: calls record gradients. False: inference mode."""
-    check_inputs: tuple[Any, ...] | None = None
-    """Arguments on which contenders must agree to the bit; default: the first and the last of `inputs`."""
-    check: Callable[["Case"], None] | None = None
-    """Replaces agreement to the bit where contenders draw different random numbers: raises if one does another job."""
     reads: bool = False
     """True for a job that writes next to nothing: its rows are compared with the read bandwidth too."""
     fewest_flops: int | None = None

@@ -8,10 +8,8 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.harness import cpu_timing, gpu_timing
 from benchmarks.harness.cases import Case, Rates, Row, Sample, Settings
@@ -19,33 +17,15 @@ from benchmarks.harness.cases import Case, Rates, Row, Sample, Settings
 
 def measure_case(case: Case, settings: Settings, rates: Rates) -> list[Row]:
     """Checks a case, then measures it in every way of the device: a row per way and contender."""
-    check_agreement(case)
+    case.check(case)
     timing = gpu_timing if settings.device == "cuda" else cpu_timing
     rows: list[Row] = []
-    with torch.set_grad_enabled(case.grad), torch.inference_mode(not case.grad):
+    with torch.inference_mode():
         for (how, cache), contenders in timing.samplers(case, settings):
             budget = settings.budget_seconds * (3 if cache == "cold" else 1)
             samples = interleave(contenders, settings, budget)
             rows += _summarise(case, how, cache, samples, rates)
     return rows
-
-
-def check_agreement(case: Case) -> None:
-    """Raises unless all contenders of the same job return the bits of the first; a case may bring its own check."""
-    if case.check is not None:
-        return case.check(case)
-    first, *others = [contender for contender in case.contenders if contender.same_job]
-    for arguments in [case.check_inputs] if case.check_inputs else [case.inputs[0], case.inputs[-1]]:
-        expected = first.function(*arguments)
-        for other in others:
-            if not _same_bits(expected, other.function(*arguments)):
-                raise AssertionError(f"{other.name} and {first.name} differ on {dict(case.labels)}: nothing was timed")
-
-
-def _same_bits(expected: Any, result: Any) -> bool:
-    if isinstance(expected, Tensor):
-        return expected.dtype == result.dtype and torch.equal(expected, result)
-    return len(expected) == len(result) and all(map(_same_bits, expected, result))
 
 
 def interleave(contenders: Mapping[str, Sample], settings: Settings, budget_seconds: float) -> dict[str, list[float]]:

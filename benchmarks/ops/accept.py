@@ -443,7 +443,7 @@ def make_cases(options: argparse.Namespace, specs: Sequence[Spec]) -> Iterator[C
             "accepted": f"{accepted:.2f}",
         }
         bytes_of = [needed_bytes(step) for step in steps]
-        yield Case(labels, contenders, [(step,) for step in steps], bytes_of, check=check, reads=True)
+        yield Case(labels, contenders, [(step,) for step in steps], check, bytes_of, reads=True)
 
 
 # ---- the aims ----

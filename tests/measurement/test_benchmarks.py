@@ -20,9 +20,7 @@ from support.paths import ROOT
 def harness():
     from benchmarks.harness import cases, measure
 
-    return SimpleNamespace(
-        **vars(cases), **{name: getattr(measure, name) for name in ("check_agreement", "interleave", "half_split")}
-    )
+    return SimpleNamespace(**vars(cases), **{name: getattr(measure, name) for name in ("interleave", "half_split")})
 
 
 def run_module(*arguments, **environment):
@@ -48,10 +46,10 @@ def render_pages(monkeypatch):
     return run
 
 
-def test_quick_lookahead_bench_writes_a_full_result(tmp_path):
-    done = run_module("benchmarks.ops.lookahead", "--quick", "--device", "cpu", PASS_EXT_OUT=str(tmp_path))
+def test_a_quick_bench_writes_a_full_result(tmp_path):
+    done = run_module("benchmarks.ops.cache", "--quick", "--device", "cpu", PASS_EXT_OUT=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    text = (tmp_path / "ops/lookahead.json").read_text()
+    text = (tmp_path / "ops/cache.json").read_text()
     result = json.loads(text)
     assert result["quick"] and result["device"] == "cpu"
     assert result["copy_gb_per_s"] > 0 and set(result["load_average"]) == {"before", "after"}
@@ -65,8 +63,8 @@ def test_quick_lookahead_bench_writes_a_full_result(tmp_path):
         assert result["versions"]["transformers"] == importlib.metadata.version("transformers"), (
             "the versions of others"
         )
-    contenders = {(row["labels"]["pass"], row["contender"]) for row in result["rows"]}
-    assert len(contenders) == 10
+    contenders = {row["contender"] for row in result["rows"]}
+    assert contenders == {"pass_ext", "index_select", "index_copy_", "assignment"}
     for row in result["rows"]:
         for measured in ("median_us", "p10_us", "p90_us", "gb_per_s", "of_copy", "times_ours"):
             assert math.isfinite(row[measured]) and row[measured] > 0, row
@@ -148,17 +146,6 @@ def test_the_limit_is_the_longer_of_reading_and_computing(harness):
     rates = harness.Rates(copy=1.0, read=2.0, matmul={"bfloat16": 4.0, "float32": 8.0})
     assert rates.fewest_seconds(moved=10, flops=8) == 5
     assert rates.fewest_seconds(moved=10, flops=80) == 10
-
-
-def test_a_different_result_is_not_timed(harness):
-    same = harness.Contender("same", lambda x: x + 1)
-    other = harness.Contender("other", lambda x: x + 1.0001)
-    inputs = [(torch.ones(3),)]
-    harness.check_agreement(harness.Case({}, [same, same], inputs))
-    with pytest.raises(AssertionError, match="nothing was timed"):
-        harness.check_agreement(harness.Case({}, [same, other], inputs))
-    reference = harness.Contender("another job", lambda x: x * 0, same_job=False)
-    harness.check_agreement(harness.Case({}, [same, reference], inputs))
 
 
 def test_rounds_are_interleaved_and_shuffled_alike(harness):
