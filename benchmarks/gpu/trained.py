@@ -22,7 +22,6 @@ import pass_ext
 from benchmarks.decoding.contenders import HF, ONE_PASS, PLAIN, TWO_PASS, method_contender, transformers_contender
 from benchmarks.decoding.prompts import DOMAINS, read_prompts
 from benchmarks.decoding.race import FEWEST_TOKENS, in_turn, one_round
-from benchmarks.decoding.summary import summarise
 from benchmarks.harness import evidence
 from benchmarks.harness.command import provenance
 from pass_ext import LookaheadEmbedding
@@ -32,7 +31,7 @@ FILE, SLOTS, TOKENS, EACH = "trained-slots.json", "smollm2-135m-instruct-slots",
 
 
 def measure(model: Any, tokenizer: Any, seconds: float, tokens: int = TOKENS) -> dict[str, Any]:
-    """The rows of the contenders on as many prompts as begin within the time, at most EACH of a domain; on one more while all
+    """The runs of the contenders on as many prompts as begin within the time, at most EACH of a domain; on one more while all
     texts loop."""
     slots = LookaheadEmbedding.from_pretrained(SLOTS)
     raced = [
@@ -53,7 +52,6 @@ def measure(model: Any, tokenizer: Any, seconds: float, tokens: int = TOKENS) ->
         if len(text) < min(FEWEST_TOKENS, tokens):
             continue
         result["runs"] += one_round(prompt, raced, tokens, order, text)
-        result["rows"] = summarise(result["runs"])
         evidence.add_result(FILE, result)
     return result
 
@@ -66,8 +64,8 @@ def main() -> int:
     options = parser.parse_args()
     model, tokenizer = load_checkpoint(demo_model(), torch.bfloat16, weights="dense")
     result = measure(model.to(options.device), tokenizer, options.seconds)
-    for row in result["rows"]:
-        print(json.dumps(row), flush=True)
+    for run in result["runs"]:
+        print(json.dumps(run), flush=True)
     return 0
 
 
