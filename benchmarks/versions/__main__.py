@@ -8,12 +8,12 @@ long as it lives. The ratio of this version's two processes shows how much, so a
 
     python -m benchmarks.versions FOLDER        FOLDER: a checkout with its library built, as `git worktree add` makes one
 
-Writes versions.json and versions.md in the machine's folder of results; `--check` compares the pages. Measure on a quiet
-machine: the page shows what share of the cores other programs had.
+Prints a table, and keeps nothing. Measure on a quiet machine: the first line says how many cores all programs together had.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -29,7 +29,7 @@ from benchmarks import CORES, ROOT
 from benchmarks.decoding.prompts import DOMAINS, read_prompts
 from benchmarks.decoding.race import in_turn
 from benchmarks.grammar.tasks import TASKS
-from benchmarks.harness import by_machine, machine
+from benchmarks.harness import machine
 from benchmarks.harness.markdown import table
 from benchmarks.harness.template import page
 from pass_ext.checkpoint import demo_model, load_checkpoint, safetensors_folder
@@ -160,7 +160,7 @@ def measure(other: Path, rounds: int, only: str) -> dict[str, Any]:
 
 
 def render(result: dict[str, Any]) -> str:
-    """The page."""
+    """The table."""
     lines = []
     for row in result["rows"]:
         this, other = row["seconds"][THIS], row["seconds"][OTHER]
@@ -201,18 +201,13 @@ def _busy_seconds() -> float:
 
 def main() -> int:
     """Entry point of `python -m benchmarks.versions`."""
-    parser = by_machine.parser_of(__doc__)
-    parser.add_argument("other", nargs="?", type=Path, help="a checkout of the version to compare with")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", type=Path, help="a checkout of the version to compare with")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="cases whose name and method hold this text; nothing is kept")
+    parser.add_argument("--only", default="", help="cases whose name and method hold this text")
     options = parser.parse_args()
-    if not (options.render or options.check or options.other):
-        parser.error("name the folder of the other version")
-    measured = lambda: measure(options.other.resolve(), options.rounds, options.only)  # noqa: E731
-    if options.only and not (options.render or options.check):
-        print(render(measured()))
-        return 0
-    return by_machine.command("versions", options, measured, render)
+    print(render(measure(options.other.resolve(), options.rounds, options.only)))
+    return 0
 
 
 if __name__ == "__main__":

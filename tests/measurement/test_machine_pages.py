@@ -11,12 +11,10 @@ from benchmarks.harness import by_machine
 from benchmarks.pages import batches, heads, hybrid
 from benchmarks.pages.lookahead import slots
 from benchmarks.serving import page as serving
-from benchmarks.versions import __main__ as versions
 
 RESULTS = ROOT / by_machine.RESULTS
 PAGES = {
     "batches": batches, "grammar*": grammar, "heads": heads, "hybrid": hybrid, "serving": serving, "slots": slots,
-    "versions": versions,
 }  # fmt: skip
 
 pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="an sdist has no results")
