@@ -27,17 +27,28 @@ from pass_ext.training.draft.loop import Hidden
 
 
 class PassAttention:
-    """Attention of all passes on one window: ``attend`` of the head's calls, one pass after the other."""
+    """Attention of all passes on windows of so many rows in the first: ``attend`` of the head's calls, one pass after the
+    other."""
 
-    def __init__(self) -> None:
-        self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = list(lengths)
+        self._kept: dict[int, list[tuple[Any, Any]]] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int = -1, **more: Any) -> Tensor:
-        """As a ``PackedModel`` takes it; rows ``[N, …]`` are the first N of the pass before."""
+        """As a ``PackedModel`` takes it; each window's rows are those of the pass before but its last."""
         assert not more, "heads have no other options"
         kept = self._kept.setdefault(layer, [])
-        kept.append((k, v))
-        count, groups = len(q), q.shape[1] // k.shape[1]
+        lengths = [length - len(kept) for length in self._lengths]
+        kept.append((k.split(lengths), v.split(lengths)))
+        parts = [
+            self._one(rows, [(keys[at], values[at]) for keys, values in kept], window)
+            for at, rows in enumerate(q.split(lengths))
+        ]
+        return torch.cat(parts)
+
+    def _one(self, q: Tensor, kept: list[tuple[Tensor, Tensor]], window: int) -> Tensor:
+        """Of one window's rows, and the keys and values of its passes so far."""
+        count, groups = len(q), q.shape[1] // kept[0][0].shape[1]
         first, *later = ([x[:count].repeat_interleave(groups, 1) for x in pair] for pair in kept)
         scores = torch.einsum("ihd,jhd->hij", q, first[0])
         rows = torch.arange(count, device=q.device)
@@ -54,18 +65,20 @@ class PassAttention:
         return out
 
 
-def passes(head: Eagle3Head, embedded: Tensor, taps: Tensor, count: int) -> list[Tensor]:
-    """The rows ``[T - k, d]`` in front of the output layer of pass k = 1, 2, … on a window.
+def passes(head: Eagle3Head, embedded: Tensor, taps: Tensor, lengths: Sequence[int], count: int) -> list[Tensor]:
+    """The rows in front of the output layer of pass k = 1, 2, …, of each window so many as it has tokens but k.
 
     Args:
-        embedded: ``[T, d]``, embeddings of its tokens.
+        embedded: ``[T, d]``, embeddings of all windows' tokens, one window after the other.
         taps: ``[T, taps, d]``, the model's states.
+        lengths: of the windows.
     """
-    attend, rows, states = PassAttention(), [], head.take(taps)
+    attend, rows, states = PassAttention([length - 1 for length in lengths]), [], head.take(taps)
     for k in range(1, count + 1):
-        length = len(embedded) - k
-        positions = torch.arange(k - 1, length + k - 1, device=embedded.device)
-        out, states = head(embedded[k:], states[:length], positions, attend)
+        states = torch.cat([part[:-1] for part in states.split([length - k + 1 for length in lengths])])
+        tokens = torch.cat([part[k:] for part in embedded.split(list(lengths))])
+        positions = torch.cat([torch.arange(k - 1, length - 1, device=embedded.device) for length in lengths])
+        out, states = head(tokens, states, positions, attend)
         rows.append(out)
     return rows
 
@@ -146,31 +159,30 @@ class HeadTrainer(Trainer):
         """The loss of those of one step's windows that this rank has."""
         settings, head, table = self._settings, self.head, self._table
         device, whole = table.device, sum(settings.decay**k for k in range(settings.unroll))
-        drafted, weights, final, teachers, count = [], [], [], [], 0
-        for text, first, end in self.windows(step):
-            self.tokens += end - first
-            if text not in self._starts:
-                continue
-            rows = slice(self._starts[text] + first, self._starts[text] + end)
-            self.ranks.did("rows", end - first)
-            with torch.no_grad():
-                embedded = self._embeddings(self._hidden.tokens[rows].long().to(device)).float()
-            taps = torch.stack([self._hidden.after[int(tap)][rows] for tap in head.taps], 1).to(device, torch.float32)
-            with self.part("passes"), torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
-                drafted += [out.to(table.dtype) for out in passes(head, embedded, taps, settings.unroll)]
-            for k in range(1, settings.unroll + 1):
-                teachers.append(torch.arange(count + k, count + end - first, device=device))
-                weight = settings.decay ** (k - 1) / whole / len(teachers[-1]) / settings.batch
-                weights.append(torch.full((len(teachers[-1]),), weight, device=device))
-            final.append(self._hidden.final[rows].to(device, table.dtype))
-            count += end - first
-        if not drafted:
+        windows = self.windows(step)
+        mine = [(self._starts[text] + first, end - first) for text, first, end in windows if text in self._starts]
+        self.tokens += sum(end - first for _, first, end in windows)
+        if not mine:
             return 0 * head.fc.weight.sum()
+        lengths = [length for _, length in mine]
+        self.ranks.did("rows", sum(lengths))
+        rows = torch.cat([torch.arange(start, start + length) for start, length in mine])
+        with torch.no_grad():
+            embedded = self._embeddings(self._hidden.tokens[rows].long().to(device)).float()
+        taps = torch.stack([self._hidden.after[int(tap)][rows] for tap in head.taps], 1).to(device, torch.float32)
+        with self.part("passes"), torch.autocast(device.type, self._dtype, enabled=self._dtype != torch.float32):
+            drafted = torch.cat(passes(head, embedded, taps, lengths, settings.unroll)).to(table.dtype)
+        weights, teachers = [], []
+        for k in range(1, settings.unroll + 1):
+            for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
+                teachers.append(torch.arange(start + k, start + length, device=device))
+                weight = settings.decay ** (k - 1) / whole / (length - k) / settings.batch
+                weights.append(torch.full((length - k,), weight, device=device))
         with self.part("loss"):
             return distillation_loss(
-                [torch.cat(drafted)],
+                [drafted],
                 [table],
                 torch.cat(weights),
-                teacher_rows=torch.cat(final),
+                teacher_rows=self._hidden.final[rows].to(device, table.dtype),
                 teacher=torch.cat(teachers),
             )

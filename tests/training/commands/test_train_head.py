@@ -47,18 +47,20 @@ def run(folder, out, *more):
 
 @pytest.mark.parametrize("settings", [{}, dict(norm_before_residual=True, fc_norm=True, norm_output=True)], ids=str)
 def test_the_passes_of_training_are_the_drafts_of_decoding(tmp_path, settings):
-    """Row j of pass k has the logits that the head has after text[:j + 2] and the k - 1 next tokens as drafts."""
+    """Row j of pass k of a window has the logits that the head has after text[:j + 2] and the k - 1 next tokens as drafts."""
     target = small_model("llama", num_hidden_layers=4)
     config, tensors = eagle3_checkpoint(tmp_path, target, **settings)
     plain, head = PlainEagle3(config, tensors, target), load_drafter(tmp_path, target).head
-    text = torch.randint(3, 97, (12,), generator=torch.Generator().manual_seed(0)).tolist()
+    windows = torch.randint(3, 97, (21,), generator=torch.Generator().manual_seed(0)).split([12, 9])
+    texts = [window.tolist() for window in windows]
     with torch.no_grad():
-        found = passes(head, target.get_input_embeddings()(torch.tensor(text)), plain.hidden([*text, 0]), 3)
-        for k, rows in enumerate(found, 1):
-            assert len(rows) == len(text) - k
-            for j in (0, 3, len(rows) - 1):
-                expected = plain.logits(text[: j + 2], text[j + 2 : j + 1 + k])[plain.tokens]
-                torch.testing.assert_close(head.logits(rows[j]), expected, rtol=1e-4, atol=1e-4)
+        taps = torch.cat([plain.hidden([*text, 0]) for text in texts])
+        found = passes(head, target.get_input_embeddings()(torch.cat(windows)), taps, [12, 9], 3)
+        for k, every in enumerate(found, 1):
+            for text, rows in zip(texts, every.split([12 - k, 9 - k]), strict=True):
+                for j in (0, 3, len(rows) - 1):
+                    expected = plain.logits(text[: j + 2], text[j + 2 : j + 1 + k])[plain.tokens]
+                    torch.testing.assert_close(head.logits(rows[j]), expected, rtol=1e-4, atol=1e-4)
 
 
 def trainer_of(tmp_path, texts, ranks=None, **settings):
@@ -90,7 +92,7 @@ def test_the_loss_of_a_step_is_the_divergence_of_every_draft(tmp_path):
             final = states[-1][0, first:end].bfloat16().float()  # as states are kept
             law = (final @ output[head.tokens].T).log_softmax(-1)
             taps = torch.stack([states[k][0, first:end] for k in (1, 2, 3)], 1).bfloat16().float()
-            for k, rows in enumerate(passes(head, table[ids[0, first:end]], taps, 2), 1):
+            for k, rows in enumerate(passes(head, table[ids[0, first:end]], taps, [end - first], 2), 1):
                 divergence = (law[k:].exp() * (law[k:] - head.logits(rows).log_softmax(-1))).sum(-1)
                 expected += float(0.5 ** (k - 1) / 1.5 * divergence.mean() / 3)
     assert trainer.loss(0).item() == pytest.approx(expected, rel=1e-4)
@@ -141,7 +143,7 @@ def test_a_head_begins_as_the_best_linear_one(tmp_path):
         for begin in range(0, len(hidden.tokens), 40):
             part = slice(begin, begin + 39)
             states = head.take(taps[part])
-            rows.append(head(embedded[begin + 1 : begin + 40], states, torch.arange(39), PassAttention())[1])
+            rows.append(head(embedded[begin + 1 : begin + 40], states, torch.arange(39), PassAttention([39]))[1])
         return float((torch.cat(rows) - y).square().mean())
 
     whole = error()
