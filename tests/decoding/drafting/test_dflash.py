@@ -453,14 +453,16 @@ def test_heads_and_settings_that_do_not_fit_are_refused(load):
         DFlash(method.head, rows=1)
 
 
+@pytest.mark.parametrize("of_layers", [False, True])
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_settings_that_nothing_reads_are_named(kind, own, load, caplog):
+def test_settings_that_nothing_reads_are_named(kind, own, of_layers, load, caplog):
     config, found = files(kind, own)
+    place = {(False, False): config, (False, True): config.get("transformer_layer_config"), (True, True): config}
     with caplog.at_level(logging.WARNING, "pass_ext"):
         load(config, found, target())
         assert caplog.text == ""
-        (config["dflash_config"] if own else config)["residual_factor"] = 0.5
+        place.get((own, of_layers), config.get("dflash_config"))["residual_factor"] = 0.5
         load(config, found, target())
     assert "does not know: residual_factor" in caplog.text
 

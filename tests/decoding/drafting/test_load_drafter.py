@@ -94,6 +94,22 @@ def test_settings_that_nothing_reads_are_named(masked, target, tmp_path, caplog)
     assert "does not know: residual_factor" in caplog.text
 
 
+@pytest.mark.parametrize("place", ["of the layers", "original", "eagle_config"])
+def test_settings_of_the_layers_that_nothing_reads_are_named(place, target, tmp_path, caplog):
+    eagle3_checkpoint(tmp_path, target, form="speculators" if place == "of the layers" else "original")
+    config = json.loads((tmp_path / "config.json").read_text())
+    layers = config["transformer_layer_config"] if place == "of the layers" else config
+    layers |= dict(rope_theta=10_000.0, attention_bias=False, mlp_bias=False, sliding_window=None, pretraining_tp=1)
+    with caplog.at_level(logging.WARNING, "pass_ext"):
+        changed(tmp_path, **config)
+        load_drafter(tmp_path, target)
+        assert caplog.text == ""
+        (layers.setdefault("eagle_config", {}) if place == "eagle_config" else layers)["residual_factor"] = 0.5
+        changed(tmp_path, **config)
+        load_drafter(tmp_path, target)
+    assert "does not know: residual_factor" in caplog.text
+
+
 def words(*tokens):
     """A tokenizer of these words."""
     tokenizer = tokenizers.Tokenizer(

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from pass_ext.decoding.drafting.heads.block_model import BlockLayer, BlockWeights
 from pass_ext.decoding.drafting.heads.checkpoint import HeadCheckpoint
 from pass_ext.decoding.drafting.heads.head import TargetFacts
-from pass_ext.decoding.drafting.heads.layers import Rotary, layer_config
+from pass_ext.decoding.drafting.heads.layers import Rotary, known_settings, layer_config
 from pass_ext.decoding.drafting.heads.local_convolution import LocalConvolution
 from pass_ext.decoding.drafting.heads.transition import Transition
 from pass_ext.decoding.models.taps import Tap
@@ -122,16 +122,19 @@ class _Reader:
             given = {**layers, **self.settings}.get(name, only)
             if given != only:
                 raise checkpoint.refusal(f"its config has {name} {given!r}: {what}, which pass_ext cannot read")
-        checkpoint.name_unknown(
-            config if self.is_speculators else config.get("dflash_config") or (), [*_SETTINGS, *_MUST_BE]
-        )
         self.is_muse = layers.get("model_type") == _MUSE
         self.types, self.window = layers.get("layer_types"), layers.get("sliding_window")
         self.vocabulary = layers.get("vocab_size") or target.vocabulary
+        form = "qwen3" if self.is_muse else layers.get("model_type", "llama")
         try:
-            self.layers: Any = layer_config({**layers, "model_type": "qwen3"} if self.is_muse else layers)
+            self.layers: Any = layer_config({**layers, "model_type": form})
         except ValueError as error:
             raise checkpoint.refusal(str(error)) from None
+        known = [*_SETTINGS, *_MUST_BE]
+        if self.is_speculators:
+            checkpoint.name_unknown(config, known)
+            known = [*_MUST_BE]
+        checkpoint.name_unknown(layers, [*known, *known_settings(form), "dflash_config"])
 
     def head(self) -> DFlashHead:
         """The head."""

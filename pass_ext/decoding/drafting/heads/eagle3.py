@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from pass_ext.decoding.drafting.heads.checkpoint import HeadCheckpoint
 from pass_ext.decoding.drafting.heads.head import HeadModule, TargetFacts
-from pass_ext.decoding.drafting.heads.layers import DecoderLayer, RmsNorm, Rotary, layer_config
+from pass_ext.decoding.drafting.heads.layers import DecoderLayer, RmsNorm, Rotary, known_settings, layer_config
 from pass_ext.decoding.models.packed import Attend
 from pass_ext.modules.files import write_tensors
 
@@ -183,13 +183,20 @@ def _speculators_form(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     """The config in that form, which nests the settings of the layers."""
     config = checkpoint.config
     if "transformer_layer_config" not in config:
-        own = {**config, **(config.get("eagle_config") or {})}
+        nested = config.get("eagle_config") or {}
+        own = {**config, **nested}
         settings = {name: own[name] for name in (*_SETTINGS, *_WITHOUT_EFFECT) if name in own}
         layers = {
             name: value for name, value in config.items() if name not in (*settings, "eagle_config", "architectures")
         }
-        config = {"speculators_model_type": "eagle3", **settings, "transformer_layer_config": layers}
+        config = {"speculators_model_type": "eagle3", **nested, **settings, "transformer_layer_config": layers}
+    layers = config["transformer_layer_config"]
+    try:
+        known = known_settings(layers.get("model_type", "llama"))
+    except ValueError as error:
+        raise checkpoint.refusal(str(error)) from None
     checkpoint.name_unknown(config, [*_SETTINGS, *_WITHOUT_EFFECT, "mask_token_id", "transformer_layer_config"])
+    checkpoint.name_unknown(layers, known)
     for name, (inert, what) in _WITHOUT_EFFECT.items():
         if config.get(name, inert) != inert:
             raise checkpoint.refusal(f"its config has {name} {config[name]!r}: {what}, which pass_ext cannot read")

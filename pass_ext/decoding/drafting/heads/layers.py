@@ -20,19 +20,32 @@ from pass_ext.decoding.models.packed import Attend
 
 FORMS = ("llama", "qwen2", "qwen3", "mistral")
 """The models whose layers have this form, as configs name them."""
+_READ = (
+    "attention_bias", "head_dim", "layer_types", "mlp_bias", "partial_rotary_factor", "rope_scaling", "rope_theta",
+    "sliding_window",
+)  # fmt: skip
+"""Settings that count whatever the form: of rotations and windows, and of biases, which the tensors tell of."""
 
 
 def layer_config(settings: dict[str, Any]) -> Any:
     """A transformers config of these settings, with the defaults of its model."""
-    from transformers import AutoConfig
-
     settings = dict(settings)
-    form = settings.pop("model_type", "llama")
-    if form not in FORMS:
-        raise ValueError(f"its layers must be of the form of {', '.join(FORMS)}, got model_type {form!r}")
-    config: Any = AutoConfig.for_model(form, **settings)
+    config = _config_of(settings.pop("model_type", "llama"), **settings)
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config
+
+
+def known_settings(form: str) -> set[str]:
+    """The names of all settings of such a config."""
+    return {*_config_of(form).to_dict(), *_READ}
+
+
+def _config_of(form: str, **settings: Any) -> Any:
+    from transformers import AutoConfig
+
+    if form not in FORMS:
+        raise ValueError(f"its layers must be of the form of {', '.join(FORMS)}, got model_type {form!r}")
+    return AutoConfig.for_model(form, **settings)
 
 
 class RmsNorm(nn.Module):
