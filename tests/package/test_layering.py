@@ -105,7 +105,7 @@ DECODING_FLOORS = (
 BENCHMARKS_FLOORS = (
     ("harness",),
     ("ops", "decoding", "architectures", "kernel_code"),
-    ("pages", "kernel_time", "serving", "grammar", "samples", "accepted", "trust"),
+    ("pages", "kernel_time", "serving", "grammar", "accepted", "trust"),
     ("gpu", "contenders", "versions"),
 )
 

@@ -1,1 +1,0 @@
-"""Samples of one prompt that draft for each other: `python -m benchmarks.samples`."""
