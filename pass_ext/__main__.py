@@ -31,7 +31,8 @@ def info() -> str:
         "pass_ext": pass_ext.__version__,
         "torch": f"{torch.__version__} (CUDA {torch.version.cuda or 'no'})",
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        "CPU kernels": f"{status.cpu_isa}, {pass_ext._library.thread_count()} threads{sanitized}",
+        "CPU kernels": f"{status.cpu_isa}, bfloat16 by {status.cpu_products}, "
+        f"{pass_ext._library.thread_count()} threads{sanitized}",
         "CUDA kernels": cuda,
         "built with CUDA": built,
         "GPUs": ", ".join(gpus) or "none seen",

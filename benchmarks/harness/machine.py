@@ -76,6 +76,7 @@ def describe_kernels() -> dict[str, Any]:
     return {
         "loaded": True,
         "cpu_isa": status.cpu_isa,
+        "cpu_products": status.cpu_products,
         "cuda_loaded": status.cuda_loaded,
         "cuda_architectures": list(status.cuda_architectures),
         "cuda_compiler": status.cuda_compiler,

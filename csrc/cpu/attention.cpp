@@ -12,6 +12,7 @@
 
 #include "cpu/attention.h"
 #include "cpu/buffer.h"
+#include "cpu/unit.h"
 #include "cpu/workers.h"
 
 #define PASS_EXT_KERNELS "cpu/attention_kernels-inl.h"

@@ -1,13 +1,15 @@
 // Chooses the instruction set at run time, see isa.h.
 #include "cpu/isa.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <iterator>
 
 namespace pass_ext {
 namespace {
 
-constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512_bf16"};
+constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512_bf16", ""};  // of each Limit
 
 Isa best_isa() {
 #if defined(__x86_64__)
@@ -23,12 +25,9 @@ Isa best_isa() {
   return Isa::portable;
 }
 
-// The index of `name` in kNames, the last index for "", or -1.
-int level_of(const char* name) {
-  if (*name == '\0') return 3;
-  for (int level = 0; level < 4; ++level)
-    if (std::strcmp(name, kNames[level]) == 0) return level;
-  return -1;
+std::atomic<Limit>& chosen_limit() {
+  static std::atomic<Limit> limit = Limit::none;
+  return limit;
 }
 
 std::atomic<Isa>& chosen_isa() {
@@ -36,40 +35,22 @@ std::atomic<Isa>& chosen_isa() {
   return isa;
 }
 
-std::atomic<bool>& was_named() {
-  static std::atomic<bool> named = false;
-  return named;
-}
-
-bool has_fast_dot_products() {
-#if defined(__x86_64__)
-  static const bool is_amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
-  return is_amd;
-#else
-  return false;
-#endif
-}
-
 }  // namespace
 
 Isa current_isa() { return chosen_isa().load(std::memory_order_relaxed); }
 
-Isa product_isa() {
-  const Isa isa = current_isa();
-  return isa == Isa::avx512_bf16 && !was_named().load(std::memory_order_relaxed) && !has_fast_dot_products()
-             ? Isa::avx512
-             : isa;
-}
+Limit current_limit() { return chosen_limit().load(std::memory_order_relaxed); }
 
 }  // namespace pass_ext
 
 const char* pass_ext_cpu_isa() { return pass_ext::kNames[static_cast<int>(pass_ext::current_isa())]; }
 
 int pass_ext_limit_cpu_isa(const char* name) {
-  const int level = pass_ext::level_of(name);
-  if (level < 0) return 1;
-  pass_ext::was_named().store(*name != '\0');
-  const int best = static_cast<int>(pass_ext::best_isa());
-  pass_ext::chosen_isa().store(static_cast<pass_ext::Isa>(level < best ? level : best));
+  using namespace pass_ext;
+  const auto* const end = std::end(kNames);
+  const auto* const found = std::find_if(kNames, end, [&](const char* known) { return std::strcmp(name, known) == 0; });
+  if (found == end) return 1;
+  chosen_limit().store(static_cast<Limit>(found - kNames));
+  chosen_isa().store(std::min(best_isa(), static_cast<Isa>(found - kNames)));
   return 0;
 }

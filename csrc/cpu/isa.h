@@ -10,10 +10,9 @@ enum class Isa { portable, avx2, avx512, avx512_bf16 };
 // The level in use: the best of this processor, or a lower limit set by pass_ext_limit_cpu_isa.
 Isa current_isa();
 
-// The level for matrix products: avx512 instead of avx512_bf16 on processors whose bf16 dot products do less work per
-// second than fp32 multiplications (Intel's without AMX: compare benchmarks.ops.attention under
-// PASS_EXT_CPU_ISA=avx512_bf16). A limit that names avx512_bf16 overrides this.
-Isa product_isa();
+// The limit as pass_ext_limit_cpu_isa was given it.
+enum class Limit { portable, avx2, avx512, avx512_bf16, none };
+Limit current_limit();
 
 }  // namespace pass_ext
 

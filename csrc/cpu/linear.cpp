@@ -9,6 +9,7 @@
 
 #include "cpu/adapter.h"
 #include "cpu/buffer.h"
+#include "cpu/unit.h"
 #include "cpu/workers.h"
 #include "host/linear.h"
 

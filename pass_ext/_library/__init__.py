@@ -40,6 +40,8 @@ class Status:
 
     cpu_isa: str
     """Instruction set of the CPU kernels: portable, avx2, avx512 or avx512_bf16."""
+    cpu_products: str
+    """What multiplies bfloat16 numbers on the CPU: fp32, or pairs of them, whichever was measured to be faster here."""
     cuda_loaded: bool
     cuda_reason: str
     """The reason why the CUDA kernels are not loaded; empty if they are."""
@@ -77,6 +79,7 @@ def status() -> Status:
         info = info | {"architectures": (), "cuda": None}
     return Status(
         cpu_isa=_native.pass_ext_cpu_isa().decode(),
+        cpu_products=_native.pass_ext_cpu_products().decode(),
         cuda_loaded=not _cuda_reason,
         cuda_reason=_cuda_reason,
         cuda_architectures=tuple(info.get("architectures", ())),
@@ -165,7 +168,8 @@ def _load_cpu() -> ctypes.CDLL:
         raise ImportError(_misfit(path, error)) from None
     if not hasattr(native, "pass_ext_namespace"):
         raise ImportError(f"{path} is another library: it has no pass_ext kernels. Build it again: {_REBUILD}")
-    native.pass_ext_namespace.restype = native.pass_ext_cpu_isa.restype = ctypes.c_char_p
+    for text in ("pass_ext_namespace", "pass_ext_cpu_isa", "pass_ext_cpu_products"):
+        getattr(native, text).restype = ctypes.c_char_p
     native.pass_ext_limit_cpu_isa.argtypes = [ctypes.c_char_p]
     native.pass_ext_release_layers.argtypes, native.pass_ext_release_layers.restype = [ctypes.c_void_p], None
     limit = os.environ.get("PASS_EXT_CPU_ISA", "")

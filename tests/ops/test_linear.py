@@ -155,6 +155,24 @@ def test_an_output_has_the_same_bits_among_any_others(backend):
         assert_same_bits(part, whole[:, first:end].contiguous())
 
 
+@pytest.mark.skipif(BEST_CPU != "cpu-avx512_bf16", reason="other processors have one unit")
+def test_status_names_the_unit_that_multiplies():
+    """Without a limit the one that was measured to be faster; a limit names another."""
+    x, weight, _ = make_case(5, 700, 40)
+    products = {}
+    try:
+        for isa in ("avx512", "avx512_bf16", ""):
+            _library.limit_cpu_isa(isa)
+            products.setdefault(pass_ext.status().cpu_products, []).append(pass_ext.layers.linear_rows(x, weight))
+    finally:
+        _library.limit_cpu_isa("")
+    assert sorted(map(len, products.values())) == [1, 2]
+    by_fp32, by_pairs = products["fp32"], products["pairs"]
+    assert_same_bits(by_fp32[0], by_fp32[-1])
+    assert_same_bits(by_pairs[0], by_pairs[-1])
+    assert not torch.equal(by_fp32[0], by_pairs[0])
+
+
 # ---- values that are not finite stay in their places ----
 
 

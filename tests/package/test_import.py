@@ -130,7 +130,7 @@ def test_info_prints_every_line_and_why_cuda_is_absent():
     status = pass_ext.status()
     assert lines["pass_ext"] == pass_ext.__version__
     assert lines["torch"].startswith(torch.__version__)
-    assert lines["CPU kernels"].split(",")[0] == status.cpu_isa
+    assert lines["CPU kernels"].startswith(f"{status.cpu_isa}, bfloat16 by {status.cpu_products}, ")
     assert lines["CUDA kernels"] == ("loaded" if status.cuda_loaded else f"not loaded: {status.cuda_reason}")
     assert status.cuda_loaded or len(status.cuda_reason) > 20
     assert "lookahead_embed" in lines["ops"].split()
@@ -145,8 +145,12 @@ def test_the_command_and_the_module_are_the_same():
 
 
 def test_cpu_isa_can_be_lowered_and_debug_set_from_the_environment():
-    code = "import pass_ext; print(pass_ext.status().cpu_isa, pass_ext.set_debug(False))"
-    assert output_of("-c", code, PASS_EXT_CPU_ISA="portable", PASS_EXT_DEBUG="1").split() == ["portable", "True"]
+    code = "import pass_ext; s = pass_ext.status(); print(s.cpu_isa, s.cpu_products, pass_ext.set_debug(False))"
+    assert output_of("-c", code, PASS_EXT_CPU_ISA="portable", PASS_EXT_DEBUG="1").split() == [
+        "portable",
+        "fp32",
+        "True",
+    ]
 
 
 def test_a_wrong_cpu_isa_is_refused_with_the_names_that_exist():

@@ -361,7 +361,7 @@ def _key_on_disk(fingerprint: str, rows: Sequence[int], device: torch.device) ->
         "torch": torch.__version__,
         "pass_ext": package,
         "kernels": kernels_hash(device.type),
-        "instructions": status().cpu_isa,
+        "instructions": f"{status().cpu_isa}, {status().cpu_products}",
     }
 
 
