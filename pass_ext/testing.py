@@ -48,18 +48,27 @@ class _RerouteOps(TorchDispatchMode):
 
 def cpu_backends() -> list[Backend]:
     """The CPU kernels at every instruction set that this processor has."""
+    best = _library.limit_cpu_isa("")
+    return [_limited_backend(isa) for isa in CPU_ISAS[: CPU_ISAS.index(best) + 1]]
 
+
+def tile_backends() -> list[Backend]:
+    """The CPU kernels with products of bfloat16 weights by tiles: emulated ones, and the processor's if it has them."""
+    emulated, real = _limited_backend("amx_emulated"), _limited_backend("amx")
+    with real.active():
+        return [emulated, real] if _library.status().cpu_products == "amx" else [emulated]
+
+
+def _limited_backend(limit: str) -> Backend:
     @contextmanager
-    def limited(isa: str) -> Iterator[None]:
-        _library.limit_cpu_isa(isa)
+    def limited() -> Iterator[None]:
+        _library.limit_cpu_isa(limit)
         try:
             yield
         finally:
             _library.limit_cpu_isa("")
 
-    best = _library.limit_cpu_isa("")
-    available = CPU_ISAS[: CPU_ISAS.index(best) + 1]
-    return [Backend(f"cpu-{isa}", torch.device("cpu"), lambda isa=isa: limited(isa)) for isa in available]  # type: ignore[misc]
+    return Backend(f"cpu-{limit}", torch.device("cpu"), limited)
 
 
 def rerouted_backend(name: str, kernels: Mapping[str, Callable[..., Any]]) -> Backend:

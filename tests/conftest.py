@@ -122,7 +122,10 @@ def find_backends(devices):
 
 def pytest_generate_tests(metafunc):
     if "backend" in metafunc.fixturenames:
-        backends = find_backends(metafunc.config.getoption("--device"))
+        devices = metafunc.config.getoption("--device")
+        backends = find_backends(devices)
+        if metafunc.definition.get_closest_marker("by_tiles") and (not devices or {"cpu", "best-cpu"} & set(devices)):
+            backends += testing.tile_backends()
         metafunc.parametrize("backend", backends, ids=str, indirect=True)
 
 

@@ -9,7 +9,8 @@
 namespace pass_ext {
 namespace {
 
-constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512_bf16", ""};  // of each Limit
+// Of each Limit.
+constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated", ""};
 
 Isa best_isa() {
 #if defined(__x86_64__)

@@ -11,12 +11,13 @@ enum class Isa { portable, avx2, avx512, avx512_bf16 };
 Isa current_isa();
 
 // The limit as pass_ext_limit_cpu_isa was given it.
-enum class Limit { portable, avx2, avx512, avx512_bf16, none };
+enum class Limit { portable, avx2, avx512, avx512_bf16, amx, amx_emulated, none };
 Limit current_limit();
 
 }  // namespace pass_ext
 
-// Diagnostics with C names, for ctypes (pass_ext/_library). Levels: "portable", "avx2", "avx512", "avx512_bf16".
+// Diagnostics with C names, for ctypes (pass_ext/_library). Levels: "portable", "avx2", "avx512", "avx512_bf16"; the
+// limits "amx" and "amx_emulated" allow all of them and name a unit (cpu/unit.h).
 extern "C" {
 __attribute__((visibility("default"))) const char* pass_ext_cpu_isa();
 // Use at most this level from now on; an empty name means no limit. Returns 0, or 1 for an unknown name.

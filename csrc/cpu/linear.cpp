@@ -9,6 +9,8 @@
 
 #include "cpu/adapter.h"
 #include "cpu/buffer.h"
+#include "cpu/linear_tiles.h"
+#include "cpu/tiles.h"
 #include "cpu/unit.h"
 #include "cpu/workers.h"
 #include "host/linear.h"
@@ -68,6 +70,30 @@ void prefetch(const NextAdapters& next, int64_t pieces) {
       __builtin_prefetch(next.from[i] + (asked - first) * 64, 0, 2);
 }
 
+// Rows [first, first + rows) of x in the order in which the unit in use multiplies them.
+template <typename T>
+void arrange(const LinearRows<T>& product, int64_t first, int64_t rows, float* to) {
+  if constexpr (std::is_same_v<T, bfloat16>)
+    if (product_unit() >= ProductUnit::amx) return arrange_for_tiles(product, first, rows, to);
+  PASS_EXT_AT_LEVEL(product_isa(), arrange_rows(product, first, rows, to));
+}
+
+// The sums of rows in that order for outputs [begin, end) of a product.
+template <typename T>
+void multiply_arranged(const LinearRows<T>& product, int64_t rows, const float* arranged, const LinearScratch& scratch,
+                       float* sums, int64_t begin, int64_t end) {
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    const ProductUnit unit = product_unit();
+    if (unit == ProductUnit::amx_emulated)
+      return multiply_by_tiles<EmulatedTiles>(product, rows, arranged, scratch, sums, begin, end);
+#if defined(__x86_64__)
+    if (unit == ProductUnit::amx)
+      return multiply_by_tiles<ProcessorTiles>(product, rows, arranged, scratch, sums, begin, end);
+#endif
+  }
+  PASS_EXT_AT_LEVEL(product_isa(), multiply_group(product, rows, arranged, scratch, sums, begin, end));
+}
+
 // The rows of a job as its weights need them: in the order of multiplication for dense ones, as digits for packed ones.
 struct ReadyRows {
   float *arranged, *digits;
@@ -116,7 +142,7 @@ struct Job {
     }
     float* const hidden = numbers[count] ? memory.hidden.at_least(numbers[count]) : nullptr;
     const bool is_new = memory.job != number;
-    if (is_new && ready.arranged) PASS_EXT_AT_LEVEL(product_isa(), arrange_rows(product, first, rows, ready.arranged));
+    if (is_new && ready.arranged) arrange(product, first, rows, ready.arranged);
     if (is_new && ready.digits) PASS_EXT_AT_ISA(write_digit_rows(product, first, rows, ready.digits));
     for (int i = 0; i < count && hidden != nullptr; ++i) {
       const SlotAdapter<T>* const adapter = products[i]->adapter;
@@ -148,7 +174,7 @@ void multiply_outputs(const LinearRows<T>& product, const Job<T>& job, const Rea
   if (product.packed)
     PASS_EXT_AT_ISA(multiply_packed_group(product, job.rows, ready.digits, sums, begin, end));
   else
-    PASS_EXT_AT_LEVEL(product_isa(), multiply_group(product, job.rows, ready.arranged, scratch, sums, begin, end));
+    multiply_arranged(product, job.rows, ready.arranged, scratch, sums, begin, end);
 }
 
 // function(job) for sets of rows that may stay arranged.

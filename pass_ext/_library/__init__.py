@@ -29,6 +29,7 @@ CPU_ONLY = {
 }
 """Ops without a CUDA kernel, and the reason."""
 _HERE = Path(__file__).parent.parent
+_LIMITS = "portable, avx2, avx512, avx512_bf16, amx or amx_emulated"
 _REBUILD = "pip install --no-build-isolation -e ."
 _log = logging.getLogger("pass_ext")
 _debug = os.environ.get("PASS_EXT_DEBUG", "0") == "1"
@@ -41,7 +42,8 @@ class Status:
     cpu_isa: str
     """Instruction set of the CPU kernels: portable, avx2, avx512 or avx512_bf16."""
     cpu_products: str
-    """What multiplies bfloat16 numbers on the CPU: fp32, or pairs of them, whichever was measured to be faster here."""
+    """What multiplies bfloat16 weights on the CPU: fp32, pairs of them or Intel's amx, whichever was measured to be the
+    fastest here; or amx_emulated, in tests."""
     cuda_loaded: bool
     cuda_reason: str
     """The reason why the CUDA kernels are not loaded; empty if they are."""
@@ -91,10 +93,11 @@ def status() -> Status:
 def limit_cpu_isa(name: str) -> str:
     """Limits the CPU kernels to an instruction set from now on; returns the one in use. For tests and benchmarks.
 
+    ``"amx"`` allows all and multiplies bfloat16 weights by AMX where there is one, ``"amx_emulated"`` as AMX would, slowly.
     ``""`` restores the limit that the process started with: ``PASS_EXT_CPU_ISA``, or none.
     """
     if _native.pass_ext_limit_cpu_isa((name or os.environ.get("PASS_EXT_CPU_ISA", "")).encode()) != 0:
-        raise ValueError(f"CPU instruction set must be portable, avx2, avx512, avx512_bf16 or '', got {name!r}")
+        raise ValueError(f"CPU instruction set must be {_LIMITS}, or '', got {name!r}")
     return str(_native.pass_ext_cpu_isa().decode())
 
 
@@ -174,7 +177,7 @@ def _load_cpu() -> ctypes.CDLL:
     native.pass_ext_release_layers.argtypes, native.pass_ext_release_layers.restype = [ctypes.c_void_p], None
     limit = os.environ.get("PASS_EXT_CPU_ISA", "")
     if native.pass_ext_limit_cpu_isa(limit.encode()) != 0:
-        raise ImportError(f"PASS_EXT_CPU_ISA must be portable, avx2, avx512 or avx512_bf16, got {limit!r}")
+        raise ImportError(f"PASS_EXT_CPU_ISA must be {_LIMITS}, got {limit!r}")
     return native
 
 

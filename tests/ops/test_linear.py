@@ -43,6 +43,7 @@ def assert_right(x, weight, bias=None):
 # ---- values ----
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @each("width", [1, 7, 63, 65, 768, 1000])
 @pytest.mark.parametrize(
@@ -56,6 +57,7 @@ def test_odd_sizes(backend, dtype, width, outputs):
             assert_same_bits(pass_ext.layers.linear_rows(x[:rows], weight, given), got[:rows])
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_the_reference_agrees(backend, dtype):
     case = make_case(6, 96, 21, dtype)
@@ -63,6 +65,7 @@ def test_the_reference_agrees(backend, dtype):
     assert_error_within(pass_ext.layers.linear_rows(*case), reference.linear_rows(*case), exact)
 
 
+@pytest.mark.by_tiles
 def test_rows_wider_than_the_scratch_holds_at_once(backend):
     assert_right(*make_case(53, 5600, 9))
 
@@ -71,6 +74,7 @@ def test_many_rows(backend):
     assert_right(*make_case(700, 200, 70, torch.float32))
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize(("rows", "width", "outputs"), [(0, 8, 3), (4, 0, 3), (4, 8, 0), (0, 0, 0)])
 def test_empty(backend, rows, width, outputs):
     x, weight, bias = make_case(rows, width, outputs)
@@ -84,6 +88,7 @@ def test_every_leading_shape(backend, shape):
     assert_right(torch.randn(shape).bfloat16(), weight, bias)
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_tensors_need_not_be_contiguous(backend, dtype):
     x, weight, bias = make_case(10, 45, 14, dtype)
@@ -107,6 +112,7 @@ def test_tensors_need_not_be_contiguous(backend, dtype):
     assert_same_bits(pass_ext.layers.linear_rows(x[:1].expand(4, 45), weight, bias), expected[:1].repeat(4, 1))
 
 
+@pytest.mark.by_tiles
 def test_sums_run_in_fp32(backend):
     """4,100 ones add to 256 in bfloat16 and to 2,048 in float16, but to 4,100 in fp32."""
     ones = torch.ones(3, 4100)
@@ -119,6 +125,7 @@ def test_sums_run_in_fp32(backend):
 # ---- a row's bits are its own ----
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(("width", "outputs"), [(100, 23), (1600, 9)])
 def test_a_row_has_the_same_bits_among_any_number_of_rows(backend, dtype, width, outputs):
@@ -134,6 +141,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(backend, dtype, width,
     assert_same_bits(pass_ext.layers.linear_rows(x.repeat(12, 1), weight, bias), alone.repeat(12, 1))
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_threads_change_no_bit(backend, with_threads, dtype):
     x, weight, bias = make_case(9, 576, 95 if backend.name == "emulated" else 1023, dtype)
@@ -147,6 +155,7 @@ def test_threads_change_no_bit(backend, with_threads, dtype):
         assert_same_bits(row, whole[4:5])
 
 
+@pytest.mark.by_tiles
 def test_an_output_has_the_same_bits_among_any_others(backend):
     x, weight, bias = make_case(7, 130, 90)
     whole = pass_ext.layers.linear_rows(x, weight, bias)
@@ -155,27 +164,62 @@ def test_an_output_has_the_same_bits_among_any_others(backend):
         assert_same_bits(part, whole[:, first:end].contiguous())
 
 
+def documented_tile_sums(x, weight):
+    """What Intel documents for TDPBF16PS on tiles of 32 inputs: sums from 0 on over the even and the odd ones, each product
+    fused, their sum, and its addition; denormal numbers are 0."""
+
+    def flushed(numbers):
+        return torch.where(numbers.abs() < torch.finfo(torch.float32).tiny, 0.0 * numbers, numbers).float()
+
+    left, right = (flushed(part.float()).double() for part in (x[:, None], weight[None]))
+    total = torch.zeros(len(x), len(weight))
+    for first in range(0, x.shape[-1], 32):
+        even, odd = torch.zeros_like(total), torch.zeros_like(total)
+        for i in range(first, first + 32, 2):
+            even = flushed((left[..., i] * right[..., i] + even).float())
+            odd = flushed((left[..., i + 1] * right[..., i + 1] + odd).float())
+        total = flushed(total + flushed(even + odd))
+    return total
+
+
+@pytest.mark.by_tiles
+@pytest.mark.usefixtures("cpu_only")
+@each("scale", [1.0, 2.0**-63])  # the second has products around the smallest normal number
+def test_tiles_have_the_bits_that_intel_documents(backend, scale):
+    if "amx" not in backend.name:
+        return
+    x, weight, _ = (part * scale for part in make_case(19, 320, 37))
+    x[:, 160:], weight[:, 160:] = x[:, :160], -weight[:, :160]  # what is left are errors, of few bits: each is seen
+    x[:, 5], weight[:, 5], weight[:, 165] = 2.0**110, 2.0**-130, 0.0  # the weights are denormal: none counts
+    expected = documented_tile_sums(x, weight)
+    assert expected.count_nonzero() > expected.numel() / 2
+    assert_same_bits(pass_ext.layers.linear_rows(x, weight), expected.bfloat16())
+
+
 @pytest.mark.skipif(BEST_CPU != "cpu-avx512_bf16", reason="other processors have one unit")
 def test_status_names_the_unit_that_multiplies():
     """Without a limit the one that was measured to be faster; a limit names another."""
     x, weight, _ = make_case(5, 700, 40)
     products = {}
     try:
-        for isa in ("avx512", "avx512_bf16", ""):
-            _library.limit_cpu_isa(isa)
+        for limit in ("avx512", "avx512_bf16", "amx_emulated", ""):
+            _library.limit_cpu_isa(limit)
             products.setdefault(pass_ext.status().cpu_products, []).append(pass_ext.layers.linear_rows(x, weight))
     finally:
         _library.limit_cpu_isa("")
-    assert sorted(map(len, products.values())) == [1, 2]
-    by_fp32, by_pairs = products["fp32"], products["pairs"]
-    assert_same_bits(by_fp32[0], by_fp32[-1])
-    assert_same_bits(by_pairs[0], by_pairs[-1])
-    assert not torch.equal(by_fp32[0], by_pairs[0])
+    assert {"fp32", "pairs", "amx_emulated"} <= products.keys()
+    for unit, (first, *others) in products.items():
+        for other in others:
+            assert_same_bits(other, first)
+        assert unit == "amx" or not any(
+            torch.equal(first, products[name][0]) for name in products.keys() - {unit, "amx"}
+        )
 
 
 # ---- values that are not finite stay in their places ----
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @each("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_value_that_is_not_finite_spoils_its_row_or_output_only(backend, dtype, bad):
@@ -195,6 +239,7 @@ def test_a_value_that_is_not_finite_spoils_its_row_or_output_only(backend, dtype
             assert_same_bits(got[:, torch.arange(19) != 17], clean[:, torch.arange(19) != 17])
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_nothing_is_left_of_earlier_calls(backend, dtype):
     case, before = make_case(9, 79, 31, dtype), make_case(40, 1000, 70, dtype)

@@ -157,7 +157,7 @@ def test_a_wrong_cpu_isa_is_refused_with_the_names_that_exist():
     done = run("-c", "import pass_ext", PASS_EXT_CPU_ISA="AVX2")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "ImportError: PASS_EXT_CPU_ISA must be portable, avx2, avx512 or avx512_bf16, got 'AVX2'"
+        "ImportError: PASS_EXT_CPU_ISA must be portable, avx2, avx512, avx512_bf16, amx or amx_emulated, got 'AVX2'"
     )
 
 

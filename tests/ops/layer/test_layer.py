@@ -29,6 +29,7 @@ def rows_and(options):
     return [*pairwise([1, 5, 8], options, "cpu"), *many]
 
 
+@pytest.mark.by_tiles
 @each("dtype", FLOATS)
 @pytest.mark.parametrize(("rows", "options"), rows_and(BEFORE), ids=str)
 def test_before_has_the_bits_of_the_single_ops(backend, dtype, rows, options):
@@ -50,6 +51,7 @@ def test_before_has_the_bits_of_the_single_ops(backend, dtype, rows, options):
         assert_same_bits(ours, theirs.contiguous())
 
 
+@pytest.mark.by_tiles
 @each("dtype", FLOATS)
 @pytest.mark.parametrize(("rows", "norms"), rows_and(AFTER), ids=str)
 def test_after_has_the_bits_of_the_single_ops(backend, dtype, rows, norms):
