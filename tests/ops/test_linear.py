@@ -184,7 +184,7 @@ def documented_tile_sums(x, weight):
 
 @pytest.mark.by_tiles
 @pytest.mark.usefixtures("cpu_only")
-@each("scale", [1.0, 2.0**-63])  # the second has products around the smallest normal number
+@each("scale", [1.0, 2.0**-63])  # the second: products around the smallest normal number
 def test_tiles_have_the_bits_that_intel_documents(backend, scale):
     if "amx" not in backend.name:
         return
@@ -192,7 +192,7 @@ def test_tiles_have_the_bits_that_intel_documents(backend, scale):
     x[:, 160:], weight[:, 160:] = x[:, :160], -weight[:, :160]  # what is left are errors, of few bits: each is seen
     x[:, 5], weight[:, 5], weight[:, 165] = 2.0**110, 2.0**-130, 0.0  # the weights are denormal: none counts
     expected = documented_tile_sums(x, weight)
-    assert expected.count_nonzero() > expected.numel() / 2
+    assert expected.any()
     assert_same_bits(pass_ext.layers.linear_rows(x, weight), expected.bfloat16())
 
 
@@ -200,6 +200,7 @@ def test_tiles_have_the_bits_that_intel_documents(backend, scale):
 def test_status_names_the_unit_that_multiplies():
     """Without a limit the one that was measured to be faster; a limit names another."""
     x, weight, _ = make_case(5, 700, 40)
+    x[:, 350:], weight[:, 350:] = x[:, :350], -weight[:, :350]  # what is left are errors: each unit has its own
     products = {}
     try:
         for limit in ("avx512", "avx512_bf16", "amx_emulated", ""):
