@@ -175,13 +175,6 @@ def test_values_out_of_range_are_refused(backend, change, message):
         convolution_tree(**moved(GOOD | change, backend.device))
 
 
-def test_gradients_are_refused(backend):
-    with pytest.raises(RuntimeError, match="convolution_tree: no gradient is implemented"):
-        convolution_tree(
-            **moved(GOOD, backend.device) | {"weight": weight.to(backend.device, copy=True).requires_grad_()}
-        )
-
-
 # ---- CUDA ----
 
 

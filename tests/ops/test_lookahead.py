@@ -310,12 +310,3 @@ def test_the_gradient_op_refuses_bad_input_in_words(backend):
         embed_backward(grad, ids, -1, True, torch.float32)
     with pytest.raises(RuntimeError, match=r"dtype must be float32 \(grad's\) or float32, got float16"):
         embed_backward(grad, ids, 2, True, torch.float16)
-
-
-# ---- what only a GPU can show ----
-
-
-def test_tensors_on_two_devices_are_refused(cuda):
-    ids, table, lookahead = make_case(cuda, (3,), 8)
-    with pytest.raises(RuntimeError, match="ids must be on the device of table"):
-        pass_ext.lookahead_embed(ids.cpu(), table, lookahead)

@@ -133,12 +133,6 @@ def test_bad_input_is_refused_in_words(backend, rows, codes, message):
         quantize_rows(rows.to(backend.device), codes)
 
 
-def test_gradients_are_refused(backend):
-    rows = torch.ones(2, 16, device=backend.device, requires_grad=True)
-    with pytest.raises(RuntimeError, match="quantize_rows: no gradient is implemented"):
-        quantize_rows(rows, torch.int8)
-
-
 def test_other_rows_are_not_dequantised():
     with pytest.raises(TypeError, match=r"quantised rows must be torch.int8, .* got torch.int16"):
         pass_ext.layers.dequantize_rows(torch.ones(2, 32, dtype=torch.int16))

@@ -386,15 +386,6 @@ def test_a_request_of_too_many_nodes_is_refused(backend):
         layer.run(int32(range(-1, 1024)), bounds_of([1025]))
 
 
-def test_gradients_are_refused(backend):
-    layer = Layer(3, device=backend.device)
-    layer.states.requires_grad_()
-    with pytest.raises(RuntimeError, match="recurrent_tree: no gradient is implemented"):
-        layer.run(int32([-1, 0, 1]), bounds_of([3]))
-    with torch.no_grad():
-        assert not layer.run(int32([-1, 0, 1]), bounds_of([3]))[0].requires_grad
-
-
 def test_compiles_whole(backend):
     if backend.name != BEST_CPU:
         pytest.skip("what is compiled does not depend on which CPU kernel runs after the op")

@@ -417,15 +417,6 @@ def test_bad_input_is_refused_in_words(backend, op, good, change, message):
 # ---- what only a GPU can show ----
 
 
-def test_tensors_on_two_devices_are_refused(cuda):
-    parents, cu_nodes = pack([[-1, 0]], cuda.device)
-    with pytest.raises(RuntimeError, match="cu_nodes must be on the device of parents"):
-        pass_ext.tree_prepare(parents, cu_nodes.cpu(), 2)
-    visible, _ = pass_ext.tree_prepare(parents, cu_nodes, 2)
-    with pytest.raises(RuntimeError, match="prefix_lens must be on the device of visible"):
-        pass_ext.tree_mask(visible, cu_nodes, 2, torch.zeros(1).int(), 9, torch.bfloat16)
-
-
 def test_replays_in_a_cuda_graph(cuda):
     random = torch.Generator().manual_seed(0)
     parents, cu_nodes = pack([random_tree(64, random)] * 3, cuda.device, rows_after=10)
