@@ -1,4 +1,4 @@
-"""Measures figures of trust: `python -m benchmarks.trust laws errors bits coverage random sanitized mutants`.
+"""Measures figures of trust: `python -m benchmarks.trust laws errors bits coverage sanitized mutants`.
 
 Each name writes benchmarks/results/trust/NAME.json with date and commit; then `python -m benchmarks.pages.trust` writes the
 page.
@@ -13,7 +13,7 @@ from benchmarks import ROOT
 from benchmarks.harness import machine
 from benchmarks.harness.results import save
 
-NAMES = ("laws", "errors", "bits", "coverage", "random", "sanitized", "mutants")
+NAMES = ("laws", "errors", "bits", "coverage", "sanitized", "mutants")
 FOLDER = ROOT / "benchmarks" / "results" / "trust"
 
 

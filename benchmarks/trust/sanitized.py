@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.trust.random import counted
 
 SANITIZER = "address,undefined"
 CALLS = 800
@@ -52,6 +51,22 @@ def measure() -> dict[str, Any]:
         "passed": sum(file["passed"] for file in kept["files"].values()),
         "wrong": wrong if status == 0 else [*wrong, "random calls"],
         "random calls": counted(output)["calls"] if status == 0 else 0,
+    }
+
+
+def counted(output: str) -> dict[str, Any]:
+    """The counts of an output of fuzz_ops.py."""
+    of_ops = re.findall(r"^\w+: (\d+) results, (\d+) refusals$", output, re.MULTILINE)
+    total = re.search(r"^(\d+) calls as they should be, (\d+) not$", output, re.MULTILINE)
+    if total is None:
+        raise ValueError(f"fuzz_ops.py must end with its counts, got {output[-300:]!r}")
+    results, refusals = (sum(int(counts[i]) for counts in of_ops) for i in (0, 1))
+    return {
+        "ops": len(of_ops),
+        "calls": int(total[1]),
+        "results": results,
+        "refusals": refusals,
+        "wrong": int(total[2]),
     }
 
 
