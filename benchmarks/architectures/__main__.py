@@ -22,6 +22,8 @@ from torch import Tensor
 import pass_ext
 from benchmarks.architectures.models import NOT_TRIED, VOCABULARY, WINDOW, model_types, tiny_model
 from benchmarks.architectures.table import command, quiet
+from benchmarks.harness.markdown import table
+from benchmarks.harness.template import page
 from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Speculative, Tree
 from pass_ext.integrations import transformers as hooks
 
@@ -321,25 +323,6 @@ def judged(model_type: str) -> dict[str, Any]:
 
 # ---- the page ----
 
-HEADER = """# The models of transformers that pass_ext decodes
-
-Written by `python -m benchmarks.architectures` from `benchmarks/results/architectures/architectures.json`; do not edit.
-transformers {transformers}, torch {torch}, {date}: every causal language model of transformers, tiny (two layers, windows of
-{window} tokens) and random, in float32; {requests} ragged prompts, left-padded, greedy, {new} new tokens each.
-
-*generate*: `pass_ext.generate` by Plain, NGram, PaSS with one and two passes, Speculative and MultiCandidate; all of them also
-write the same sampled text for a seed. *custom_generate*: `model.generate(custom_generate=pass_ext.custom_generate(...))`, and
-transformers continues from the cache that it returns (*no caches*: caches cannot be exchanged). *attention*:
-`attn_implementation="pass_ext"`. *early exit*: drafts by `EarlyExitDraft`. *steps*: the backend, "fused", by our ops alone, or
-"module", the model's own forward, and why so.
-
-**yes**: tokens and logits are those of transformers' own greedy `generate`. **no**: refused with a sentence that names the
-model and the reason. **wrong**: neither, a bug. Where padding changes transformers' own text, its text of each prompt alone
-counts (*alone*); where its cache changes it, its text without a cache (*without cache*). Ties, where transformers' logits of
-both tokens are closer than {tie}: {ties}.
-
-"""
-
 
 def render(result: dict[str, Any]) -> str:
     """The page of a result."""
@@ -347,31 +330,36 @@ def render(result: dict[str, Any]) -> str:
     decoded = [line for line in lines if line.get("generate") == SAME]
     untried = [line for line in lines if "not tried" in line]
     others = [line for line in lines if line not in decoded and line not in untried]
-    text = HEADER.format(
-        **result["versions"],
+    ways = ("custom_generate", "attn_implementation", "early exit")
+    return page(
+        __file__,
+        result["versions"],
         date=result["date"][:10],
         window=WINDOW,
         requests=len(LENGTHS),
         new=NEW,
         tie=TIE,
         ties=sum(line.get("ties", 0) for line in lines),
+        decoded=len(decoded),
+        decoded_lines=table(
+            ["architecture", "custom_generate", "attention", "early exit", "steps", ""],
+            ([line["architecture"], *(_cell(line[way]) for way in ways), line["way"], _note(line)] for line in decoded),
+            left=6,
+        ),
+        others=len(others),
+        other_lines=table(
+            ["architecture", "generate", "attention", "why not"],
+            (
+                [line["architecture"], _cell(line["generate"]), _cell(line["attn_implementation"]), _why_not(line)]
+                for line in others
+            ),
+            left=4,
+        ),
+        untried=len(untried),
+        untried_lines=table(
+            ["architecture", "why not"], ([line["architecture"], line["not tried"]] for line in untried), left=2
+        ),
     )
-    text += f"## Decoded: {len(decoded)}\n\n| architecture | custom_generate | attention | early exit | steps | |\n"
-    text += "| --- | --- | --- | --- | --- | --- |\n"
-    for line in decoded:
-        cells = [_cell(line[way]) for way in ("custom_generate", "attn_implementation", "early exit")]
-        text += f"| {line['architecture']} | {' | '.join(cells)} | {line['way']} | {_note(line)} |\n"
-    text += f"\n## Not decoded: {len(others)}\n\n| architecture | generate | attention | why not |\n| --- | --- | --- | --- |\n"
-    for line in others:
-        why = line["generate"].removeprefix("refused: ").replace("|", "\\|")
-        text += (
-            f"| {line['architecture']} | {_cell(line['generate'])} | {_cell(line['attn_implementation'])} | {why}"
-            f"{_broken(line)} |\n"
-        )
-    text += f"\n## Not tried: {len(untried)}\n\n| architecture | why not |\n| --- | --- |\n"
-    for line in untried:
-        text += f"| {line['architecture']} | {line['not tried']} |\n"
-    return text
 
 
 def _cell(outcome: str) -> str:
@@ -388,8 +376,9 @@ def _note(line: dict[str, Any]) -> str:
     return "; ".join(notes).replace("|", "\\|")
 
 
-def _broken(line: dict[str, Any]) -> str:
-    return "; transformers' own generate fails too" if "transformers" in line else ""
+def _why_not(line: dict[str, Any]) -> str:
+    why = line["generate"].removeprefix("refused: ").replace("|", "\\|")
+    return why + ("; transformers' own generate fails too" if "transformers" in line else "")
 
 
 def is_wrong(line: dict[str, Any], way: str) -> bool:

@@ -15,6 +15,8 @@ import torch
 
 import pass_ext
 from benchmarks.architectures.table import command
+from benchmarks.harness.markdown import table
+from benchmarks.harness.template import page
 from pass_ext import EarlyExitDraft, LookaheadEmbedding, MultiCandidate, NGram, PaSS, Plain, Speculative, Tree
 
 RESULT = Path("benchmarks/results/architectures/encoders.json")
@@ -122,28 +124,16 @@ def judge(name: str) -> dict[str, Any]:
     return line | {"text": SAME, "distinct": len(own.unique())}
 
 
-HEADER = """# Models with an encoder beside the decoder
-
-Written by `python -m benchmarks.architectures.encoders` from `encoders.json`; do not edit.
-transformers {transformers}, torch {torch}, {date}: tiny and random, in float32, greedy, {new} new tokens for a batch of two
-inputs (random sound, ragged texts or pictures) through `generate(custom_generate=…)`.
-
-**yes**: the text is transformers' own, by all methods of the line; "right drafts" are the model's own. **no**: refused, why.
-
-| architecture | class | decoded | methods, or why not |
-| --- | --- | --- | --- |
-"""
-
-
 def render(result: dict[str, Any]) -> str:
     """The page of a result."""
-    text = HEADER.format(**result["versions"], date=result["date"][:10], new=NEW)
+    rows = []
     for line in result["rows"]:
         outcome = line["text"]
         word = "yes" if outcome == SAME else "no" if outcome.startswith("refused: ") else "**wrong**"
         why = ", ".join(line["methods"]) if outcome == SAME else outcome.removeprefix("refused: ")
-        text += f"| {line['architecture']} | {line['class']} | {word} | {why} |\n"
-    return text
+        rows.append([line["architecture"], line["class"], word, why])
+    lines = table(["architecture", "class", "decoded", "methods, or why not"], rows, left=4)
+    return page(__file__, result["versions"], date=result["date"][:10], new=NEW, lines=lines)
 
 
 def main() -> int:

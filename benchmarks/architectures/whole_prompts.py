@@ -33,6 +33,8 @@ from benchmarks.architectures.pictures import (
     tiny_model,
 )
 from benchmarks.architectures.table import command
+from benchmarks.harness.markdown import table
+from benchmarks.harness.template import page
 from pass_ext import LookaheadEmbedding, NGram, PaSS, Plain, Speculative, Tree
 from pass_ext.decoding.models.any_model import packed_model
 
@@ -181,42 +183,36 @@ def _short(error: Exception) -> str:
     return " ".join(str(error).split())[:240]
 
 
-HEADER = """# Prompts with pictures or sound: the classes of transformers
-
-Written by `python -m benchmarks.architectures.whole_prompts` from `whole_prompts.json`; do not edit.
-transformers {transformers}, torch {torch}, {date}: every class of `AutoModelForImageTextToText` and
-`AutoModelForMultimodalLM`, tiny and random, in float32, greedy, {new} new tokens by Plain, NGram, PaSS and Speculative through
-`model.generate(custom_generate=…)`.
-
-*text*: a prompt of text alone. *pictures*: after a random picture or sound. *given*: `pixels` or `sound` are the tensors of
-its processor, which its own encoder reads, and so is `its own` where the processor gives other tensors than most; `rows` are
-random ones in place of what its encoder makes. Towers of timm are one convolution where timm is not installed.
-**yes**: the text is transformers' own, by all four methods. **no**: refused with the reason.
-
-"""
-
-
 def render(result: dict[str, Any]) -> str:
     """The page of a result."""
     lines = result["rows"]
     right = [line for line in lines if line.get("pictures") == SAME]
     untried = [line for line in lines if "not tried" in line or line["pictures"].startswith("not tried")]
     others = [line for line in lines if line not in right and line not in untried]
-    text = HEADER.format(**result["versions"], date=result["date"][:10], new=NEW)
-    text += (
-        f"## Decoded after pictures or sound: {len(right)}\n\n| architecture | given | text |\n| --- | --- | --- |\n"
+    left = [
+        [line["architecture"], _cell(line.get("text", "")), _why(line.get("not tried", line.get("pictures", "")))]
+        for line in untried
+    ]
+    heads = ["architecture", "text", "why not"]
+    return page(
+        __file__,
+        result["versions"],
+        date=result["date"][:10],
+        new=NEW,
+        right=len(right),
+        right_lines=table(
+            ["architecture", "given", "text"],
+            ([line["architecture"], line["given"], _cell(line["text"])] for line in right),
+            left=3,
+        ),
+        others=len(others),
+        other_lines=table(
+            ["architecture", "given", "text", "why not"],
+            ([line["architecture"], line["given"], _cell(line["text"]), _why(line["pictures"])] for line in others),
+            left=4,
+        ),
+        untried_lines=["", f"## Not tried: {len(left)}", "", *table(heads, left, left=3), ""] if left else "",
     )
-    for line in right:
-        text += f"| {line['architecture']} | {line['given']} | {_cell(line['text'])} |\n"
-    text += f"\n## Not decoded: {len(others)}\n\n| architecture | given | text | why not |\n| --- | --- | --- | --- |\n"
-    for line in others:
-        text += f"| {line['architecture']} | {line['given']} | {_cell(line['text'])} | {_why(line['pictures'])} |\n"
-    if untried:
-        text += f"\n## Not tried: {len(untried)}\n\n| architecture | text | why not |\n| --- | --- | --- |\n"
-    for line in untried:
-        why = line.get("not tried", line.get("pictures", ""))
-        text += f"| {line['architecture']} | {_cell(line.get('text', ''))} | {_why(why)} |\n"
-    return text
 
 
 def _cell(outcome: str) -> str:
