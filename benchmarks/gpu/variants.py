@@ -39,7 +39,7 @@ def build_text(text: str, options: str, objects: Path, library: Path) -> str:
             parts = line.partition(": link ")[2].split(" ")
             linked = " ".join(part if part == f"{SOURCE}.o" else f"{objects}/{part}" for part in parts)
             line = f"build {library}: link {linked}"
-        elif line.startswith("build ") and not line.startswith(f"build {SOURCE}.o:"):
+        elif line.startswith(("build ", "  before = ")) and not line.startswith(f"build {SOURCE}.o:"):
             continue  # an object of the ordinary build
         lines.append(line)
     return "\n".join(lines) + "\n"

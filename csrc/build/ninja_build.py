@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,15 +21,41 @@ def escape(path: object) -> str:
     return re.sub(r"[$ :]", r"$\g<0>", str(path))
 
 
-def build_file(root: Path, compile_command: str, link_command: str, sources: list[str], library: Path) -> str:
-    """The text of build.ninja for one library."""
+def build_file(
+    root: Path,
+    compile_command: str,
+    link_command: str,
+    sources: list[str],
+    library: Path,
+    *,
+    joined: Sequence[str] = (),
+) -> str:
+    """The text of build.ninja for one library.
+
+    Each of ``joined`` names sources that are compiled as one, by their stems: $before of the command includes all but the last,
+    whose name the object has.
+    """
+    units = units_of(sources, joined)
     rules = (
         f"rule compile\n  deps = gcc\n  depfile = $out.d\n  description = compile $in\n  command = {compile_command}\n"
         f"rule link\n  description = link $out\n  command = {link_command}\n"
     )
-    edges = [f"build {source}.o: compile {escape(root / source)}\n" for source in sources]
-    objects = " ".join(f"{source}.o" for source in sources)
+    edges = []
+    for *first, last in units:
+        edges.append(f"build {last}.o: compile {escape(root / last)}\n")
+        if first:
+            edges.append(f"  before = {' '.join(f'-include {quote(root / source)}' for source in first)}\n")
+    objects = " ".join(f"{unit[-1]}.o" for unit in units)
     return f"{rules}{''.join(edges)}build {escape(library)}: link {objects}\n"
+
+
+def units_of(sources: list[str], joined: Sequence[str]) -> list[list[str]]:
+    """The sources, those that are compiled as one together."""
+    stems = {stem: number for number, names in enumerate(joined) for stem in names.split()}
+    units: dict[object, list[str]] = {}
+    for source in sources:
+        units.setdefault(stems.get(Path(source).stem, source), []).append(source)
+    return list(units.values())
 
 
 def find_ninja() -> str:

@@ -28,7 +28,8 @@ else:
     out = Path(words[words.index("-o") + 1])
     out.write_text(" ".join(words))
     if "-MF" in words:
-        Path(words[words.index("-MF") + 1]).write_text(f"{{out}}: {{source}}")
+        included = [word for before, word in zip(words, words[1:]) if before == "-include"]
+        Path(words[words.index("-MF") + 1]).write_text(f"{{out}}: {{' '.join([source, *included])}}")
 """
 FULL = {"PASS_EXT_CUDA": "auto", "TORCH_CUDA_ARCH_LIST": "8.0;9.0;10.0+PTX"}
 NATIVE = {"PASS_EXT_CUDA": "native"}
@@ -134,6 +135,19 @@ def test_a_full_build_after_a_native_one_adds_the_cuda_library_alone(machine):
     compiled = [line.split("csrc/")[-1] for line in said.splitlines() if "] compile" in line]
     assert sorted(compiled) == ["cuda/a.cu", "cuda/b.cu"], "in either order: two compilers run side by side"
     assert machine.architectures == ["8.0", "9.0", "10.0+PTX"]
+
+
+def test_joined_files_are_one_and_compiled_again_when_any_of_them_changes(machine):
+    for stem in ("adapter", "tree"):
+        machine.write(f"cuda/{stem}.cu")
+    machine.build(**FULL)
+    objects = machine.checkout / "build" / "inplace" / "cuda" / "csrc" / "cuda"
+    assert sorted(path.name for path in objects.glob("*.o")) == ["a.cu.o", "b.cu.o", "tree.cu.o"]
+    machine.write("cuda/adapter.cu")
+    said = machine.build(**FULL)
+    assert [line.split("csrc/")[-1] for line in said.splitlines() if "] compile" in line] == ["cuda/tree.cu"]
+    words = (objects / "tree.cu.o").read_text().split()
+    assert words[words.index("-include") + 1] == str(machine.checkout / "csrc/cuda/adapter.cu")
 
 
 @pytest.mark.parametrize("gpus", [[], ["8.0", "10.0"]])
