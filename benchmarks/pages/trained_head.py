@@ -27,15 +27,15 @@ NAME, PLAIN, SLOTS = "trained-head", "Plain", "smollm2-135m-instruct-slots"
 KINDS = ("chat", "prose", "code")
 PROMPTS, TOKENS, ROUNDS = 2, 64, 4
 """Of a kind in a round; new tokens of a text; rounds."""
-LENGTHS, TREES, BELOW, ROWS = (1, 2, 3, 4), ((2, 1), (2, 2)), (1, 2), (12, 24)
-"""Drafts of a chain; children of each node of a tree, level by level; drafts above slots, and the most rows of a call with
-slots."""
+LENGTHS, WIDE, TREES, BELOW, ROWS = (1, 2, 3, 4), (1, 2), ((2, 1), (2, 2)), (1, 2), (8, 12)
+"""Drafts of a chain of the head in 4 bits, and in bfloat16; children of each node of a tree, by level; drafts above slots,
+and the most rows of a call with slots."""
 
 
 def measure(path: str, rounds: int) -> dict[str, Any]:
     """The result: hit rates, and a row for each kind and method."""
     model, tokenizer = load_checkpoint(demo_model(), torch.bfloat16)
-    head = pass_ext.load_drafter(path, model)
+    wide, head = pass_ext.load_drafter(path, model), pass_ext.load_drafter(path, model, bits=4)
     prompts = {
         kind: [torch.tensor([each.ids]) for each in read_prompts(kind, tokenizer, PROMPTS * (rounds + 1))]
         for kind in KINDS
@@ -45,6 +45,7 @@ def measure(path: str, rounds: int) -> dict[str, Any]:
     methods = {
         PLAIN: pass_ext.Plain(),
         "PaSS, slots": pass_ext.PaSS(SLOTS),
+        **{f"head in bfloat16, {length} drafts": replace(wide, length=length) for length in WIDE},
         **{f"head, {length} drafts": replace(head, length=length) for length in LENGTHS},
         **{f"head, tree {' × '.join(map(str, tree))}": replace(head, branching=tree) for tree in TREES},
         'head, "auto"': replace(head, length="auto"),

@@ -1,4 +1,5 @@
-"""GGUF formats as packed weights: the numbers are those that gguf reads, and what is no weight is refused."""
+"""GGUF formats as packed weights: the numbers are those that gguf reads, and what is no weight is refused. Dense weights are
+rounded."""
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ import torch
 from pass_ext.layers import pack_weight, unpack_weight
 from pass_ext.weights.form import form_of, packed_rows, unpack_rows
 from pass_ext.weights.formats import FORMATS, pack_gguf
+from pass_ext.weights.rounding import rounded
 
 gguf = pytest.importorskip("gguf")
 
@@ -104,3 +106,21 @@ def test_numbers_that_have_no_packed_form_are_refused(arguments, message):
             pack_weight(torch.zeros(1, 32, dtype=torch.uint8), *[torch.zeros(1, 1).half()] * 2, bits=bits, table=table)
     with pytest.raises(ValueError, match="a packed weight must be uint8"):
         unpack_weight(torch.zeros(2, 3, 321, dtype=torch.uint8), 32)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_dense_weight_is_rounded_in_groups_of_32(bits):
+    """From a group's least number to its most, by half a step at most; scales and offsets are float16."""
+    weight = torch.randn(37, 96, generator=torch.Generator().manual_seed(0)) + 0.3
+    packed = rounded(weight, bits)
+    assert form_of(packed) == (bits, torch.float16, 1, 0)
+    groups = weight.unflatten(1, (-1, 32))
+    step = (groups.amax(-1) - groups.amin(-1)) / (2**bits - 1)
+    error = (unpack_weight(packed, 37) - weight).unflatten(1, (-1, 32)).abs().amax(-1)
+    assert (error <= 0.5 * step + groups.abs().amax(-1) * 2**-9).all() and (error > 0.3 * step).all()
+
+
+def test_equal_numbers_are_rounded_to_themselves():
+    weight = torch.tensor([[0.5] * 32 + [0.0] * 32, [1e-9] * 32 + [-2.0] * 32])
+    for bits in (4, 8):
+        assert torch.equal(unpack_weight(rounded(weight, bits), 2), weight.half().float())

@@ -1,4 +1,5 @@
-"""Heads with quantised layers draft with their stored bits: drafts are those of the formulas on the exact numbers."""
+"""Heads with quantised layers, or with layers that are rounded on loading, draft with these bits: drafts are those of the
+formulas on the exact numbers."""
 
 import copy
 import json
@@ -10,7 +11,7 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 from support.generation import unpadded
-from support.heads import MASKED, PlainEagle3, eagle3_checkpoint
+from support.heads import MASKED, PlainEagle3, eagle3_checkpoint, write_checkpoint
 from support.mtp import PlainMtp, write_layer
 from support.quantised_folders import KINDS, SHAPE, quantised_layer, quantization_config, write_folder
 from support.recorded import Recorded
@@ -21,8 +22,10 @@ from pass_ext.checkpoint import load_checkpoint
 from pass_ext.decoding.drafting.heads.head import Head
 from pass_ext.decoding.drafting.heads.layers import DecoderLayer
 from pass_ext.decoding.models.any_model import packed_model
+from pass_ext.layers import unpack_weight
 from pass_ext.weights.experts import PackedExperts
 from pass_ext.weights.layers import PackedLinear
+from pass_ext.weights.rounding import rounded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -82,6 +85,46 @@ def test_eagle3(kind, tmp_path):
         part for part in Head(method.head, packed_model(target))._shadow.modules() if isinstance(part, DecoderLayer)
     ]
     assert layers and all((layer._fused is None) == ("act order" in kind) for layer in layers)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("masked", [{}, MASKED], ids=["EAGLE-3", "P-EAGLE"])
+def test_a_dense_head_is_rounded(masked, bits, tmp_path):
+    """Drafts are the formula's on the rounded numbers."""
+    target = small_model("llama", num_hidden_layers=4)
+    config, tensors = eagle3_checkpoint(tmp_path, target, drafted=90, sharpness=1.0, inner=96, **masked)
+    method = load_drafter(tmp_path, target, bits=bits)
+    names = [name for name in tensors if "_proj." in name or name in ("fc.weight", "lm_head.weight")]
+    assert packed_in(method.head) == {name.removesuffix(".weight") for name in names}
+    for name in names:
+        layer = method.head.get_submodule(name.removesuffix(".weight"))
+        assert torch.equal(layer.weight, rounded(tensors[name], bits))
+        tensors[name] = unpack_weight(layer.weight, layer.out_features)
+    check(target, method, PlainEagle3(config, tensors, target), 97, length=method.length)
+
+
+def test_heads_that_are_not_rounded(tmp_path):
+    target = small_model("llama", num_hidden_layers=4)
+    config, _ = eagle3_checkpoint(tmp_path / "dense", target)
+    for bits in (5, 16, 4.5):
+        with pytest.raises(ValueError, match=f"bits must be 4, 8 or None, got {bits}"):
+            load_drafter(tmp_path / "dense", target, bits=bits)
+    name = "layers.0.mlp.gate_proj"
+    stored = dict(load_file(tmp_path / "dense/model.safetensors"))
+    quantise(stored, [name], "gptq")
+    (tmp_path / "dense/config.json").write_text(
+        json.dumps(dict(config, quantization_config=quantization_config("gptq")))
+    )
+    save_file(stored, tmp_path / "dense/model.safetensors")
+    with pytest.raises(ValueError, match="its layers are quantised by gptq: give no bits, got 4"):
+        load_drafter(tmp_path / "dense", target, bits=4)
+    plain = PlainMtp(target, small_model("llama", num_hidden_layers=5), torch.Generator().manual_seed(0))
+    write_checkpoint(tmp_path / "mtp", {}, write_layer(plain, "model.layers.4."), "model.safetensors")
+    with pytest.raises(ValueError, match="bits are of EAGLE-3 and P-EAGLE, and this head is for Mtp"):
+        load_drafter(tmp_path / "mtp", target, bits=8)
+    eagle3_checkpoint(tmp_path / "odd", target, inner=72)
+    with pytest.raises(ValueError, match=r"'layers\.0\.mlp\.down_proj\.weight' has 72 on cpu"):
+        load_drafter(tmp_path / "odd", target, bits=8)
 
 
 @pytest.mark.parametrize("kind", SOME[:4])

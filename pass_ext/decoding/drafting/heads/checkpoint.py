@@ -24,9 +24,11 @@ from torch import Tensor, nn
 
 from pass_ext.weights.blocks import without_blocks
 from pass_ext.weights.folder import Read, layout_of, read_grouped, sorted_tensors
+from pass_ext.weights.form import INPUTS
 from pass_ext.weights.gguf_mtp import mtp_tensors
 from pass_ext.weights.grouped import LAYOUTS, Grouped
 from pass_ext.weights.layers import PackedLinear
+from pass_ext.weights.rounding import rounded
 
 _log = logging.getLogger("pass_ext")
 _CONFIG = "config.json"
@@ -45,10 +47,14 @@ Module = TypeVar("Module", bound=nn.Module)
 
 class HeadCheckpoint:
     """An open checkpoint. Attributes: ``path``, as it was given; ``folder``, of its files; ``config``, a dictionary; ``names``
-    of its tensors."""
+    of its tensors.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
+    Args:
+        bits: linear layers are rounded to so many, 4 or 8; None: they are as the checkpoint has them.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], bits: int | None = None) -> None:
+        self.path, self._bits = os.fspath(path), bits
         self.folder, files = _files_of(self.path)
         is_gguf = any(file.suffix == _GGUF for file in files)
         self.config: dict[str, Any] = (
@@ -62,6 +68,8 @@ class HeadCheckpoint:
         self._layers: dict[str, dict[str, Read]] = {}
         self.layout = self._take_quantised()
         """How its quantised layers are written, one of ``LAYOUTS``; None: it has none that can be read."""
+        if bits is not None and self.layout is not None:
+            raise self.refusal(f"its layers are quantised by {self.layout}: give no bits, got {bits}")
         self.names = frozenset(self._readers) | {f"{name}.weight" for name in self._layers}
         self._used: set[str] = set()
 
@@ -104,8 +112,15 @@ class HeadCheckpoint:
     def linear(
         self, name: str, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device, bias: Any = None
     ) -> nn.Linear | PackedLinear:
-        """The linear layer whose weight has this name, with this bias: packed on the CPU, if the weight is quantised and has a
-        packed form."""
+        """The linear layer whose weight has this name, with this bias: packed on the CPU, if the weight is rounded, or is
+        quantised and has a packed form."""
+        if self._bits is not None:
+            if device.type != "cpu" or inputs % INPUTS:
+                raise self.refusal(
+                    f"bits={self._bits} is for layers on the CPU with a multiple of {INPUTS} inputs, and {name!r} has {inputs} "
+                    f"on {device}: give no bits"
+                )
+            return PackedLinear(rounded(self.tensor(name, (outputs, inputs)), self._bits), outputs, bias)
         if device.type == "cpu" and self.quantised(name) is not None:
             weight = self._grouped(name, (outputs, inputs))
             packed = weight.packed()
@@ -187,7 +202,8 @@ class HeadCheckpoint:
         for name, place in module.state_dict().items():
             layer, _, part = name.rpartition(".")
             linear = module.get_submodule(layer)
-            if part == "weight" and isinstance(linear, nn.Linear) and self.quantised(names(name)) is not None:
+            is_packed = self._bits is not None or self.quantised(names(name)) is not None
+            if part == "weight" and isinstance(linear, nn.Linear) and is_packed:
                 made = self.linear(names(name), linear.out_features, linear.in_features, dtype, device, linear.bias)
                 module.set_submodule(layer, made)
                 tensors |= {f"{layer}.{own}": x for own, x in made.state_dict().items() if own != "bias"}

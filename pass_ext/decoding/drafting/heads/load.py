@@ -61,7 +61,9 @@ FAMILIES: dict[str, Family] = {
 """By ``speculators_model_type``, or by one of ``architectures``. An MTP layer is found by its tensors."""
 
 
-def load_drafter(path: str | os.PathLike[str], model: Any, tokenizer: Any = None) -> HeadMethod | DFlash | Assistant:
+def load_drafter(
+    path: str | os.PathLike[str], model: Any, tokenizer: Any = None, *, bits: int | None = None
+) -> HeadMethod | DFlash | Assistant:
     """The method that drafts with a head which was trained for this model, as ``generate`` takes it.
 
     Args:
@@ -69,6 +71,8 @@ def load_drafter(path: str | os.PathLike[str], model: Any, tokenizer: Any = None
             its checkpoint has an MTP layer.
         model: as ``generate`` takes it. The head gets its dtype and device.
         tokenizer: the model's. Refused if the checkpoint has a tokenizer.json that disagrees. None: they are not compared.
+        bits: of EAGLE-3 and P-EAGLE on the CPU. 4 or 8: the head's weights are rounded to so many, in groups of 32, and its
+            calls read less; None: they are as the checkpoint has them.
 
     Returns:
         ``Eagle3``, ``Mtp``, ``DFlash`` or ``Assistant``. ``dataclasses.replace(method, length=6)`` changes its settings; the
@@ -77,8 +81,14 @@ def load_drafter(path: str | os.PathLike[str], model: Any, tokenizer: Any = None
     Refuses with a ValueError a checkpoint of an unknown type, of another model or tokenizer, or cut off. The log names tensors
     and settings that the head has no use for.
     """
-    checkpoint, target = HeadCheckpoint(path), target_facts(packed_model(model))
+    if bits not in (None, 4, 8):
+        raise ValueError(f"load_drafter: bits must be 4, 8 or None, got {bits!r}")
+    checkpoint, target = HeadCheckpoint(path, bits), target_facts(packed_model(model))
     family = family_of(checkpoint)
+    if bits is not None and family.method is not Eagle3:
+        raise checkpoint.refusal(
+            f"bits are of EAGLE-3 and P-EAGLE, and this head is for {family.method.__name__}: give none"
+        )
     _check_verifier(checkpoint, target)
     _check_tokenizer(checkpoint, tokenizer)
     head = family.read(checkpoint, target)
