@@ -46,6 +46,7 @@ class Machine:
     """The emulator, set up to record critical paths."""
 
     def __init__(self) -> None:
+        emulator.counts_instructions = True
         self.module = emulator.load()
         self.weights = weights_of(Path(self.module.__file__))
 

@@ -19,25 +19,33 @@ PLAIN = (
     *(HERE / name for name in ("engine.cpp", "memory.cpp", "critical_path.cpp", "hooks.cpp", "module.cpp")),
     ROOT / "csrc/schema.cpp",
 )
+TRACED = " -fsanitize-coverage=trace-pc"
 TORCH = Path(torch.__file__).parent
+
+
+# True, set before the module is loaded: critical paths count the instructions of all kernels, not of primitives.cpp alone.
+# A call at every basic block makes the tests' kernels slower.
+counts_instructions = False
 
 
 @cache
 def load() -> ModuleType:
     """The compiled module, built if need be."""
     # Plain ones first: the linker takes the first copy of std::string and its like, and the engine must not check itself.
+    # At -O2, which leaves no copy of std::max and its like: kernels would read shared memory in it unchecked.
     # -O1 keeps accesses as the kernel wrote them; the instrumentation is the sanitizer's, the functions it calls are ours.
     sources = dict.fromkeys(PLAIN, "-O2") | {
-        path: "-O1 -fsanitize=thread -fsanitize-coverage=trace-pc -fno-threadsafe-statics "
-        f"-include {quote(HERE / 'checked_memory.h')}{' -x c++' if path.suffix == '.cu' else ''}"
+        path: f"-O1 -fsanitize=thread{TRACED if counts_instructions or path.stem == 'primitives' else ''} "
+        f"-fno-threadsafe-statics -include {quote(HERE / 'checked_memory.h')}{' -x c++' if path.suffix == '.cu' else ''}"
         for path in CHECKED
     }
     return build_module(
         "_emulator",
         sources,
-        f"-g1 -Wall -Wno-unknown-pragmas -I{quote(HERE)} -I{quote(ROOT / 'csrc')} "
+        f"-Wall -Wno-unknown-pragmas -I{quote(HERE)} -I{quote(ROOT / 'csrc')} "
         f"-isystem {quote(TORCH / 'include')} -DTORCH_TARGET_VERSION=0x020a000000000000 -DTORCH_EXTENSION_NAME={NAMESPACE}",
         f"-L{quote(TORCH / 'lib')} -ltorch_cpu",
+        place="_emulator_counting" if counts_instructions else "_emulator",
     )
 
 

@@ -631,14 +631,9 @@ static void record_access(const void* address, size_t bytes, Access kind) {
   if (kind == Access::atomic) e.paths.update_global(e.current_rank, address);
 }
 
-void check_access(const void* address, size_t bytes, Access kind, bool aligned) {
+// The rest of check_access: registers are saved for it alone.
+[[gnu::noinline]] static void check_buffer(const void* address, size_t bytes, Access kind) {
   Engine& e = engine();
-  if (!e.current) return;
-  const char* a = static_cast<const char*>(address);
-  // Sizes are powers of two: dividing would take as long as all the rest.
-  if (aligned && reinterpret_cast<uintptr_t>(a) & (bytes - 1))
-    fail("misaligned: an access of " + std::to_string(bytes) + " bytes at an address that is no multiple of it");
-  if (a >= e.stacks && a < e.stacks + kStackBytes * kMostThreads) return;  // a thread's own variables
   ++e.accesses;
   if (!e.memory->access(address, bytes, kind, observer(), !e.looks_again)) {
     if (kind == Access::read && is_constant_data(address)) return;
@@ -653,6 +648,21 @@ void check_access(const void* address, size_t bytes, Access kind, bool aligned) 
   if (e.memory->is_shared(address)) return;
   const Past fenced = e.has_fenced ? fenced_past() : Past();
   e.memory->synchronise(address, e.has_fenced ? &fenced : nullptr, observer());
+}
+
+[[noreturn, gnu::noinline]] static void fail_misaligned(size_t bytes) {
+  fail("misaligned: an access of " + std::to_string(bytes) + " bytes at an address that is no multiple of it");
+}
+
+// Most accesses are to a thread's own variables.
+void check_access(const void* address, size_t bytes, Access kind, bool aligned) {
+  const Engine& e = engine();
+  if (!e.current) return;
+  const char* a = static_cast<const char*>(address);
+  // Sizes are powers of two: dividing would take as long as all the rest.
+  if (aligned && reinterpret_cast<uintptr_t>(a) & (bytes - 1)) fail_misaligned(bytes);
+  if (a >= e.stacks && a < e.stacks + kStackBytes * kMostThreads) return;
+  check_buffer(address, bytes, kind);
 }
 
 void check_streaming(const void* address, size_t bytes) { fail_if(engine().memory->check_streaming(address, bytes)); }

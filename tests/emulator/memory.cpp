@@ -149,7 +149,10 @@ bool Memory::knows_address(const std::vector<Acquisition>& acquisitions, const O
 bool Memory::is_ordered(const Region& region, Stamp earlier, const Observer& me) const {
   if (!earlier) return true;
   if (earlier.block() == me.block) return me.knows(earlier.thread(), earlier.clock());
-  if (region.is_shared) return true;  // left behind by a block that is gone, with its shared memory
+  return region.is_shared || is_published(earlier, me);  // shared: by a block that is gone, with its shared memory
+}
+
+bool Memory::is_published(Stamp earlier, const Observer& me) const {
   for (const auto& [address, acquisitions] : acquired_) {
     const auto& at_address = published_.at(address);
     const auto past = at_address.find(earlier.block());
@@ -183,32 +186,52 @@ std::string Memory::conflict(const Region& region, const void* address, size_t b
 }
 
 bool Memory::access(const void* address, size_t bytes, Access kind, const Observer& me, bool counts) {
+  Region* const region = find(address);
+  if (!region || bytes > region->size - (static_cast<const char*>(address) - region->begin))
+    return fails_outside(region, address, bytes, kind);
+  if (counts) {
+    if (kind != Access::write) region->traffic.loaded += bytes;
+    if (kind != Access::read) region->traffic.stored += bytes;
+  }
+  if (region->content == Content::read_only && kind == Access::read) return true;
+  return record(*region, address, bytes, kind, me);
+}
+
+bool Memory::fails_outside(const Region* region, const void* address, size_t bytes, Access kind) {
+  wrong_ = region
+               ? say("out of bounds: ", verb_of(kind), describe(*region, address, bytes), ", which has ", region->size)
+               : say("out of bounds: ", verb_of(kind), bytes, " bytes that no buffer holds", nearest(address));
+  return false;
+}
+
+void Memory::split_units(Region& region, size_t extent) {
+  for (; extent & ((size_t{1} << region.shift) - 1); --region.shift)
+    for (size_t i = region.size >> region.shift; i-- > 0;)
+      for (const size_t half : {2 * i + 1, 2 * i}) {  // from the end: a half lies behind what is still to be split
+        if (!(region.bytes[half] == region.bytes[i])) region.bytes[half] = region.bytes[i];
+        if (!region.flags.empty()) region.flags[half] = region.flags[i];
+      }
+}
+
+bool Memory::record(Region& region, const void* address, size_t bytes, Access kind, const Observer& me) {
   const auto fails = [&](std::string what) {
     wrong_ = std::move(what);
     return false;
   };
-  Region* const found = find(address);
-  if (!found)
-    return fails(say("out of bounds: ", verb_of(kind), bytes, " bytes that no buffer holds", nearest(address)));
-  Region& region = *found;
-  const size_t offset = static_cast<const char*>(address) - region.begin;
-  if (bytes > region.size - offset)
-    return fails(say("out of bounds: ", verb_of(kind), describe(region, address, bytes), ", which has ", region.size));
-  if (counts) {
-    if (kind != Access::write) region.traffic.loaded += bytes;
-    if (kind != Access::read) region.traffic.stored += bytes;
-  }
   if (region.content == Content::read_only)
-    return kind == Access::read || fails(say("read-only: ", verb_of(kind), describe(region, address, bytes)));
+    return fails(say("read-only: ", verb_of(kind), describe(region, address, bytes)));
 
+  const size_t offset = static_cast<const char*>(address) - region.begin;
   const Stamp now(me.block, me.thread, me.clock());
   uint8_t* const flags = region.flags.empty() ? nullptr : region.flags.data();
-  Byte before, after;  // of the byte in front: its neighbours mostly have the same past, which needs no second look
+  Byte before, after;  // of the unit in front: its neighbours mostly have the same past, which needs no second look
   uint8_t flag_before = 0, flag_after = 0;
-  for (size_t i = offset; i < offset + bytes; ++i) {
+  split_units(region, offset | bytes);
+  const size_t first = offset >> region.shift, end = (offset + bytes) >> region.shift;
+  for (size_t i = first; i < end; ++i) {
     Byte& byte = region.bytes[i];
     const uint8_t flag = flags ? flags[i] : kWritten;
-    if (i > offset && flag == flag_before && byte == before) {
+    if (i > first && flag == flag_before && byte == before) {
       byte = after;
       if (flags) flags[i] = flag_after;
       continue;
@@ -259,7 +282,7 @@ std::string Memory::begin_async_write(void* address, size_t bytes, const Observe
   if (!access(address, bytes, Access::write, me, false)) return wrong_;
   Region& region = *find(address);
   const size_t offset = static_cast<char*>(address) - region.begin;
-  std::fill_n(region.flags.begin() + static_cast<long>(offset), bytes, kInFlight);
+  std::fill_n(region.flags.begin() + static_cast<long>(offset >> region.shift), bytes >> region.shift, kInFlight);
   memset(address, 0xff, bytes);
   return "";
 }
@@ -267,7 +290,7 @@ std::string Memory::begin_async_write(void* address, size_t bytes, const Observe
 void Memory::finish_async_write(void* address, size_t bytes, const Observer& me) {
   Region& region = *find(address);
   const size_t offset = static_cast<char*>(address) - region.begin;
-  for (size_t i = offset; i < offset + bytes; ++i) {
+  for (size_t i = offset >> region.shift; i < (offset + bytes) >> region.shift; ++i) {
     region.flags[i] = kWritten;
     region.bytes[i] = Byte{Stamp(me.block, me.thread, me.clock()), {}, {}};
   }
@@ -279,7 +302,8 @@ std::string Memory::check_streaming(const void* address, size_t bytes) {
   if (region->is_shared) return "load16_streaming: " + describe(*region, address, bytes) + " is shared memory";
   if (region->content == Content::read_only) return "";
   const size_t offset = static_cast<const char*>(address) - region->begin;
-  for (size_t i = offset; i < std::min(offset + bytes, region->size); ++i)
+  const size_t end = (std::min(offset + bytes, region->size) - 1) >> region->shift;
+  for (size_t i = offset >> region->shift; i <= end; ++i)
     if (region->bytes[i].write || region->bytes[i].update[0])
       return "load16_streaming: " + describe(*region, address, bytes) + " was written in this launch";
   return "";

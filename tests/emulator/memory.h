@@ -31,7 +31,8 @@ struct Stamp {
   bool is_of_same_thread(Stamp other) const { return bits >> 31 == other.bits >> 31; }
 };
 
-// Who touched a byte last. read, update: of two different threads, of two different blocks where there were two.
+// Who touched a byte last, or neighbours that have the same past. read, update: of two different threads, of two
+// different blocks where there were two.
 struct Byte {
   Stamp write, update[2], read[2];
   bool operator==(const Byte& other) const {
@@ -92,8 +93,10 @@ class Memory {
     size_t size;
     Content content;
     bool is_shared;
-    Byte* bytes;                 // null where read-only
-    std::vector<uint8_t> flags;  // per byte, of kWritten and kInFlight; empty where initialised
+    Byte* bytes;                 // of each unit of 2^shift bytes; null where read-only
+    std::vector<uint8_t> flags;  // of each unit, of kWritten and kInFlight; empty where initialised
+    // As many as have one past: 4 bytes, until an access touches a part of them.
+    unsigned shift = size % 4 == 0 ? 2 : 0;
     Traffic traffic = {};
   };
   struct Acquisition {
@@ -105,6 +108,11 @@ class Memory {
   std::string describe(const Region& region, const void* address, size_t bytes) const;
   std::string nearest(const void* address) const;
   bool is_ordered(const Region& region, Stamp earlier, const Observer& observer) const;
+  bool is_published(Stamp earlier, const Observer& observer) const;  // of another block
+  bool fails_outside(const Region* region, const void* address, size_t bytes, Access kind);
+  void split_units(Region& region, size_t extent);  // until the extent, an offset or a size, is a multiple of them
+  // Checks an access inside a region and records it.
+  bool record(Region& region, const void* address, size_t bytes, Access kind, const Observer& observer);
   std::string conflict(const Region& region, const void* address, size_t bytes, Access kind, Stamp other,
                        const char* what, const Observer& observer) const;
   bool knows_address(const std::vector<Acquisition>& acquisitions, const Observer& observer) const;

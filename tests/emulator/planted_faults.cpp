@@ -17,6 +17,8 @@ void run_planted_fault(const std::string& name, Address in, Address out, bool br
       {"shared_bounds", shared_bounds_kernel},
       {"dynamic_bounds", dynamic_bounds_kernel},
       {"uninitialised", uninitialised_kernel},
+      {"unwritten_half", unwritten_half_kernel},
+      {"half_of_a_word", half_of_a_word_kernel},
       {"one_word", one_word_kernel},
       {"shared_word", shared_word_kernel},
       {"overwrite", overwrite_kernel},

@@ -48,6 +48,27 @@ PASS_EXT_KERNEL uninitialised_kernel(const int* in, int* out, bool broken) {
   out[i] = tile[i];
 }
 
+// Two threads write a word by halves, which is no race; or one of them writes nothing.
+PASS_EXT_KERNEL unwritten_half_kernel(const int* in, int* out, bool broken) {
+  PASS_EXT_SHARED(uint16_t, tile, 128);
+  const unsigned i = thread_index().x;
+  tile[2 * i] = static_cast<uint16_t>(in[i]);
+  if (!broken) tile[2 * (63 - i) + 1] = 0;
+  sync_block();
+  out[i] = tile[2 * i] + tile[2 * i + 1];
+}
+
+// One thread writes a word, another reads half of it.
+PASS_EXT_KERNEL half_of_a_word_kernel(const int* in, int* out, bool broken) {
+  PASS_EXT_SHARED(int, tile, 64);
+  const unsigned i = thread_index().x;
+  tile[i] = in[i];
+  if (!broken) sync_block();
+  uint16_t half = 0;
+  if (i == 0) memcpy(&half, &tile[63], sizeof half);
+  out[i] = half;
+}
+
 PASS_EXT_KERNEL one_word_kernel(const int* in, int* out, bool broken) {
   const unsigned i = thread_index().x;
   out[broken ? i / 2 : i] = in[0];  // both write the same value: still a race

@@ -12,6 +12,8 @@ FAULTS = {
     "shared_bounds": r"out of bounds: writes 4 bytes.*0 bytes past the end of shared array tile",
     "dynamic_bounds": r"out of bounds: writes 4 bytes.*past the end of dynamic shared memory",
     "uninitialised": r"thread 17: uninitialised: reads 4 bytes at offset 68 of shared array tile",
+    "unwritten_half": r"uninitialised: reads 2 bytes at offset \d+ of shared array tile",
+    "half_of_a_word": r"race: (reads 2|writes 4) bytes.*no barrier in between|uninitialised: reads 2 bytes.* of shared array",
     "one_word": r"race: writes 4 bytes at offset \d+ of out, which thread \d+ wrote",
     "shared_word": r"race: writes 4 bytes at offset 0 of shared array flag, which thread [01] wrote",
     "overwrite": r"race: (writes|reads) 4 bytes.*of shared array tile, which thread \d+ (read|wrote)",

@@ -16,9 +16,12 @@ import pybind11
 from support.paths import ROOT
 
 
-def build_module(name: str, sources: dict[Path, str], flags: str, libraries: str = "") -> ModuleType:
-    """Compiles each source with ``flags`` and its own extra flags, links them, and imports the result; quick if unchanged."""
-    folder = ROOT / "build" / "tests" / name
+def build_module(name: str, sources: dict[Path, str], flags: str, libraries: str = "", place: str = "") -> ModuleType:
+    """Compiles each source with ``flags`` and its own extra flags, links them, and imports the result; quick if unchanged.
+
+    ``place``: the folder of build/tests/, the module's name unless it is built in several ways.
+    """
+    folder = ROOT / "build" / "tests" / (place or name)
     folder.mkdir(parents=True, exist_ok=True)
     include = " ".join(f"-isystem {quote(path)}" for path in (sysconfig.get_path("include"), pybind11.get_include()))
     compiler = os.environ.get("CXX", "g++")
