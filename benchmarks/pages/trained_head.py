@@ -45,12 +45,12 @@ def measure(path: str, rounds: int) -> dict[str, Any]:
     methods = {
         PLAIN: pass_ext.Plain(),
         "PaSS, slots": pass_ext.PaSS(SLOTS),
-        **{f"head in bfloat16, {length} drafts": replace(wide, length=length) for length in WIDE},
-        **{f"head, {length} drafts": replace(head, length=length) for length in LENGTHS},
+        **{f"head in bfloat16, {length} draft{'s' * (length > 1)}": replace(wide, length=length) for length in WIDE},
+        **{f"head, {length} draft{'s' * (length > 1)}": replace(head, length=length) for length in LENGTHS},
         **{f"head, tree {' × '.join(map(str, tree))}": replace(head, branching=tree) for tree in TREES},
         'head, "auto"': replace(head, length="auto"),
         **{
-            f"head, {length} drafts, slots below, {rows} rows": replace(
+            f"head, {length} draft{'s' * (length > 1)}, slots below, {rows} rows": replace(
                 head, length=length, lookahead=pass_ext.PaSS(SLOTS, rows=rows)
             )
             for length in BELOW
