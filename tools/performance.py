@@ -190,7 +190,11 @@ def quantised_text(root: Path) -> str:
     heads = ["", "the file's own bits", "bfloat16", "bfloat16, its conversion kept"]
     rows = result["products"]["rows"]
     products = [
-        [row["weight"], str(row["rows"]), *(f"{milliseconds:.2f}" for milliseconds in row["ms"].values())]
+        [
+            row["weight"],
+            str(row["rows"]),
+            *(f"{row['ms'][form]:.2f}" if form in row["ms"] else "" for form in rows[0]["ms"]),
+        ]
         for row in rows
     ]
     parts += [

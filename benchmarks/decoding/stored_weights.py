@@ -7,7 +7,7 @@
     prompt         tokens/s of a call that reads a prompt; a long one in turn too
     products       milliseconds for weights that no cache holds, 134 million numbers of random ones: `linear_rows` in bfloat16,
                    `linear_packed` in 4 and 8 bits, in turn, medians; at one row their share of the bytes that a plain read of
-                   memory takes in this time
+                   memory takes in this time; K: as Q4_K and Q6_K, of rows of 256 numbers
     layers         milliseconds of a layer of Llama 3 8B's shapes with random weights in 4 bits, one and eight rows in turn
 
 `python -m benchmarks.decoding.stored_weights [PART ...]` keeps each part, or those that it names, in stored-weights.json of the
@@ -34,7 +34,7 @@ from benchmarks import CORES, ROOT
 from benchmarks.decoding.prompts import read_prompts
 from benchmarks.decoding.steps import step_times
 from benchmarks.harness import machine
-from benchmarks.harness.packed_weights import packed
+from benchmarks.harness.packed_weights import packed, packed_k
 from pass_ext.checkpoint import demo_model, load_checkpoint
 from pass_ext.huge_pages import to_huge_pages
 from pass_ext.weights.model import packed_layer
@@ -173,6 +173,8 @@ def products() -> list[dict[str, Any]]:
             "4 bits, table": packed(dense, 4, torch.arange(16, dtype=torch.uint8)),
             "8 bits": packed(dense, 8),
         }
+        if width % 256 == 0:
+            each_form |= {"4 bits, K": packed_k(dense, 4, 32), "8 bits, K": packed_k(dense, 8, 16)}
         weights = {name: on_huge_pages([weight.clone() for _ in range(count)]) for name, weight in each_form.items()}
         for few in ROWS:
             x = torch.randn(few, width).bfloat16()

@@ -94,9 +94,10 @@ void write_digit_rows(const LinearRows<T>& problem, int64_t first, int64_t rows,
 }
 
 // What gives the numbers that the codes in the lowest bits of both halves of words stand for.
-template <typename Scale, int bits, int parts>
-inline auto reader_of(const PackedBlock<Scale, bits, parts>&) {
-  return [mask = constant(Words{}, bits == 4 ? 0x000f000fu : 0x00ff00ffu)](Words codes) { return codes & mask; };
+template <typename Block>
+inline auto reader_of(const Block&) {
+  constexpr uint32_t kMask = Block::kBits == 4 ? 0x000f000fu : 0x00ff00ffu;
+  return [mask = constant(Words{}, kMask)](Words codes) { return codes & mask; };
 }
 template <typename Scale>
 inline auto reader_of(const PackedTableBlock<Scale>& block) {
@@ -107,23 +108,32 @@ inline auto reader_of(const PackedTableBlock<Scale>& block) {
 // late, and a little for the first.
 constexpr int kFarAhead = 6144, kAhead = 1024;
 
-// The sums of R rows and the 16 outputs of `block`, to [R, kGroupOutputs].
+// The sums of R rows and the 16 outputs of `blocks`, to [R, kGroupOutputs].
 template <int R, typename Block>
-void multiply_packed_tile(const Block* block, int64_t steps, const uint32_t* digits, const float* numbers, float* to) {
+void multiply_packed_tile(const Block* blocks, int64_t steps, const uint32_t* digits, const float* numbers, float* to) {
   constexpr int kVectors = kPackedOutputs / Floats::width, kWords = Block::kBits / Block::kParts;
   constexpr int kPairs = 16 / Block::kBits;             // in a word
   constexpr int kChains = R == 1 ? 4 : R <= 3 ? 2 : 1;  // integer sums side by side, else each waits for the one before
-  Floats sum[kVectors][R];
+  constexpr size_t kBytes = kPackedBytes<Block>;
+  Floats sum[kVectors][R], scales[kVectors], offsets[kVectors];
 #pragma GCC unroll 2
   for (int v = 0; v < kVectors; ++v)
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) sum[v][r] = zeros();
-  for (int64_t s = 0; s < steps; ++s, ++block, digits += kDigitWords * R, numbers += kDigitNumbers * R) {
-    for (size_t byte = 0; byte < sizeof(Block); byte += 64) {
-      __builtin_prefetch(reinterpret_cast<const char*>(block) + kFarAhead + byte, 0, 2);
-      __builtin_prefetch(reinterpret_cast<const char*>(block) + kAhead + byte);
+  for (int64_t s = 0; s < steps; ++s, digits += kDigitWords * R, numbers += kDigitNumbers * R) {
+    const char* const bytes = reinterpret_cast<const char*>(blocks) + s * kBytes;
+    for (size_t byte = 0; byte < kBytes; byte += 64) {
+      __builtin_prefetch(bytes + kFarAhead + byte, 0, 2);
+      __builtin_prefetch(bytes + kAhead + byte);
     }
-    const auto read = reader_of(*block);
+    const Block& block = blocks[s / Block::kSteps];
+    const int step = s % Block::kSteps;
+#pragma GCC unroll 2
+    for (int v = 0; step == 0 && v < kVectors; ++v) {
+      scales[v] = load(block.scale + v * Floats::width);
+      offsets[v] = load(block.offset + v * Floats::width);
+    }
+    const auto read = reader_of(block);
     const auto digit = [&](int r, int word) { return constant(Words{}, digits[r * kDigitWords + word]); };
 #pragma GCC unroll 2
     for (int part = 0; part < Block::kParts; ++part) {
@@ -144,7 +154,7 @@ void multiply_packed_tile(const Block* block, int64_t steps, const uint32_t* dig
 #pragma GCC unroll 8
         for (int w = 0; w < kWords; ++w) {
           const int word = part * kWords + w;
-          const Words codes = load_words(block->codes[word] + v * Words::width);
+          const Words codes = load_words(block.codes[step][word] + v * Words::width);
 #pragma GCC unroll 2
           for (int i = 0; i < kPairs; i += 2) {
             const int pair = word * kPairs + i;
@@ -162,8 +172,11 @@ void multiply_packed_tile(const Block* block, int64_t steps, const uint32_t* dig
             add(q, pair + 1);
           }
         }
-        const Floats scale = load(block->part[part].scale + v * Floats::width);
-        const Floats offset = load(block->part[part].offset + v * Floats::width);
+        Floats scale = scales[v], offset = offsets[v];
+        if constexpr (Block::kSteps > 1) {
+          scale = scale * load(block.factors[step].scale[part] + v * Floats::width);
+          offset = offset * load(block.factors[step].offset[part] + v * Floats::width);
+        }
         const float* const sums_of_digits = numbers + (1 + sums) * R;
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
@@ -188,7 +201,7 @@ void multiply_packed_tiles(const LinearRows<T>& problem, int64_t rows, const Dig
   const RowBlocks blocks(rows);
   const int64_t steps = problem.in / kPackedInputs;
   for (int64_t o = begin; o < end; o += kPackedOutputs) {
-    const Block* const weights = static_cast<const Block*>(problem.packed) + o / kPackedOutputs * steps;
+    const Block* const weights = static_cast<const Block*>(problem.packed) + o / kPackedOutputs * steps / Block::kSteps;
     for (int64_t b = 0; b < blocks.count; ++b) {
       const int64_t row = blocks.begin(b);
       with_rows(blocks.size(b), [&](auto count) {
@@ -209,12 +222,15 @@ void multiply_packed_group(const LinearRows<T>& problem, int64_t rows, void* mem
     case PackedForm::none: return;
     case PackedForm::four: return multiply_packed_tiles<PackedFour>(problem, rows, from, sums, begin, end);
     case PackedForm::four_wide: return multiply_packed_tiles<PackedFourWide>(problem, rows, from, sums, begin, end);
-    case PackedForm::four_halves: return multiply_packed_tiles<PackedFourHalves>(problem, rows, from, sums, begin, end);
     case PackedForm::table: return multiply_packed_tiles<PackedTable>(problem, rows, from, sums, begin, end);
     case PackedForm::table_wide: return multiply_packed_tiles<PackedTableWide>(problem, rows, from, sums, begin, end);
     case PackedForm::eight: return multiply_packed_tiles<PackedEight>(problem, rows, from, sums, begin, end);
     case PackedForm::eight_wide: return multiply_packed_tiles<PackedEightWide>(problem, rows, from, sums, begin, end);
-    case PackedForm::eight_halves:
-      return multiply_packed_tiles<PackedEightHalves>(problem, rows, from, sums, begin, end);
+    case PackedForm::four_k: return multiply_packed_tiles<PackedFourK>(problem, rows, from, sums, begin, end);
+    case PackedForm::four_k_halves:
+      return multiply_packed_tiles<PackedFourKHalves>(problem, rows, from, sums, begin, end);
+    case PackedForm::eight_k: return multiply_packed_tiles<PackedEightK>(problem, rows, from, sums, begin, end);
+    case PackedForm::eight_k_halves:
+      return multiply_packed_tiles<PackedEightKHalves>(problem, rows, from, sums, begin, end);
   }
 }

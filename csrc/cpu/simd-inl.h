@@ -163,6 +163,9 @@ struct Floats {
 inline Floats zeros() { return {_mm256_setzero_ps()}; }
 
 inline Floats load(const float* from) { return {_mm256_loadu_ps(from)}; }
+inline Floats load(const int8_t* from) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))))};
+}
 inline Floats load(const float16* from) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))};
 }
@@ -311,6 +314,9 @@ struct Floats {
 inline Floats zeros() { return {_mm512_setzero_ps()}; }
 
 inline Floats load(const float* from) { return {_mm512_loadu_ps(from)}; }
+inline Floats load(const int8_t* from) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))))};
+}
 inline Floats load(const float16* from) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))};
 }

@@ -43,11 +43,16 @@ inline void check_linear_rows(const Tensor& x, const Tensor& weight, const Optio
 inline void check_packed_weight(const char* op, const char* argument, const Tensor& weight) {
   check_dtype(op, argument, weight, {ScalarType::Byte});
   check_dim(op, argument, weight, 3, "[out / 16, in / 32, bytes]");
-  if (packed_form_of(weight.size(2)) == PackedForm::none)
-    refuse(op, argument, " must have ", sizeof(PackedFour), ", ", sizeof(PackedTable), ", ", sizeof(PackedFourWide),
-           ", ", sizeof(PackedTableWide), ", ", sizeof(PackedFourHalves), ", ", sizeof(PackedEight), ", ",
-           sizeof(PackedEightWide), " or ", sizeof(PackedEightHalves), " (bytes of a block) in dimension 2, got ",
-           describe(weight));
+  const PackedForm form = packed_form_of(weight.size(2));
+  if (form == PackedForm::none)
+    refuse(op, argument, " must have ", kPackedBytes<PackedFourK>, ", ", kPackedBytes<PackedFour>, ", ",
+           kPackedBytes<PackedFourKHalves>, ", ", kPackedBytes<PackedTable>, ", ", kPackedBytes<PackedFourWide>, ", ",
+           kPackedBytes<PackedTableWide>, ", ", kPackedBytes<PackedEightK>, ", ", kPackedBytes<PackedEight>, ", ",
+           kPackedBytes<PackedEightKHalves>, " or ", kPackedBytes<PackedEightWide>,
+           " (bytes of a block) in dimension 2, got ", describe(weight));
+  if (is_k_form(form) && weight.size(1) % PackedFourK::kSteps)
+    refuse(op, argument, " must have a multiple of ", PackedFourK::kSteps, " blocks of ", weight.size(2),
+           " bytes in dimension 1, got ", describe(weight));
   check_below(op, argument, weight, 0, kMostLinearOutputs / kPackedOutputs, "groups of outputs");
   if (!weight.is_contiguous()) refuse(op, argument, " must be contiguous, got ", describe(weight), " with strides");
   if (reinterpret_cast<uintptr_t>(data_of<void>(op, argument, weight)) % alignof(uint32_t))

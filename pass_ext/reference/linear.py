@@ -13,28 +13,35 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 _FORMS = {
-    320: (4, torch.float16, 1, 0),
-    336: (4, torch.float16, 1, 16),
-    384: (4, torch.float32, 1, 0),
-    400: (4, torch.float32, 1, 16),
-    512: (4, torch.float32, 2, 0),
-    576: (8, torch.float16, 1, 0),
-    640: (8, torch.float32, 1, 0),
-    768: (8, torch.float32, 2, 0),
+    296: (4, torch.float16, 0, 1),
+    320: (4, torch.float16, 0, 0),
+    328: (4, torch.float16, 0, 2),
+    336: (4, torch.float16, 16, 0),
+    384: (4, torch.float32, 0, 0),
+    400: (4, torch.float32, 16, 0),
+    552: (8, torch.float16, 0, 1),
+    576: (8, torch.float16, 0, 0),
+    584: (8, torch.float16, 0, 2),
+    640: (8, torch.float32, 0, 0),
 }
-"""Bytes of a block of 32 inputs and 16 outputs -> bits of a code; dtype of scales and offsets, and how many an output has; and
-bytes of a table of what codes stand for."""
+"""Bytes of a block of 32 inputs and 16 outputs -> bits of a code; dtype of scales and offsets; bytes of a table of what codes
+stand for; and how many factors a scale has, which eight blocks then share."""
 
 
 def linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, outputs: int) -> Tensor:
-    """out[..., o] = sum over i of x[..., i] (scale code[o, i] + offset), or of table[code], plus bias[o]; in x's dtype."""
+    """out[..., o] = sum over i of x[..., i] (scale code[o, i] + offset), or of table[code], plus bias[o]; in x's dtype. With
+    factors of scale and offset."""
     groups, blocks, size = weight.shape
-    bits, scales, parts, entries = _FORMS[size]
-    head = parts * 2 * 16 * scales.itemsize
-    numbers = weight[..., :head].view(scales).view(groups, blocks, parts, 2, 16).double()
-    words = weight[..., head + entries :].reshape(groups, blocks, bits, 16, 4).long() << torch.arange(
-        0, 32, 8, device=weight.device
-    )
+    bits, scales, entries, factors = _FORMS[size]
+    steps, parts, head = 8 if factors else 1, max(factors, 1), 2 * 16 * scales.itemsize
+    runs = weight.reshape(groups, blocks // steps, steps * size)
+    numbers = runs[..., :head].view(scales).view(groups, -1, 1, 1, 2, 16).double()
+    if factors:
+        whole = runs[..., head : head + steps * factors * 32].view(torch.int8)
+        numbers = numbers * whole.view(groups, -1, steps, 2, parts, 16).transpose(3, 4)
+    numbers = numbers.reshape(groups, blocks, parts, 2, 16)
+    stored = runs[..., head + steps * factors * 32 + entries :].reshape(groups, blocks, bits, 16, 4)
+    words = stored.long() << torch.arange(0, 32, 8, device=weight.device)
     words = words.sum(-1)  # [groups, blocks, words, 16]
     shifts = [bits * (i // 2) + 16 * (i % 2) for i in range(32 // bits)]  # of each code: even ones in the lower half
     codes = torch.stack([words >> shift & ((1 << bits) - 1) for shift in shifts], dim=3).view(

@@ -1,10 +1,11 @@
 """The packed form of a weight in 4 or 8 bits, which ``linear_packed`` multiplies by: ``pack_weight``, and back.
 
-    weight[o, i] = scale code[o, i] + offset,  scale and offset of output o for the 32 inputs around i, or for 16 of them
+    weight[o, i] = scale code[o, i] + offset,  scale and offset of output o for the 32 inputs around i
     with a table: table[code[o, i]] in place of the code
+    with factors: scale and offset of 256 inputs, times whole numbers of 32 of them, or of 16: the K formats of GGUF
 
-A packed weight is ``[out / 16, in / 32, bytes]`` uint8: blocks of 32 inputs of 16 outputs, which lie side by side.
-csrc/core/linear.h has a block's layout. The bytes of a block tell the form.
+A packed weight is ``[out / 16, in / 32, bytes]`` uint8: blocks of 32 inputs of 16 outputs, which lie side by side. With factors
+the bytes of eight blocks are one run. csrc/core/linear.h has a block's layout. The bytes of a block tell the form.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor
 
 OUTPUTS, INPUTS = 16, 32
 """Of a block."""
+K_BLOCKS = 8
+"""That share a scale and an offset, where they have factors."""
 
 _LOW, _HIGH = [0, 4, 1, 5], [2, 6, 3, 7]
 """The inputs of each byte of a word of eight codes in 4 bits."""
@@ -28,52 +31,72 @@ class Form(NamedTuple):
 
     bits: int
     scales: torch.dtype
-    parts: int
-    """1: scale and offset of 32 inputs; 2: of each half of them."""
     entries: int = 0
     """Bytes of the table."""
+    factors: int = 0
+    """1: of the scale and of the offset of 32 inputs; 2: of each half of them; 0: none."""
 
     @property
-    def head(self) -> int:
-        """Bytes of scales and offsets."""
-        return self.parts * 2 * OUTPUTS * self.scales.itemsize
+    def steps(self) -> int:
+        """Blocks that share a scale and an offset."""
+        return K_BLOCKS if self.factors else 1
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of scales and offsets, of factors, of the table and of codes, of so many blocks."""
+        factors, codes = 2 * self.factors * OUTPUTS, self.bits * INPUTS * OUTPUTS // 8
+        return [2 * OUTPUTS * self.scales.itemsize, self.steps * factors, self.entries, self.steps * codes]
 
     @property
     def bytes(self) -> int:
-        return self.head + self.entries + self.bits * INPUTS * OUTPUTS // 8
+        return sum(self.sizes) // self.steps
 
 
 FORMS = (
-    Form(4, torch.float16, 1),
-    Form(4, torch.float16, 1, 16),
-    Form(4, torch.float32, 1),
-    Form(4, torch.float32, 1, 16),
-    Form(4, torch.float32, 2),
-    Form(8, torch.float16, 1),
-    Form(8, torch.float32, 1),
-    Form(8, torch.float32, 2),
+    Form(4, torch.float16, factors=1),
+    Form(4, torch.float16),
+    Form(4, torch.float16, factors=2),
+    Form(4, torch.float16, entries=16),
+    Form(4, torch.float32),
+    Form(4, torch.float32, entries=16),
+    Form(8, torch.float16, factors=1),
+    Form(8, torch.float16),
+    Form(8, torch.float16, factors=2),
+    Form(8, torch.float32),
 )
 
 
 def form_of(packed: Tensor) -> Form:
     """The form of a packed weight. ValueError if it is none."""
     found = next((form for form in FORMS if packed.dim() == 3 and form.bytes == packed.shape[2]), None)
-    if found is None or packed.dtype != torch.uint8:
+    if found is None or packed.dtype != torch.uint8 or packed.shape[1] % found.steps:
         sizes = ", ".join(str(form.bytes) for form in FORMS)
+        whole = ", ".join(str(form.bytes) for form in FORMS if form.factors)
         raise ValueError(
-            f"a packed weight must be uint8 [out / 16, in / 32, one of {sizes}], got {packed.dtype}{list(packed.shape)}"
+            f"a packed weight must be uint8 [out / 16, in / 32, one of {sizes}], for {whole} with in a multiple of "
+            f"{K_BLOCKS * INPUTS}; got {packed.dtype}{list(packed.shape)}"
         )
     return found
 
 
-def pack_weight(codes: Tensor, scale: Tensor, offset: Tensor, *, bits: int, table: Tensor | None = None) -> Tensor:
+def pack_weight(
+    codes: Tensor,
+    scale: Tensor,
+    offset: Tensor,
+    *,
+    bits: int,
+    table: Tensor | None = None,
+    factors: Tensor | None = None,
+) -> Tensor:
     """A packed weight.
 
     Args:
         codes: ``[out, in]`` uint8, below 16 for 4 bits; ``in`` a multiple of 32.
-        scale, offset: of the blocks of an output: ``[out, in / 32]`` float16 or float32, or ``[out, in / 16]`` float32.
+        scale, offset: of the blocks of an output: ``[out, in / 32]`` float16 or float32; with factors ``[out, in / 256]``
+            float16.
         bits: 4 or 8.
-        table: ``[16]`` uint8, what each code of 4 bits stands for; with scales of 32 inputs.
+        table: ``[16]`` uint8, what each code of 4 bits stands for; without factors.
+        factors: ``[2, out, in / 32]`` or ``[2, out, in / 16]`` int8, what multiplies the scale, and the offset.
 
     Returns:
         ``[out / 16, in / 32, bytes]`` uint8, out rounded up; outputs after the last are zeros.
@@ -93,28 +116,45 @@ def pack_weight(codes: Tensor, scale: Tensor, offset: Tensor, *, bits: int, tabl
     blocks, groups = width // INPUTS, -(-outputs // OUTPUTS)
     if table is not None and (table.dtype != torch.uint8 or table.shape != (16,)):
         raise ValueError(f"table must be uint8 [16], got {table.dtype}{list(table.shape)}")
-    wanted = bits, scale.dtype, 0 if table is None else 16
-    known = (f for f in FORMS if (f.bits, f.scales, f.entries) == wanted and scale.shape == (outputs, blocks * f.parts))
-    form = next(known, None)
-    if form is None or scale.shape != offset.shape or scale.dtype != offset.dtype:
+    each = 0 if factors is None else factors.shape[-1] // blocks
+    form = Form(bits, scale.dtype, 0 if table is None else 16, each)
+    if factors is not None and (factors.dtype != torch.int8 or factors.shape != (2, outputs, blocks * each)):
         raise ValueError(
-            "scale and offset must both be [out, in / 32] float16 or float32, or [out, in / 16] float32 without a table, and "
-            f"bits 4, or 8 without a table; got {scale.dtype}{list(scale.shape)}, {offset.dtype}{list(offset.shape)}, {bits}"
-            f"{'' if table is None else ' with a table'}"
+            f"factors must be int8 [2, out, in / 32] or [2, out, in / 16], got {factors.dtype}{list(factors.shape)}"
+        )
+    shape = torch.Size((outputs, blocks // form.steps))
+    if (
+        form not in FORMS
+        or blocks % form.steps
+        or {scale.shape, offset.shape} != {shape}
+        or scale.dtype != offset.dtype
+    ):
+        raise ValueError(
+            "scale and offset must both be [out, in / 32] float16 or float32, or [out, in / 256] float16 with factors and "
+            f"without a table, and bits 4, or 8 without a table; got {scale.dtype}{list(scale.shape)}, "
+            f"{offset.dtype}{list(offset.shape)}, {bits}{'' if table is None else ' with a table'}"
+            f"{'' if factors is None else f' with factors {list(factors.shape)}'}"
         )
     if bits == 4 and codes.numel() and int(codes.max()) > 15:
         raise ValueError(f"codes of 4 bits must be below 16, got {int(codes.max())}")
     packed = codes.new_zeros(groups, blocks, form.bytes)
-    heads, tables, words = _views(packed, form)
+    heads, whole, tables, words = _views(packed, form)
     if table is not None:
         tables.copy_(table)
     missing = groups * OUTPUTS - outputs
+
+    def in_groups(numbers: Tensor) -> Tensor:
+        """``[groups, runs, n, 16]`` of ``[out, ...]``."""
+        padded = torch.nn.functional.pad(numbers, (0, 0, 0, missing)).contiguous()
+        return padded.view(groups, OUTPUTS, blocks // form.steps, -1).permute(0, 2, 3, 1)
+
     for place, numbers in enumerate((scale, offset)):
-        numbers = torch.nn.functional.pad(numbers, (0, 0, 0, missing))
-        heads[:, :, :, place] = numbers.reshape(groups, OUTPUTS, blocks, form.parts).permute(0, 2, 3, 1)
-    codes = torch.nn.functional.pad(codes, (0, 0, 0, missing)).contiguous()
-    each = _words_of_fours(codes) if bits == 4 else _words_of_eights(codes)
-    words.copy_(each.view(groups, OUTPUTS, blocks, bits).permute(0, 2, 3, 1))
+        heads[:, :, place, None] = in_groups(numbers)
+        if factors is not None:
+            whole[:, :, :, place] = in_groups(factors[place]).unflatten(2, (form.steps, -1))
+    words.copy_(
+        in_groups(_words_of_fours(codes) if bits == 4 else _words_of_eights(codes)).unflatten(2, (form.steps, -1))
+    )
     return packed
 
 
@@ -146,37 +186,43 @@ def unpack_weight(packed: Tensor, outputs: int) -> Tensor:
 def unpack_rows(packed: Tensor, rows: Tensor) -> Tensor:
     """The numbers ``[n, in]`` float32 of these outputs ``[n]``."""
     form = form_of(packed)
-    heads, tables, words = _views(packed, form)
+    heads, factors, tables, words = _views(packed, form)
     group, lane = rows // OUTPUTS, rows % OUTPUTS
-    codes = words.view(torch.uint8).unflatten(-1, (OUTPUTS, 4))[group, :, :, lane]
+    codes = words.view(torch.uint8).unflatten(-1, (OUTPUTS, 4))[group, :, :, :, lane]
     if form.bits == 8:
         inputs = torch.empty_like(codes)
         inputs[..., _BYTES] = codes
     else:
         inputs = codes.new_empty(*codes.shape[:-1], 8)
         inputs[..., _LOW], inputs[..., _HIGH] = codes & 15, codes >> 4
-    numbers = heads[group, :, :, :, lane].float()  # [n, blocks, parts, 2]
     if form.entries:
         inputs = tables[group].gather(-1, inputs.flatten(2).long())
-    inputs = inputs.view(len(rows), packed.shape[1], form.parts, -1)
-    return (inputs * numbers[..., 0, None] + numbers[..., 1, None]).view(len(rows), -1)
+    numbers = heads[group, :, :, lane].float()[:, :, None, :, None]  # [n, runs, steps, 2, parts]
+    if form.factors:
+        numbers = numbers * factors[group, ..., lane].float()
+    inputs = inputs.view(*numbers.shape[:3], numbers.shape[-1], -1)
+    return (inputs * numbers[:, :, :, 0, :, None] + numbers[:, :, :, 1, :, None]).view(len(rows), -1)
 
 
 def packed_rows(packed: Tensor, rows: Tensor) -> Tensor:
     """A packed weight of these outputs ``[n]``, in their order."""
     form, places = form_of(packed), torch.arange(len(rows), device=packed.device)
     result = packed.new_zeros(-(-len(rows) // OUTPUTS), *packed.shape[1:])
-    result[:, :, form.head : form.head + form.entries] = packed[:1, :, form.head : form.head + form.entries]
-    for old, new in zip(_views(packed, form)[::2], _views(result, form)[::2], strict=True):
+    heads, factors, tables, words = zip(_views(packed, form), _views(result, form), strict=True)
+    tables[1].copy_(tables[0][:1])
+    for old, new in (heads, factors, words):
         new.movedim(-1, 1)[places // OUTPUTS, places % OUTPUTS] = old.movedim(-1, 1)[rows // OUTPUTS, rows % OUTPUTS]
     return result
 
 
-def _views(packed: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales and offsets [groups, blocks, parts, 2, 16], tables [groups, blocks, entries], and codes as words
-    [groups, blocks, words, 16]."""
-    groups, blocks = packed.shape[:2]
-    heads = packed[..., : form.head].view(form.scales).view(groups, blocks, form.parts, 2, OUTPUTS)
-    begin = form.head + form.entries
-    words = packed[..., begin:].view(torch.int32).view(groups, blocks, form.bits, OUTPUTS)
-    return heads, packed[..., form.head : begin], words
+def _views(packed: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of runs of ``steps`` blocks: scales and offsets [groups, runs, 2, 16], factors of both [groups, runs, steps, 2, factors,
+    16], tables [groups, runs, entries], and codes as words [groups, runs, steps, words, 16]."""
+    runs = packed.view(len(packed), packed.shape[1] // form.steps, form.steps * form.bytes)
+    heads, factors, tables, codes = runs.split(form.sizes, -1)
+    return (
+        heads.view(form.scales).unflatten(-1, (2, OUTPUTS)),
+        factors.view(torch.int8).unflatten(-1, (form.steps, 2, form.factors, OUTPUTS)),
+        tables,
+        codes.view(torch.int32).unflatten(-1, (form.steps, form.bits, OUTPUTS)),
+    )

@@ -1,8 +1,8 @@
 """The quantised formats of GGUF files as packed weights (``form.py``): ``pack_gguf``.
 
 A row of a GGUF tensor is blocks of 32 or 256 numbers. All these formats are codes times a scale plus an offset, per 32 numbers
-or per 16; they differ in how a block stores them. What a file has as a product of two numbers (the K formats) is that
-product in float32, which is exact.
+or per 16; they differ in how a block stores them. The K formats have a scale and an offset of 256 numbers, and whole numbers
+that multiply them, per 32 or per 16.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from pass_ext.weights.form import pack_weight
 
 
 class Parts(NamedTuple):
-    """Codes ``[rows, blocks, numbers]``, and scale and offset ``[rows, blocks, parts]`` of one tensor."""
+    """Codes ``[rows, blocks, numbers]``, and scale and offset ``[rows, blocks, n]`` of one tensor."""
 
     codes: Tensor
     scale: Tensor
     offset: Tensor
     table: Tensor | None = None
     """What each code stands for; None: itself."""
+    factors: Tensor | None = None
+    """``[2, rows, blocks, n]`` int8, of scale and offset, which then are ``[rows, blocks, 1]``."""
 
 
 def pack_gguf(name: str, stored: Tensor, *, wide: bool = False) -> Tensor:
@@ -46,7 +48,9 @@ def pack_parts(name: str, parts: Parts, bits: int) -> Tensor:
     """The packed weight of these parts. ValueError, with the name, for scales that are no finite numbers."""
     if not (parts.scale.isfinite().all() and parts.offset.isfinite().all()):
         raise ValueError(f"the scales of {name} must be finite numbers of their type, got others")
-    return pack_weight(*(part.reshape(len(part), -1) for part in parts[:3]), bits=bits, table=parts.table)
+    factors = None if parts.factors is None else parts.factors.flatten(2)
+    numbers = (part.reshape(len(part), -1) for part in parts[:3])
+    return pack_weight(*numbers, bits=bits, table=parts.table, factors=factors)
 
 
 # ---- blocks of 32 ----
@@ -127,11 +131,16 @@ def _mxfp4(blocks: Tensor) -> Parts:
 # ---- blocks of 256 ----
 
 
-def _scales_of_k(stored: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and eight offsets in 6 bits, from twelve bytes."""
+def _k(codes: Tensor, scale: Tensor, offset: Tensor, of_scale: Tensor, of_offset: Tensor) -> Parts:
+    """With these factors."""
+    return Parts(codes, scale, offset, factors=torch.stack((of_scale, of_offset)).to(torch.int8))
+
+
+def _factors(stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight of the scale and eight of the offset in 6 bits, from twelve bytes."""
     low, middle, high = stored.split(4, dim=-1)
-    scales = torch.cat([low & 63, high & 15 | low >> 6 << 4], dim=-1)
-    return scales.float(), torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], dim=-1).float()
+    of_scale = torch.cat([low & 63, high & 15 | low >> 6 << 4], dim=-1)
+    return of_scale, torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], dim=-1)
 
 
 def _nibbles_by_64(stored: Tensor) -> Tensor:
@@ -146,38 +155,34 @@ def _pairs_of_bits(stored: Tensor) -> Tensor:
 
 
 def _q2_k(blocks: Tensor) -> Parts:
-    both = _halves(blocks, 80, 84).float()
-    scale, offset = both[..., :1] * (blocks[..., :16] & 15), both[..., 1:] * -(blocks[..., :16] >> 4).float()
-    return Parts(_pairs_of_bits(blocks[..., 16:80]), scale, offset)
+    factors = blocks[..., :16] & 15, blocks[..., :16] >> 4
+    return _k(_pairs_of_bits(blocks[..., 16:80]), _halves(blocks, 80, 82), -_halves(blocks, 82, 84), *factors)
 
 
 def _q3_k(blocks: Tensor) -> Parts:
     high = (blocks[..., None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1).flatten(-2)
     two = blocks[..., None, 104:108] >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    scales = (_nibbles(blocks[..., 96:104]) | (two & 3).flatten(-2) << 4).float() - 32
-    scale = _halves(blocks, 108, 110).float() * scales
-    return Parts(_pairs_of_bits(blocks[..., 32:96]) | high << 2, scale, scale * -4)
+    factors = (_nibbles(blocks[..., 96:104]) | (two & 3).flatten(-2) << 4).to(torch.int8) - 32
+    scale = _halves(blocks, 108, 110)
+    return _k(_pairs_of_bits(blocks[..., 32:96]) | high << 2, scale, scale * -4, factors, factors)
 
 
 def _q4_k(blocks: Tensor) -> Parts:
-    scales, offsets = _scales_of_k(blocks[..., 4:16])
-    both = _halves(blocks, 0, 4).float()
-    return Parts(_nibbles_by_64(blocks[..., 16:]), both[..., :1] * scales, both[..., 1:] * -offsets)
+    factors = _factors(blocks[..., 4:16])
+    return _k(_nibbles_by_64(blocks[..., 16:]), _halves(blocks, 0, 2), -_halves(blocks, 2, 4), *factors)
 
 
 def _q5_k(blocks: Tensor) -> Parts:
-    scales, offsets = _scales_of_k(blocks[..., 4:16])
-    both = _halves(blocks, 0, 4).float()
     fifth = (blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1).flatten(-2)
     codes = _nibbles_by_64(blocks[..., 48:]) | fifth << 4
-    return Parts(codes, both[..., :1] * scales, both[..., 1:] * -offsets)
+    return _k(codes, _halves(blocks, 0, 2), -_halves(blocks, 2, 4), *_factors(blocks[..., 4:16]))
 
 
 def _q6_k(blocks: Tensor) -> Parts:
     low = blocks[..., :128].unflatten(-1, (2, 64))
     codes = _nibbles(low).flatten(-2) | _pairs_of_bits(blocks[..., 128:192]) << 4
-    scale = _halves(blocks, 208, 210).float() * blocks[..., 192:208].contiguous().view(torch.int8).float()
-    return Parts(codes, scale, scale * -32)
+    scale, factors = _halves(blocks, 208, 210), blocks[..., 192:208].contiguous().view(torch.int8)
+    return _k(codes, scale, scale * -32, factors, factors)
 
 
 def _iq4_xs(blocks: Tensor) -> Parts:

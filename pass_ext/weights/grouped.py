@@ -45,14 +45,12 @@ class Grouped(NamedTuple):
         have none."""
         width, groups = self.codes.shape[1], self.scale.shape[1]
         size = width // groups
-        if width % INPUTS or (size % INPUTS and size != INPUTS // 2):
+        if size % INPUTS:
             return None
-        scale, offset = (
-            part.repeat_interleave(max(1, size // INPUTS), 1) for part in (self.scale.double(), self.offset)
-        )
+        scale, offset = (part.repeat_interleave(size // INPUTS, 1) for part in (self.scale.double(), self.offset))
         half = scale.half(), offset.half()
         is_exact = torch.equal(half[0].double(), scale) and torch.equal(half[1].double(), offset)
-        numbers = half if is_exact and size >= INPUTS and not wide else (scale.float(), offset.float())
+        numbers = half if is_exact and not wide else (scale.float(), offset.float())
         return pack_weight(self.codes, *numbers, bits=4 if self.bits <= 4 else 8)
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.each import each
-from support.samples import packed_weight
+from support.samples import K_SIZES, PACKED_SIZES, packed_weight
 from torch import nn
 from torch.nn import functional
 
@@ -274,8 +274,6 @@ def test_bad_input_is_refused_in_words(arguments, message):
 
 # ---- packed weights ----
 
-SIZES = (320, 336, 384, 400, 512, 576, 640, 768)
-
 
 @pytest.fixture
 def cpu_only(backend):
@@ -285,12 +283,13 @@ def cpu_only(backend):
 
 def packed_case(rows, width, outputs, size, dtype=torch.float32):
     torch.manual_seed(rows * 7919 + width * 31 + outputs + size)
+    width = -(-width // 256) * 256 if size in K_SIZES else width
     x = torch.randn(rows, width, dtype=torch.float64).to(dtype)
     return x, packed_weight("cpu", outputs, width, size), torch.randn(outputs).to(dtype)
 
 
 @pytest.mark.usefixtures("cpu_only")
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", PACKED_SIZES)
 @each("width", [32, 64, 1440])
 @each("outputs", [1, 15, 16, 83])
 def test_packed_products_are_within_the_stated_error(backend, size, width, outputs):
@@ -312,7 +311,7 @@ def packed_bits():
     """The products of many cases, as the best instruction set gives them."""
     return {
         (size, dtype, rows): pass_ext.layers.linear_packed(*packed_case(rows, 352, 83, size, dtype), outputs=83)
-        for size in SIZES
+        for size in PACKED_SIZES
         for dtype in FLOATS
         for rows in (1, 9, 40)
     }
@@ -334,7 +333,7 @@ def test_packed_products_have_the_same_bits_on_every_instruction_set(backend, bi
 
 
 @pytest.mark.usefixtures("cpu_only")
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", PACKED_SIZES)
 def test_a_row_of_a_packed_product_has_the_bits_that_it_has_alone(backend, size):
     """In calls of any number of rows, more than stay ready at once, by any number of threads."""
     x, weight, bias = packed_case(600, 1600, 70, size, torch.bfloat16)
@@ -355,28 +354,47 @@ def test_a_row_of_a_packed_product_has_the_bits_that_it_has_alone(backend, size)
 def test_a_packed_weight_is_the_numbers_that_it_was_made_of(backend):
     """Rows of the unit matrix times the largest digit are exact: each product is one weight."""
     table = torch.randint(0, 256, (16,), dtype=torch.uint8)
-    for bits, scales, parts, stands_for in (
+    for bits, scales, factors, stands_for in (
+        (4, torch.float16, 0, None),
+        (4, torch.float16, 0, table),
         (4, torch.float16, 1, None),
-        (4, torch.float16, 1, table),
-        (4, torch.float32, 1, None),
-        (4, torch.float32, 1, table),
-        (4, torch.float32, 2, None),
+        (4, torch.float16, 2, None),
+        (4, torch.float32, 0, None),
+        (4, torch.float32, 0, table),
+        (8, torch.float16, 0, None),
         (8, torch.float16, 1, None),
-        (8, torch.float32, 1, None),
-        (8, torch.float32, 2, None),
+        (8, torch.float16, 2, None),
+        (8, torch.float32, 0, None),
     ):
-        codes = torch.randint(0, 1 << bits, (21, 96), dtype=torch.uint8)
-        scale, offset = (torch.randint(-4, 5, (21, 3 * parts)).to(scales) / 8 for _ in range(2))
-        weight = pass_ext.layers.pack_weight(codes, scale, offset, bits=bits, table=stands_for)
-        each_input = 32 // parts
+        codes = torch.randint(0, 1 << bits, (21, 256), dtype=torch.uint8)
+        scale, offset = (torch.randint(-4, 5, (21, 1 if factors else 8)).to(scales) / 8 for _ in range(2))
+        whole = torch.randint(-128, 128, (2, 21, 8 * factors), dtype=torch.int8) if factors else None
+        scale, offset = (number / 128 if factors else number for number in (scale, offset))
+        weight = pass_ext.layers.pack_weight(codes, scale, offset, bits=bits, table=stands_for, factors=whole)
         numbers = codes if stands_for is None else stands_for[codes.int()]
-        dense = numbers * scale.double().repeat_interleave(each_input, 1) + offset.double().repeat_interleave(
-            each_input, 1
-        )
+        multiplied = (number.double() * (1 if whole is None else whole[i]) for i, number in enumerate((scale, offset)))
+        each_scale, each_offset = (number.repeat_interleave(256 // number.shape[1], 1) for number in multiplied)
+        dense = numbers * each_scale + each_offset
         assert torch.equal(pass_ext.layers.unpack_weight(weight, 21).double(), dense)
-        assert torch.equal(reference.linear_packed(torch.eye(96).double(), weight, outputs=21), dense.T)
-        got = pass_ext.layers.linear_packed(torch.eye(96) * 32512, weight, outputs=21)
+        assert torch.equal(reference.linear_packed(torch.eye(256).double(), weight, outputs=21), dense.T)
+        got = pass_ext.layers.linear_packed(torch.eye(256) * 32512, weight, outputs=21)
         assert (got / 32512 - dense.T).abs().max() < 256 * 0.5 * 2**-22, "the rounding of a code times its scale"
+
+
+@pytest.mark.usefixtures("cpu_only")
+@each("bits", [4, 8])
+@each("rows", [1, 3, 8])
+def test_factors_give_the_bits_of_the_scales_that_they_make(backend, rows, bits):
+    codes = torch.randint(0, 1 << bits, (21, 512), dtype=torch.uint8)
+    scale, offset = torch.randn(21, 2).half() / 64, torch.randn(21, 2).half() / 64
+    factors = torch.randint(-128, 128, (2, 21, 16), dtype=torch.int8)
+    weight = pass_ext.layers.pack_weight(codes, scale, offset, bits=bits, factors=factors)
+    whole = (
+        number.float().repeat_interleave(8, 1) * each for number, each in zip((scale, offset), factors, strict=True)
+    )
+    x, wide = torch.randn(rows, 512), pass_ext.layers.pack_weight(codes, *whole, bits=bits)
+    expected = pass_ext.layers.linear_packed(x, wide, outputs=21)
+    assert_same_bits(pass_ext.layers.linear_packed(x, weight, outputs=21), expected)
 
 
 @pytest.mark.usefixtures("cpu_only")
@@ -426,7 +444,11 @@ PACKED_REFUSALS = [
     ),
     (
         (X.new_zeros(2, 96), PACKED[..., :100].contiguous(), None, 32),
-        r"weight must have 320, 336, 384, 400, 512, 576, 640 or 768 \(bytes of a bl",
+        r"weight must have 296, 320, 328, 336, 384, 400, 552, 576, 584 or 640 \(bytes of a bl",
+    ),
+    (
+        (X.new_zeros(2, 96), PACKED.new_zeros(2, 3, 296), None, 32),
+        r"weight must have a multiple of 8 blocks of 296 bytes in dimension 1, got uint8\[2, 3, 296\]",
     ),
     ((X.new_zeros(2, 96), PACKED.transpose(0, 1), None, 48), r"weight must be contiguous"),
     ((X.new_zeros(2, 90), PACKED, None, 32), r"x must have 96 \(in, 32 for each block of weight\) in dimension 1"),

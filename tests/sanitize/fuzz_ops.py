@@ -590,13 +590,19 @@ def linear_rows(draw: Draw):
 def linear_packed(draw: Draw):
     blocks, outs, dtype = draw.pick((1, 1, 3)), draw.pick((1, 16, 33)), draw.pick(FLOATS)
     shape = [draw.size() for _ in range(draw.pick((0, 1, 1, 2)))]
-    bits, (scales, each) = draw.pick((4, 8)), draw.pick(((torch.float16, 32), (torch.float32, 32), (torch.float32, 16)))
-    has_table = bits == 4 and each == 32 and draw.chance(0.5)
+    bits, (scales, each) = (
+        draw.pick((4, 8)),
+        draw.pick(((torch.float16, 0), (torch.float32, 0), (torch.float16, 1), (torch.float16, 2))),
+    )
+    blocks, runs = (8 * blocks, blocks) if each else (blocks, blocks)
+    factors = torch.randint(-128, 128, (2, outs, each * blocks), generator=draw.torch).to(torch.int8) if each else None
+    has_table = bits == 4 and not each and draw.chance(0.5)
     table = torch.randint(0, 256, (16,), generator=draw.torch).to(torch.uint8) if has_table else None
-    scale, offset = (draw.floats(outs, 32 // each * blocks, dtype=scales) for _ in range(2))
+    scale, offset = (draw.floats(outs, runs, dtype=scales) for _ in range(2))
     codes = torch.randint(0, 1 << bits, (outs, 32 * blocks), generator=draw.torch).to(torch.uint8)
     arguments = draw.damaged(dict(
-        x=draw.floats(*shape, 32 * blocks, dtype=dtype), weight=pack_weight(codes, scale, offset, bits=bits, table=table),
+        x=draw.floats(*shape, 32 * blocks, dtype=dtype),
+        weight=pack_weight(codes, scale, offset, bits=bits, table=table, factors=factors),
         bias=draw.floats(outs, dtype=dtype) if draw.chance(0.5) else None, outputs=outs,
     ))  # fmt: skip
     out = yield arguments

@@ -228,29 +228,27 @@ def linear_rows(device):
     yield x[:0], weight, bias
 
 
+PACKED_SIZES = (296, 320, 328, 336, 384, 400, 552, 576, 584, 640)
+K_SIZES = (296, 328, 552, 584)
+"""Of blocks of a packed weight, and of those of which eight share a scale."""
+
+
 def packed_weight(device, outputs, width, size):
     """A packed weight whose blocks have so many bytes: any codes, and scales that are finite."""
     blocks = torch.randint(0, 256, (-(-outputs // 16), width // 32, size), dtype=torch.uint8)
-    head, scales = {
-        320: (64, torch.float16),
-        336: (64, torch.float16),
-        384: (128, torch.float32),
-        400: (128, torch.float32),
-        512: (256, torch.float32),
-        576: (64, torch.float16),
-        640: (128, torch.float32),
-        768: (256, torch.float32),
-    }[size]
-    blocks[..., :head].view(scales).copy_(torch.randn(*blocks.shape[:2], head // scales.itemsize) / 8)
+    is_k, scales = size in K_SIZES, torch.float32 if size in (384, 400, 640) else torch.float16
+    runs = blocks.view(len(blocks), -1, size * (8 if is_k else 1))
+    numbers = torch.randn(*runs.shape[:2], 32) / (8 * 128 if is_k else 8)  # factors are up to 128
+    runs[..., : 32 * scales.itemsize].view(scales).copy_(numbers)
     return blocks.to(device)
 
 
 @sample
 def linear_packed(device):
     floats = cycle((torch.float32, torch.bfloat16, torch.float16))
-    for size, dtype in zip((320, 336, 384, 400, 512, 576, 640, 768), floats, strict=False):
-        random = numbers(device, dtype)
-        x, weight, bias = random(2, 3, 64), packed_weight(device, 23, 64, size), random(23)
+    for size, dtype in zip(PACKED_SIZES, floats, strict=False):
+        random, width = numbers(device, dtype), 512 if size in K_SIZES else 64
+        x, weight, bias = random(2, 3, width), packed_weight(device, 23, width, size), random(23)
         yield x, weight, None, 23
         yield x.transpose(0, 1), weight, bias, 23
     yield x[:0], weight, bias, 23
