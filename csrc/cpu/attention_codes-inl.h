@@ -5,7 +5,7 @@
 // whose exponent is 8 less.
 template <CodeType type>
 Floats load_codes(const uint8_t* from) {
-#if PASS_EXT_LEVEL == 0
+#if PASS_EXT_LEVEL == 0 || defined(__aarch64__)
   float numbers[Floats::width];
   for (int i = 0; i < Floats::width; ++i) numbers[i] = value_of_code(type, from[i]);
   return load(numbers);

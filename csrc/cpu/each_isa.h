@@ -2,7 +2,8 @@
 // its own:
 //   #define PASS_EXT_KERNELS "cpu/lookahead_kernels-inl.h"
 //   #include "cpu/each_isa.h"
-// gives pass_ext::portable::…, pass_ext::avx2::…, pass_ext::avx512::… and pass_ext::avx512_bf16::…
+// gives pass_ext::portable::…, and pass_ext::avx2::…, pass_ext::avx512::… and pass_ext::avx512_bf16::… on x86-64,
+// pass_ext::neon_dot::… on ARM.
 //
 // A kernels header includes nothing but text for the same namespace (-inl.h). It calls no inline function of the
 // standard library that it could instantiate: the linker could pick code compiled here for AVX-512 for the whole
@@ -34,6 +35,8 @@
 #include "cpu/rows.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define PASS_EXT_LEVEL 0
@@ -47,8 +50,6 @@ namespace pass_ext::portable {
 }  // namespace pass_ext::portable
 #undef PASS_EXT_LEVEL
 
-#if defined(__x86_64__)
-
 #if defined(__clang__)
 #define PASS_EXT_TARGET_BEGIN(features) \
   _Pragma(PASS_EXT_STRING(clang attribute push(__attribute__((target(features))), apply_to = function)))
@@ -58,6 +59,23 @@ namespace pass_ext::portable {
 #define PASS_EXT_TARGET_END _Pragma("GCC pop_options")
 #endif
 #define PASS_EXT_STRING(text) #text
+
+#if defined(__aarch64__)
+
+#define PASS_EXT_LEVEL 1
+PASS_EXT_TARGET_BEGIN("arch=armv8.2-a+dotprod")
+namespace pass_ext::neon_dot {
+#include "core/elementary-inl.h"
+#include "core/recurrent-inl.h"
+#include "core/step-inl.h"
+#include "core/weights-inl.h"
+#include "cpu/simd-inl.h"
+#include PASS_EXT_KERNELS
+}  // namespace pass_ext::neon_dot
+PASS_EXT_TARGET_END
+#undef PASS_EXT_LEVEL
+
+#elif defined(__x86_64__)
 
 #define PASS_EXT_LEVEL 1
 PASS_EXT_TARGET_BEGIN("avx2,fma,f16c")

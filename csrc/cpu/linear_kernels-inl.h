@@ -129,7 +129,7 @@ inline void add_products(Floats (&sum)[R][O], const typename Factors<T>::Vector 
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
     auto left = Factors<T>::arranged(x + r * Factors<T>::width);
-#if PASS_EXT_LEVEL == 1
+#if PASS_EXT_LEVEL == 1 && defined(__x86_64__)
     asm("" : "+x"(left.lanes));  // else GCC reads it again for each product, and loads bound this level
 #endif
 #pragma GCC unroll 16

@@ -7,7 +7,8 @@
 // is one product in place of two; x y is the same for all outputs, p q for all rows. All of it modulo 2^32, exact.
 
 constexpr int kDigitPairs = kPackedInputs / 2;
-constexpr int kDigitWords = kDigitPairs + 3;  // behind the pairs - sum of x y of the crossed: of all, of either half
+// Behind the pairs what sums of codes times digits may begin with: of all digits, of either half.
+constexpr int kDigitWords = kDigitPairs + 3;
 constexpr int kDigitNumbers = 4;
 
 // Rows as digits, a block of rows behind the other: digits [block][row][word], then numbers [block][4][row]: the unit,
@@ -26,18 +27,11 @@ constexpr bool crosses(int rows) { return PASS_EXT_LEVEL == 3 && rows >= 4; }
 // Two pairs of each four are crossed.
 constexpr bool is_crossed(int pair) { return pair % 4 >= 2; }
 
-// - sum of x y of the crossed digits, to digits[kDigitPairs].
-inline void write_crossed(uint32_t* digits) {
-  int16_t digit[kPackedInputs];
-  memcpy(digit, digits, sizeof digit);
-  uint32_t half[2] = {0, 0};
-  for (int pair = 0; pair < kDigitPairs; pair += 2)
-    for (int i = 2 * pair; is_crossed(pair) && i < 2 * pair + 2; ++i)
-      half[2 * pair / kDigitPairs] -= static_cast<uint32_t>(digit[i] * digit[i + 2]);
-  digits[kDigitPairs] = half[0] + half[1];
-  digits[kDigitPairs + 1] = half[0];
-  digits[kDigitPairs + 2] = half[1];
-}
+#if PASS_EXT_LEVEL == 1 && defined(__aarch64__)
+#include "cpu/linear_bytes-inl.h"
+#else
+#include "cpu/linear_pairs-inl.h"
+#endif
 
 // One block of a row; `apart`: numbers of neighbouring kinds.
 template <typename T>
@@ -88,20 +82,9 @@ void write_digit_rows(const LinearRows<T>& problem, int64_t first, int64_t rows,
         uint32_t* const digits = to.digits + (begin * steps + s * size + r) * kDigitWords;
         write_digits(problem.x + (first + begin + r) * problem.x_row + s * kPackedInputs, size, digits,
                      to.numbers + (begin * steps + s * size) * kDigitNumbers + r);
-        if (crosses(size)) write_crossed(digits);
+        finish_digits(size, digits);
       }
   }
-}
-
-// What gives the numbers that the codes in the lowest bits of both halves of words stand for.
-template <typename Block>
-inline auto reader_of(const Block&) {
-  constexpr uint32_t kMask = Block::kBits == 4 ? 0x000f000fu : 0x00ff00ffu;
-  return [mask = constant(Words{}, kMask)](Words codes) { return codes & mask; };
-}
-template <typename Scale>
-inline auto reader_of(const PackedTableBlock<Scale>& block) {
-  return [table = load_table(block.table)](Words codes) { return looked_up(table, codes); };
 }
 
 // Bytes of weights that are asked for before they are needed: far ahead for the second cache, since memory answers
@@ -112,8 +95,8 @@ constexpr int kFarAhead = 6144, kAhead = 1024;
 template <int R, typename Block>
 void multiply_packed_tile(const Block* blocks, int64_t steps, const uint32_t* digits, const float* numbers, float* to) {
   constexpr int kVectors = kPackedOutputs / Floats::width, kWords = Block::kBits / Block::kParts;
-  constexpr int kPairs = 16 / Block::kBits;             // in a word
-  constexpr int kChains = R == 1 ? 4 : R <= 3 ? 2 : 1;  // integer sums side by side, else each waits for the one before
+  constexpr int kPairs = 16 / Block::kBits;  // in a word
+  constexpr int kChains = chains(R);
   constexpr size_t kBytes = kPackedBytes<Block>;
   Floats sum[kVectors][R], scales[kVectors], offsets[kVectors];
 #pragma GCC unroll 2
@@ -146,20 +129,21 @@ void multiply_packed_tile(const Block* blocks, int64_t steps, const uint32_t* di
 #pragma GCC unroll 4
         for (int c = 0; c < kChains; ++c)
 #pragma GCC unroll 16
-          for (int r = 0; r < R; ++r) dot[c][r] = crosses(R) ? digit(r, kDigitPairs + sums) : constant(Words{}, 0);
-        const auto add = [&](Words code, int pair) {
+          for (int r = 0; r < R; ++r)
+            dot[c][r] = c == 0 && begins<Block>(R) ? digit(r, kDigitPairs + sums) : constant(Words{}, 0);
+        const auto add = [&](Words code, int word) {
 #pragma GCC unroll 16
-          for (int r = 0; r < R; ++r) dot[pair % kChains][r] = add_pairs(dot[pair % kChains][r], code, digit(r, pair));
+          for (int r = 0; r < R; ++r)
+            dot[word % kChains][r] = add_products(dot[word % kChains][r], code, digits + r * kDigitWords, word);
         };
 #pragma GCC unroll 8
         for (int w = 0; w < kWords; ++w) {
           const int word = part * kWords + w;
-          const Words codes = load_words(block.codes[step][word] + v * Words::width);
 #pragma GCC unroll 2
           for (int i = 0; i < kPairs; i += 2) {
             const int pair = word * kPairs + i;
-            const auto p = read(i == 0 ? codes : shift_right_signed(codes, Block::kBits * i));
-            const auto q = read(shift_right_signed(codes, Block::kBits * (i + 1)));
+            const auto p = read(block.codes[step], pair, v * Words::width);
+            const auto q = read(block.codes[step], pair + 1, v * Words::width);
             if constexpr (crosses(R))
               if (is_crossed(pair)) {
                 crossed_codes = add_pairs(crossed_codes, p, q);
@@ -181,7 +165,7 @@ void multiply_packed_tile(const Block* blocks, int64_t steps, const uint32_t* di
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
-          for (int c = 1; c < kChains; ++c) dot[0][r] = dot[0][r] + dot[c][r];
+          for (int c = 1; c < kChains; ++c) dot[0][r] = dot[0][r] + weighted(c, dot[c][r]);
           if (crosses(R)) dot[0][r] = dot[0][r] - crossed_codes;
           const Floats unit = constant(Floats{}, numbers[r]), digit_sum = constant(Floats{}, sums_of_digits[r]);
           sum[v][r] = fused(offset, digit_sum, fused(scale * unit, float_of_signed(dot[0][r]), sum[v][r]));

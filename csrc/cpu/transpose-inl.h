@@ -10,6 +10,27 @@ inline void transpose(Words (&row)[Words::width]) {
       row[j].lane[i] = below;
     }
 }
+#elif PASS_EXT_LEVEL == 1 && defined(__aarch64__)
+// Of squares of 4 x 4 words.
+inline void transpose(uint32x4_t& a, uint32x4_t& b, uint32x4_t& c, uint32x4_t& d) {
+  const auto wide = [](uint32x4_t words) { return vreinterpretq_u64_u32(words); };
+  const auto narrow = [](uint64x2_t words) { return vreinterpretq_u32_u64(words); };
+  const uint64x2_t ab = wide(vtrn1q_u32(a, b)), cd = wide(vtrn1q_u32(c, d));
+  const uint64x2_t ab_odd = wide(vtrn2q_u32(a, b)), cd_odd = wide(vtrn2q_u32(c, d));
+  a = narrow(vtrn1q_u64(ab, cd)), b = narrow(vtrn1q_u64(ab_odd, cd_odd));
+  c = narrow(vtrn2q_u64(ab, cd)), d = narrow(vtrn2q_u64(ab_odd, cd_odd));
+}
+inline void transpose(Words (&row)[Words::width]) {
+  transpose(row[0].low, row[1].low, row[2].low, row[3].low);
+  transpose(row[0].high, row[1].high, row[2].high, row[3].high);
+  transpose(row[4].low, row[5].low, row[6].low, row[7].low);
+  transpose(row[4].high, row[5].high, row[6].high, row[7].high);
+  for (int i = 0; i < 4; ++i) {
+    const uint32x4_t above = row[i].high;
+    row[i].high = row[i + 4].low;
+    row[i + 4].low = above;
+  }
+}
 #elif PASS_EXT_LEVEL == 1
 inline void transpose(Words (&row)[Words::width]) {
   __m256i two[8], four[8];  // neighbouring words, then four words, of columns in each half
