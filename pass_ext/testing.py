@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pass_ext import _library
 
-CPU_ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
-
 
 @dataclass(frozen=True)
 class Backend:
@@ -49,7 +47,7 @@ class _RerouteOps(TorchDispatchMode):
 def cpu_backends() -> list[Backend]:
     """The CPU kernels at every instruction set that this processor has."""
     best = _library.limit_cpu_isa("")
-    return [_limited_backend(isa) for isa in CPU_ISAS[: CPU_ISAS.index(best) + 1]]
+    return [_limited_backend(isa) for isa in _library.CPU_ISAS[: _library.CPU_ISAS.index(best) + 1]]
 
 
 def tile_backends() -> list[Backend]:

@@ -6,11 +6,15 @@
 #include <cstring>
 #include <iterator>
 
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
 namespace pass_ext {
 namespace {
 
 // Of each Limit.
-constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated", ""};
+constexpr const char* kNames[] = {"portable", "neon_dot", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated", ""};
 
 Isa best_isa() {
 #if defined(__x86_64__)
@@ -22,8 +26,20 @@ Isa best_isa() {
   if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) return Isa::avx512_bf16;
   if (avx512) return Isa::avx512;
   if (avx2) return Isa::avx2;
+#elif defined(__aarch64__)
+  constexpr unsigned long kDotProducts = 1 << 20;  // HWCAP_ASIMDDP
+  if (getauxval(AT_HWCAP) & kDotProducts) return Isa::neon_dot;
 #endif
   return Isa::portable;
+}
+
+// Whether it is no level of another kind of processor.
+bool is_here(Limit limit) {
+#if defined(__aarch64__)
+  return limit <= Limit::neon_dot || limit >= Limit::amx;
+#else
+  return limit != Limit::neon_dot;
+#endif
 }
 
 std::atomic<Limit>& chosen_limit() {
@@ -50,8 +66,9 @@ int pass_ext_limit_cpu_isa(const char* name) {
   using namespace pass_ext;
   const auto* const end = std::end(kNames);
   const auto* const found = std::find_if(kNames, end, [&](const char* known) { return std::strcmp(name, known) == 0; });
-  if (found == end) return 1;
-  chosen_limit().store(static_cast<Limit>(found - kNames));
+  const Limit limit = static_cast<Limit>(found - kNames);
+  if (found == end || !is_here(limit)) return 1;
+  chosen_limit().store(limit);
   chosen_isa().store(std::min(best_isa(), static_cast<Isa>(found - kNames)));
   return 0;
 }

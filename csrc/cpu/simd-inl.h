@@ -1,7 +1,7 @@
-// One vector of fp32 values at the level PASS_EXT_LEVEL (0 portable, 1 AVX2 or NEON, 2 AVX-512, 3 AVX-512 with bf16). Loads
-// widen bf16 / fp16 / fp32 exactly; stores round to nearest even, like core/half.h to the bit (NaN payloads apart).
-// Words are as many 32-bit integers, Mask as many truths. The operations are those of core/scalar.h, with the same
-// bits. The text belongs inside a level's namespace (cpu/each_isa.h).
+// One vector of fp32 values at the level PASS_EXT_LEVEL (0 portable, 1 AVX2 or NEON, 2 AVX-512, 3 AVX-512 with bf16).
+// Loads widen bf16 / fp16 / fp32 exactly; stores round to nearest even, like core/half.h to the bit (NaN payloads
+// apart). Words are as many 32-bit integers, Mask as many truths. The operations are those of core/scalar.h, with the
+// same bits. The text belongs inside a level's namespace (cpu/each_isa.h).
 
 using ::pass_ext::bits_of;
 using ::pass_ext::constant;

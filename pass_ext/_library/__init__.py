@@ -21,6 +21,10 @@ import torch
 
 from pass_ext._library.elf import damage_of
 
+CPU_ISAS: tuple[str, ...] = ("portable", "avx2", "avx512", "avx512_bf16")
+"""Levels of instruction sets of the CPU kernels on this kind of processor, the best last."""
+if platform.machine() == "aarch64":
+    CPU_ISAS = ("portable", "neon_dot")
 CPU_ONLY = {
     "layer_pack": "it checks weights for layer_stack, which is for the CPU",
     "layer_stack": "this op is for the CPU; on a GPU attention_tree goes between layer_before_attention and _after_attention",
@@ -29,7 +33,7 @@ CPU_ONLY = {
 }
 """Ops without a CUDA kernel, and the reason."""
 _HERE = Path(__file__).parent.parent
-_LIMITS = "portable, avx2, avx512, avx512_bf16, amx or amx_emulated"
+_LIMITS = f"{', '.join(CPU_ISAS)}, amx or amx_emulated"
 _REBUILD = "pip install --no-build-isolation -e ."
 _log = logging.getLogger("pass_ext")
 _debug = os.environ.get("PASS_EXT_DEBUG", "0") == "1"
@@ -40,7 +44,7 @@ class Status:
     """The compiled kernels that this process uses."""
 
     cpu_isa: str
-    """Instruction set of the CPU kernels: portable, avx2, avx512 or avx512_bf16."""
+    """Instruction set of the CPU kernels: one of ``CPU_ISAS``."""
     cpu_products: str
     """What multiplies bfloat16 weights on the CPU: fp32, pairs of them or Intel's amx, whichever was measured to be the
     fastest here; or amx_emulated, in tests."""

@@ -28,6 +28,12 @@ using Array = pybind11::array_t<T, pybind11::array::c_style | pybind11::array::f
     if (isa == "avx2") pass_ext::avx2::call;               \
     if (isa == "portable") pass_ext::portable::call;       \
   } while (false)
+#elif defined(__aarch64__)
+#define AT_ISA(isa, call)                            \
+  do {                                               \
+    if (isa == "neon_dot") pass_ext::neon_dot::call; \
+    if (isa == "portable") pass_ext::portable::call; \
+  } while (false)
 #else
 #define AT_ISA(isa, call) pass_ext::portable::call
 #endif

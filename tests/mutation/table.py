@@ -110,6 +110,7 @@ _CPP = _files_of_families() | {
     "cpu/linear_tiles.cpp": (["linear_tiles"], ["tests/ops/test_linear.py", "-k", "amx"]),
     "cpu/tiles.h": (["linear", "linear_tiles"], ["tests/ops/test_linear.py", "-k", "amx"]),
     "cpu/linear_packed-inl.h": (["linear"], ["tests/ops/test_linear.py", "tests/ops/layer"]),
+    "cpu/linear_pairs-inl.h": (["linear"], ["tests/ops/test_linear.py"]),
     "cpu/layer.cpp": (["layer"], ["tests/ops/layer"]),
     "core/layer.h": (["layer"], ["tests/ops/layer/test_layer.py"]),
     "core/linear.h": (
@@ -358,8 +359,9 @@ _PYTHON: dict[str, list[str]] = {
 TARGETS = {f"csrc/{name}": sources_and_tests for name, sources_and_tests in _CPP.items()}
 TARGETS |= {f"pass_ext/decoding/{name}.py": ([], tests) for name, tests in _PYTHON.items()}
 TARGETS |= {f"pass_ext/weights/{file.name}": ([], _WEIGHTS) for file in sorted(ROOT.glob("pass_ext/weights/[!_]*.py"))}
-# Files without tests here: they choose among instruction sets or units, need a GPU or hold no code.
+# Files without tests here: they choose among instruction sets or units, are for ARM, need a GPU or hold no code.
 LEFT_OUT = ["csrc/core/platform.h", "csrc/core/grid.h"]
 LEFT_OUT += [f"csrc/cpu/{name}" for name in ("isa.h", "isa.cpp", "each_isa.h", "buffer.h", "old_linux.cpp")]
 LEFT_OUT += [f"csrc/cpu/{name}" for name in ("unit.h", "unit.cpp", "unit_kernels-inl.h")]
+LEFT_OUT += ["csrc/cpu/simd_neon-inl.h", "csrc/cpu/linear_bytes-inl.h"]  # tests/core/test_neon.py
 LEFT_OUT += [f"pass_ext/decoding/{name}.py" for name in ("session/recording",)]

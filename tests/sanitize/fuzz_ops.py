@@ -1045,7 +1045,7 @@ def described(arguments: dict) -> str:
     return ", ".join(f"{name}={text(value)}" for name, value in arguments.items())
 
 
-ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx_emulated")
+ISAS = (*_library.CPU_ISAS, "amx_emulated")
 
 
 def main() -> int:

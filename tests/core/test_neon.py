@@ -1,0 +1,76 @@
+"""The CPU library on ARM: level neon_dot, run on an emulated processor, and all files of the library compiled for one.
+
+Where this is no ARM machine, g++ for aarch64 and qemu-user do it (Debian: g++-aarch64-linux-gnu, qemu-user).
+"""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from support.paths import ROOT
+
+pytestmark = pytest.mark.slow  # the quick tests of the same kernels: test_core.py, ops/test_linear.py
+IS_ARM = platform.machine() == "aarch64"
+COMPILER = os.environ.get("CXX", "g++") if IS_ARM else "aarch64-linux-gnu-g++"
+FLAGS = ["-std=c++17", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
+needs_compiler = pytest.mark.skipif(
+    not shutil.which(COMPILER), reason="no compiler for ARM: apt install g++-aarch64-linux-gnu"
+)
+
+
+@needs_compiler
+@pytest.mark.skipif(not (IS_ARM or shutil.which("qemu-aarch64")), reason="no emulator of ARM: apt install qemu-user")
+def test_vectors_and_packed_products_have_the_bits_of_the_portable_level(tmp_path):
+    """Every operation of csrc/cpu/simd_neon-inl.h; products of 1 to 7 rows, of dense weights and of every packed form.
+
+    Codes and digits of extreme and random values also give the exact sum.
+    """
+    program = tmp_path / "neon"
+    here = ROOT / "tests" / "core"
+    subprocess.run(
+        [COMPILER, *FLAGS, "-O1", "-static", f"-I{here}", str(here / "neon.cpp"), "-o", str(program)], check=True
+    )
+    emulator = [] if IS_ARM else ["qemu-aarch64", "-cpu", "max"]
+    result = subprocess.run([*emulator, str(program)], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "0 kinds differ\n")
+
+
+@needs_compiler
+def test_a_row_of_a_block_takes_64_dot_products(tmp_path):
+    arguments = "const PackedFour*, int64_t, const uint32_t*, const float*, float*"
+    tile = f"template void multiply_packed_tile<1, PackedFour>({arguments});"
+    levels = "".join(f"namespace pass_ext::{level} {{ {tile} }}\n" for level in ("portable", "neon_dot"))
+    kernels = (
+        '#include "cpu/linear.h"\n#define PASS_EXT_KERNELS "cpu/linear_kernels-inl.h"\n#include "cpu/each_isa.h"\n'
+    )
+    code = tmp_path / "code.s"
+    command = [COMPILER, *FLAGS, "-O3", "-S", "-x", "c++", "-", "-o", str(code)]
+    subprocess.run(command, input=kernels + levels, text=True, check=True)
+    instructions = {}
+    for level in ("portable", "neon_dot"):
+        body = re.search(
+            rf"\n_ZN8pass_ext\d+{level}\d+multiply_packed_tile.*?\n\t\.size\t", code.read_text(), re.DOTALL
+        )
+        assert body is not None
+        instructions[level] = re.findall(r"\n\t([a-z][a-z0-9.]*)\t", body[0])
+    assert instructions["neon_dot"].count("sdot") == 64
+    assert 10 * len(instructions["neon_dot"]) < len(instructions["portable"])
+
+
+@needs_compiler
+def test_every_file_of_the_library_compiles(tmp_path):
+    torch_headers = ["-isystem", str(Path(torch.__file__).parent / "include")]
+    target = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_EXTENSION_NAME=pass_ext", "-fvisibility=hidden"]
+    flags = [*FLAGS, *target, *torch_headers, "-O0", "-S", "-o", str(tmp_path / "code.s")]
+    sources = [ROOT / "csrc" / "schema.cpp", *sorted((ROOT / "csrc" / "cpu").glob("*.cpp"))]
+    failed = {}
+    for source in sources:
+        result = subprocess.run([COMPILER, *flags, str(source)], capture_output=True, text=True)
+        if result.returncode:
+            failed[source.name] = result.stderr
+    assert failed == {}
