@@ -161,6 +161,12 @@ def test_a_wrong_cpu_isa_is_refused_with_the_names_that_exist():
     )
 
 
+def test_a_level_of_another_kind_of_processor_is_refused():
+    other = "avx2" if platform.machine() == "aarch64" else "neon_dot"
+    with pytest.raises(ValueError, match=f"CPU instruction set must be portable, .*got '{other}'"):
+        _library.limit_cpu_isa(other)
+
+
 def test_debug_reaches_the_cuda_library(monkeypatch):
     """It then reports a failure before an op as such, not as the op's failure."""
     calls = []
