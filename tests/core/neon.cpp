@@ -125,22 +125,24 @@ void dense_products(const char* name) {
 // Blocks of random bytes, with scales and offsets that are numbers.
 template <typename Block>
 std::vector<Block> random_blocks(bool is_plain, int code) {
-  std::vector<Block> blocks(kOutputs / kPackedOutputs * kIn / kPackedInputs);
+  std::vector<Block> blocks(kOutputs / kPackedOutputs * kIn / kPackedInputs / Block::kSteps);
   for (Block& block : blocks) {
     auto* const bytes = reinterpret_cast<uint8_t*>(&block);
     for (size_t i = 0; i < sizeof block; ++i) bytes[i] = code < 0 ? random_bits() & 255 : code;
-    for (auto& part : block.part)
-      for (int64_t o = 0; o < kPackedOutputs; ++o) {
-        using Scale = std::decay_t<decltype(part.scale[0])>;
-        part.scale[o] = from_float<Scale>(is_plain ? 1.0f : 0.01f + 0.001f * static_cast<float>(random_bits() % 64));
-        part.offset[o] = from_float<Scale>(is_plain ? 0.0f : 0.01f * static_cast<float>(random_bits() % 64) - 0.3f);
-      }
+    for (int64_t o = 0; o < kPackedOutputs; ++o) {
+      using Scale = std::decay_t<decltype(block.scale[0])>;
+      block.scale[o] = from_float<Scale>(is_plain ? 1.0f : 0.01f + 0.001f * static_cast<float>(random_bits() % 64));
+      block.offset[o] = from_float<Scale>(is_plain ? 0.0f : 0.01f * static_cast<float>(random_bits() % 64) - 0.3f);
+    }
+    if constexpr (Block::kSteps > 1)
+      for (auto& factors : block.factors)
+        if (is_plain) memset(&factors, 1, sizeof factors);
   }
   return blocks;
 }
 
-template <typename Scale, int bits, int parts>
-int value_of(const PackedBlock<Scale, bits, parts>&, uint32_t code) {
+template <typename Block>
+int value_of(const Block&, uint32_t code) {
   return static_cast<int>(code);
 }
 template <typename Scale>
@@ -148,32 +150,33 @@ int value_of(const PackedTableBlock<Scale>& block, uint32_t code) {
   return block.table[code];
 }
 template <typename Block>
-int code_of(const Block& block, int input, int64_t output) {
+int code_of(const Block& block, int64_t input, int64_t output) {
   constexpr int kInWord = 32 / Block::kBits;
-  const int place = input % kInWord, half = place % 2;
-  const uint32_t word = block.codes[input / kInWord][output] >> (16 * half + place / 2 * Block::kBits);
+  const int64_t place = input % kInWord, half = place % 2;
+  const auto& codes = block.codes[input / kPackedInputs];
+  const uint32_t word = codes[input % kPackedInputs / kInWord][output] >> (16 * half + place / 2 * Block::kBits);
   return value_of(block, word & ((1u << Block::kBits) - 1));
 }
 
-// Rows of whole numbers, 32512 among them, are their own digits; scales are 1: the sum over each part of a block is
+// Rows of whole numbers, 32512 among each 32, are their own digits; scales are 1: the sum over each part of each 32 is
 // exact, and rounded once.
 template <typename Block>
 void exact_product(const char* name, int code, int extreme) {
+  constexpr int64_t kInputs = kPackedInputs * Block::kSteps, kOfPart = kPackedInputs / Block::kParts;
   const std::vector<Block> blocks = random_blocks<Block>(true, code);
-  std::vector<float> x(kPackedInputs);
-  for (float& number : x)
-    number = extreme != 0 ? static_cast<float>(extreme) : static_cast<float>(random_bits() % 65025) - 32512.0f;
-  x[5] = extreme != 0 ? x[5] : 32512.0f;
-  LinearRows<float> problem{x.data(), nullptr, nullptr, nullptr, 1, kPackedInputs, kPackedOutputs, kPackedInputs, 0};
-  problem.packed = blocks.data(), problem.form = packed_form_of(sizeof(Block));
+  std::vector<float> x(kInputs);
+  for (int64_t i = 0; i < kInputs; ++i)
+    x[i] = extreme != 0             ? static_cast<float>(extreme)
+           : i % kPackedInputs == 5 ? 32512.0f
+                                    : static_cast<float>(random_bits() % 65025) - 32512.0f;
+  LinearRows<float> problem{x.data(), nullptr, nullptr, nullptr, 1, kInputs, kPackedOutputs, kInputs, 0};
+  problem.packed = blocks.data(), problem.form = packed_form_of(kPackedBytes<Block>);
   std::vector<float> expected(kMostRows * kGroupOutputs);
   for (int64_t o = 0; o < kPackedOutputs; ++o)
-    for (int part = 0; part < Block::kParts; ++part) {
+    for (int64_t first = 0; first < kInputs; first += kOfPart) {
       int64_t sum = 0;
-      for (int i = 0; i < kPackedInputs / Block::kParts; ++i) {
-        const int input = part * kPackedInputs / Block::kParts + i;
-        sum += int64_t{code_of(blocks[0], input, o)} * static_cast<int64_t>(x[input]);
-      }
+      for (int64_t i = first; i < first + kOfPart; ++i)
+        sum += int64_t{code_of(blocks[0], i, o)} * static_cast<int64_t>(x[i]);
       expected[o] += static_cast<float>(sum);
     }
   for (const bool neon : {false, true}) same(name, expected, product(neon, problem));
@@ -190,7 +193,7 @@ void packed_products(const char* name) {
   x[2 * kIn + 40] = __builtin_inff(), x[3 * kIn] = 1e30f;  // a row that is not finite, and a large number
   for (int64_t rows = 1; rows <= kMostRows; ++rows) {
     LinearRows<float> problem{x.data(), nullptr, nullptr, nullptr, rows, kIn, kOutputs, kIn, 0};
-    problem.packed = blocks.data(), problem.form = packed_form_of(sizeof(Block));
+    problem.packed = blocks.data(), problem.form = packed_form_of(kPackedBytes<Block>);
     std::vector<float> expected = product(false, problem), got = product(true, problem);
     for (auto* sums : {&expected, &got})
       for (float& sum : *sums) sum = sum == sum ? sum : 0.0f;  // which NaN it is may differ
@@ -208,12 +211,14 @@ int main() {
   dense_products<float16>("float16 rows");
   packed_products<PackedFour>("four");
   packed_products<PackedFourWide>("four_wide");
-  packed_products<PackedFourHalves>("four_halves");
   packed_products<PackedTable>("table");
   packed_products<PackedTableWide>("table_wide");
   packed_products<PackedEight>("eight");
   packed_products<PackedEightWide>("eight_wide");
-  packed_products<PackedEightHalves>("eight_halves");
+  packed_products<PackedFourK>("four_k");
+  packed_products<PackedFourKHalves>("four_k_halves");
+  packed_products<PackedEightK>("eight_k");
+  packed_products<PackedEightKHalves>("eight_k_halves");
   printf("%d differ\n", failures);
   return failures != 0;
 }
