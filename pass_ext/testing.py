@@ -52,8 +52,6 @@ def cpu_backends() -> list[Backend]:
 
 def tile_backends() -> list[Backend]:
     """The CPU kernels with products of bfloat16 weights by tiles: emulated ones, and the processor's if it has them."""
-    if _library.status().cpu_products == "not named":
-        return []
     emulated, real = _limited_backend("amx_emulated"), _limited_backend("amx")
     with real.active():
         return [emulated, real] if _library.status().cpu_products == "amx" else [emulated]

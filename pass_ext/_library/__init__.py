@@ -85,9 +85,7 @@ def status() -> Status:
         info = info | {"architectures": (), "cuda": None}
     return Status(
         cpu_isa=_native.pass_ext_cpu_isa().decode(),
-        cpu_products=_native.pass_ext_cpu_products().decode()
-        if hasattr(_native, "pass_ext_cpu_products")
-        else "not named",
+        cpu_products=_native.pass_ext_cpu_products().decode(),
         cuda_loaded=not _cuda_reason,
         cuda_reason=_cuda_reason,
         cuda_architectures=tuple(info.get("architectures", ())),
@@ -178,8 +176,7 @@ def _load_cpu() -> ctypes.CDLL:
     if not hasattr(native, "pass_ext_namespace"):
         raise ImportError(f"{path} is another library: it has no pass_ext kernels. Build it again: {_REBUILD}")
     for text in ("pass_ext_namespace", "pass_ext_cpu_isa", "pass_ext_cpu_products"):
-        if hasattr(native, text):  # a library that was built before the last one has none
-            getattr(native, text).restype = ctypes.c_char_p
+        getattr(native, text).restype = ctypes.c_char_p
     native.pass_ext_limit_cpu_isa.argtypes = [ctypes.c_char_p]
     native.pass_ext_release_layers.argtypes, native.pass_ext_release_layers.restype = [ctypes.c_void_p], None
     limit = os.environ.get("PASS_EXT_CPU_ISA", "")
