@@ -73,7 +73,7 @@ struct LinearScratch {
   float* between;  // [rows, kMostTileOutputs, kMostStep / 2]
   float* sums;     // [2, rows, kGroupOutputs]
   float* added;    // [2, rows, kGroupOutputs], sums of what rows of slots add, if any do
-  float* copy;     // [kMostTileOutputs, kPiece], of weights
+  float* copy;     // [kMostTileOutputs, kPiece], of weights; by tiles, sums
 
   static constexpr int64_t kBetween = kMostTileOutputs * kMostStep / 2;
   static constexpr int64_t floats(int64_t rows, bool has_adapters) {

@@ -4,6 +4,8 @@
 // Codes that need eight bits are less 128, and 128 times the sum of the digits is added. The text belongs inside a
 // level's namespace, in that of linear_packed-inl.h.
 
+static_assert(static_cast<int>(kLargestDigit) + 128 < 1 << 15, "the upper byte of the largest digit is below 128");
+
 // Sums of a row: over the lower bytes, over the upper ones.
 constexpr int chains(int /*rows*/) { return 2; }
 inline Words weighted(int chain, Words sum) { return chain == 0 ? sum : shift_left(sum, 8); }

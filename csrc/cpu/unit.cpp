@@ -18,7 +18,7 @@ namespace pass_ext {
 namespace {
 
 struct Units {
-  bool has_pairs, has_tiles;  // faster than fp32; usable
+  bool has_pairs, has_tiles;  // fp32 is not clearly faster; usable
   ProductUnit fastest;
 };
 

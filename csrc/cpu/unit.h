@@ -15,7 +15,7 @@ enum class ProductUnit { fp32, pairs, amx, amx_emulated };
 // The unit of products of weights: measured when it is first asked for, unless a limit names it.
 ProductUnit product_unit();
 
-// The level whose vectors are the faster ones.
+// The level whose vectors multiply: avx512 where fp32 is clearly faster than pairs.
 Isa product_isa();
 
 }  // namespace pass_ext

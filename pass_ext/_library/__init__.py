@@ -176,6 +176,8 @@ def _load_cpu() -> ctypes.CDLL:
     if not hasattr(native, "pass_ext_namespace"):
         raise ImportError(f"{path} is another library: it has no pass_ext kernels. Build it again: {_REBUILD}")
     for text in ("pass_ext_namespace", "pass_ext_cpu_isa", "pass_ext_cpu_products"):
+        if not hasattr(native, text):
+            raise ImportError(f"{path} is of other code than this Python: it has no {text}. Build it again: {_REBUILD}")
         getattr(native, text).restype = ctypes.c_char_p
     native.pass_ext_limit_cpu_isa.argtypes = [ctypes.c_char_p]
     native.pass_ext_release_layers.argtypes, native.pass_ext_release_layers.restype = [ctypes.c_void_p], None

@@ -116,7 +116,7 @@ def pack_weight(
     blocks, groups = width // INPUTS, -(-outputs // OUTPUTS)
     if table is not None and (table.dtype != torch.uint8 or table.shape != (16,)):
         raise ValueError(f"table must be uint8 [16], got {table.dtype}{list(table.shape)}")
-    each = 0 if factors is None else factors.shape[-1] // blocks
+    each = 0 if factors is None else 2 if factors.shape[-1:] == (2 * blocks,) else 1
     form = Form(bits, scale.dtype, 0 if table is None else 16, each)
     if factors is not None and (factors.dtype != torch.int8 or factors.shape != (2, outputs, blocks * each)):
         raise ValueError(
@@ -145,13 +145,13 @@ def pack_weight(
 
     def in_groups(numbers: Tensor) -> Tensor:
         """``[groups, runs, n, 16]`` of ``[out, ...]``."""
-        padded = torch.nn.functional.pad(numbers, (0, 0, 0, missing)).contiguous()
-        return padded.view(groups, OUTPUTS, blocks // form.steps, -1).permute(0, 2, 3, 1)
+        padded, runs = torch.nn.functional.pad(numbers, (0, 0, 0, missing)).contiguous(), blocks // form.steps
+        return padded.view(groups, OUTPUTS, runs, numbers.shape[1] // runs).permute(0, 2, 3, 1)
 
     for place, numbers in enumerate((scale, offset)):
         heads[:, :, place, None] = in_groups(numbers)
         if factors is not None:
-            whole[:, :, :, place] = in_groups(factors[place]).unflatten(2, (form.steps, -1))
+            whole[:, :, :, place] = in_groups(factors[place]).unflatten(2, (form.steps, each))
     words.copy_(
         in_groups(_words_of_fours(codes) if bits == 4 else _words_of_eights(codes)).unflatten(2, (form.steps, -1))
     )
@@ -200,8 +200,8 @@ def unpack_rows(packed: Tensor, rows: Tensor) -> Tensor:
     numbers = heads[group, :, :, lane].float()[:, :, None, :, None]  # [n, runs, steps, 2, parts]
     if form.factors:
         numbers = numbers * factors[group, ..., lane].float()
-    inputs = inputs.view(*numbers.shape[:3], numbers.shape[-1], -1)
-    return (inputs * numbers[:, :, :, 0, :, None] + numbers[:, :, :, 1, :, None]).view(len(rows), -1)
+    inputs = inputs.view(*numbers.shape[:3], numbers.shape[-1], INPUTS // numbers.shape[-1])
+    return (inputs * numbers[:, :, :, 0, :, None] + numbers[:, :, :, 1, :, None]).view(len(rows), INPUTS * packed.shape[1])
 
 
 def packed_rows(packed: Tensor, rows: Tensor) -> Tensor:

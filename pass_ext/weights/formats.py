@@ -29,7 +29,8 @@ class Parts(NamedTuple):
 
 
 def pack_gguf(name: str, stored: Tensor, *, wide: bool = False) -> Tensor:
-    """A GGUF tensor ``[out, bytes of a row]`` uint8 of the format called so, packed; wide: with scales in float32.
+    """A GGUF tensor ``[out, bytes of a row]`` uint8 of the format called so, packed; wide: with scales in float32, but
+    for K formats, whose scales are float16 always.
 
     ValueError for a format that is not read, a row that is no whole number of blocks, and scales that are no finite numbers.
     """
@@ -39,7 +40,7 @@ def pack_gguf(name: str, stored: Tensor, *, wide: bool = False) -> Tensor:
     if stored.shape[1] % size:
         raise ValueError(f"a row of {name} must have a multiple of {size} bytes, got {stored.shape[1]}")
     parts = parts_of(stored.view(len(stored), -1, size))
-    if wide:
+    if wide and parts.factors is None:
         parts = parts._replace(scale=parts.scale.float(), offset=parts.offset.float())
     return pack_parts(name, parts, bits)
 
@@ -164,7 +165,7 @@ def _q3_k(blocks: Tensor) -> Parts:
     two = blocks[..., None, 104:108] >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
     factors = (_nibbles(blocks[..., 96:104]) | (two & 3).flatten(-2) << 4).to(torch.int8) - 32
     scale = _halves(blocks, 108, 110)
-    return _k(_pairs_of_bits(blocks[..., 32:96]) | high << 2, scale, scale * -4, factors, factors)
+    return _k(_pairs_of_bits(blocks[..., 32:96]) | high << 2, scale, -scale, factors, 4 * factors)
 
 
 def _q4_k(blocks: Tensor) -> Parts:

@@ -45,7 +45,7 @@ class Grouped(NamedTuple):
         have none."""
         width, groups = self.codes.shape[1], self.scale.shape[1]
         size = width // groups
-        if size % INPUTS:
+        if width % INPUTS or size % INPUTS:
             return None
         scale, offset = (part.repeat_interleave(size // INPUTS, 1) for part in (self.scale.double(), self.offset))
         half = scale.half(), offset.half()

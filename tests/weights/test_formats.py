@@ -50,12 +50,38 @@ def test_a_format_has_the_numbers_that_gguf_reads(name):
     assert np.array_equal(unpack_weight(packed_rows(packed, rows), 5).numpy(), expected[rows.numpy()])
 
 
+@pytest.mark.parametrize("name", [name for name in FORMATS if "_K" in name])
+def test_k_formats_have_one_form(name):
+    raw = torch.from_numpy(stored(name))
+    assert torch.equal(pack_gguf(name, raw, wide=True), pack_gguf(name, raw))
+
+
 def test_exponents_that_are_no_float16_are_read():
     raw = stored("MXFP4", exponents=(2, 250))
     packed = pack_gguf("MXFP4", torch.from_numpy(raw))
     assert np.array_equal(unpack_weight(packed, 37).numpy(), gguf.dequantize(raw, gguf.GGMLQuantizationType.MXFP4))
     assert torch.equal(pack_gguf("MXFP4", torch.from_numpy(raw), wide=True), packed)
     assert form_of(packed).bytes == 400 and form_of(pack_gguf("MXFP4", torch.from_numpy(stored("MXFP4")))).bytes == 336
+
+
+def test_the_largest_scale_of_q3_k_is_read_and_of_q6_k_refused():
+    """Offsets are a factor times the scale of Q3_K, and -32 times that of Q6_K."""
+    for name, place in (("Q3_K", 108), ("Q6_K", 208)):
+        raw = stored(name, rows=1, blocks=1)
+        raw[0, place : place + 2] = np.array([65504.0], np.float16).view(np.uint8)
+        if name == "Q6_K":
+            with pytest.raises(ValueError, match="scales of Q6_K must be finite"):
+                pack_gguf(name, torch.from_numpy(raw))
+        else:
+            expected = gguf.dequantize(raw, gguf.GGMLQuantizationType[name])
+            assert np.array_equal(unpack_weight(pack_gguf(name, torch.from_numpy(raw)), 1).numpy(), expected)
+
+
+def test_no_outputs():
+    for width, more in ((64, {}), (256, {"factors": torch.zeros(2, 0, 16, dtype=torch.int8)})):
+        scale = torch.zeros(0, width // (256 if more else 32), dtype=torch.float16)
+        packed = pack_weight(torch.zeros(0, width, dtype=torch.uint8), scale, scale, bits=4, **more)
+        assert unpack_weight(packed, 0).shape == (0, width)
 
 
 def test_formats_and_scales_that_cannot_be_read_are_refused():
@@ -104,6 +130,10 @@ def test_numbers_that_have_no_packed_form_are_refused(arguments, message):
     ):
         with pytest.raises(ValueError, match=words):
             pack_weight(torch.zeros(1, 32, dtype=torch.uint8), *[torch.zeros(1, 1).half()] * 2, bits=bits, table=table)
+    codes, scale = torch.zeros(1, 256, dtype=torch.uint8), torch.zeros(1, 1).half()
+    for factors in (torch.zeros(2, 1, 8), *(torch.zeros(size, dtype=torch.int8) for size in ((), (2, 1, 0), (2, 1, 24)))):
+        with pytest.raises(ValueError, match="factors must be int8 "):
+            pack_weight(codes, scale, scale, bits=4, factors=factors)
     with pytest.raises(ValueError, match="a packed weight must be uint8"):
         unpack_weight(torch.zeros(2, 3, 321, dtype=torch.uint8), 32)
 

@@ -15,6 +15,7 @@ import pass_ext
 from pass_ext.checkpoint import load_checkpoint
 from pass_ext.weights.experts import PackedExperts
 from pass_ext.weights.folder import layout_of
+from pass_ext.weights.grouped import Grouped
 from pass_ext.weights.layers import PackedLinear
 from pass_ext.weights.model import formats_of
 from pass_ext.weights.torchao import grouped_of
@@ -58,6 +59,14 @@ def test_the_numbers_are_the_checkpoints(folder_of, kind):
     assert (model(ids).logits - expected).abs().max() < 3e-4 * expected.abs().max()
     assert formats_of(model).keys() == {"float32", "8 bits" if KINDS[kind]["bits"] == 8 else "4 bits"}
     assert tokenizer("ab").input_ids and not hasattr(model.config, "quantization_config")
+
+
+@pytest.mark.parametrize(("width", "groups"), [(64, 4), (65, 1), (130, 2)])
+def test_groups_that_are_no_whole_blocks_are_dense(width, groups):
+    codes = torch.arange(3 * width, dtype=torch.uint8).view(3, width) % 16
+    scale, offset = torch.full((3, groups), 0.5), torch.full((3, groups), -4.0, dtype=torch.float64)
+    weight = Grouped(codes, scale, offset, 4)
+    assert weight.packed() is None and torch.equal(weight.dense(), codes * 0.5 - 4)
 
 
 def test_a_name_on_the_hub_is_a_folder_once_it_is_fetched(folder_of, monkeypatch):

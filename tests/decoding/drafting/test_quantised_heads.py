@@ -19,6 +19,7 @@ from support.small_models import BYTES, ragged_prompts, small_model
 
 from pass_ext import Plain, generate, load_drafter
 from pass_ext.checkpoint import load_checkpoint
+from pass_ext.decoding.drafting.heads.checkpoint import HeadCheckpoint
 from pass_ext.decoding.drafting.heads.head import Head
 from pass_ext.decoding.drafting.heads.layers import DecoderLayer
 from pass_ext.decoding.models.any_model import packed_model
@@ -106,7 +107,7 @@ def test_a_dense_head_is_rounded(masked, bits, tmp_path):
 def test_heads_that_are_not_rounded(tmp_path):
     target = small_model("llama", num_hidden_layers=4)
     config, _ = eagle3_checkpoint(tmp_path / "dense", target)
-    for bits in (5, 16, 4.5):
+    for bits in (5, 16, 4.0):
         with pytest.raises(ValueError, match=f"bits must be 4, 8 or None, got {bits}"):
             load_drafter(tmp_path / "dense", target, bits=bits)
     name = "layers.0.mlp.gate_proj"
@@ -125,6 +126,15 @@ def test_heads_that_are_not_rounded(tmp_path):
     eagle3_checkpoint(tmp_path / "odd", target, inner=72)
     with pytest.raises(ValueError, match=r"'layers\.0\.mlp\.down_proj\.weight' has 72 on cpu"):
         load_drafter(tmp_path / "odd", target, bits=8)
+    eagle3_checkpoint(tmp_path / "whole", target)
+    with pytest.raises(ValueError, match=r"'fc\.weight' has 96 on meta: give no bits"):
+        HeadCheckpoint(tmp_path / "whole", 4).linear("fc.weight", 32, 96, torch.float32, torch.device("meta"))
+    stored = dict(load_file(tmp_path / "whole/model.safetensors"))
+    for number in (torch.nan, 70_000.0):
+        stored["fc.weight"][0, 0] = number
+        save_file(stored, tmp_path / "whole/model.safetensors")
+        with pytest.raises(ValueError, match=r"'fc\.weight' must hold numbers of float16 to be rounded: give no bits"):
+            load_drafter(tmp_path / "whole", target, bits=4)
 
 
 @pytest.mark.parametrize("kind", SOME[:4])

@@ -81,7 +81,7 @@ def load_drafter(
     Refuses with a ValueError a checkpoint of an unknown type, of another model or tokenizer, or cut off. The log names tensors
     and settings that the head has no use for.
     """
-    if bits not in (None, 4, 8):
+    if bits is not None and (type(bits) is not int or bits not in (4, 8)):
         raise ValueError(f"load_drafter: bits must be 4, 8 or None, got {bits!r}")
     checkpoint, target = HeadCheckpoint(path, bits), target_facts(packed_model(model))
     family = family_of(checkpoint)
