@@ -201,7 +201,9 @@ def unpack_rows(packed: Tensor, rows: Tensor) -> Tensor:
     if form.factors:
         numbers = numbers * factors[group, ..., lane].float()
     inputs = inputs.view(*numbers.shape[:3], numbers.shape[-1], INPUTS // numbers.shape[-1])
-    return (inputs * numbers[:, :, :, 0, :, None] + numbers[:, :, :, 1, :, None]).view(len(rows), INPUTS * packed.shape[1])
+    return (inputs * numbers[:, :, :, 0, :, None] + numbers[:, :, :, 1, :, None]).view(
+        len(rows), INPUTS * packed.shape[1]
+    )
 
 
 def packed_rows(packed: Tensor, rows: Tensor) -> Tensor:

@@ -131,7 +131,10 @@ def test_numbers_that_have_no_packed_form_are_refused(arguments, message):
         with pytest.raises(ValueError, match=words):
             pack_weight(torch.zeros(1, 32, dtype=torch.uint8), *[torch.zeros(1, 1).half()] * 2, bits=bits, table=table)
     codes, scale = torch.zeros(1, 256, dtype=torch.uint8), torch.zeros(1, 1).half()
-    for factors in (torch.zeros(2, 1, 8), *(torch.zeros(size, dtype=torch.int8) for size in ((), (2, 1, 0), (2, 1, 24)))):
+    for factors in (
+        torch.zeros(2, 1, 8),
+        *(torch.zeros(size, dtype=torch.int8) for size in ((), (2, 1, 0), (2, 1, 24))),
+    ):
         with pytest.raises(ValueError, match="factors must be int8 "):
             pack_weight(codes, scale, scale, bits=4, factors=factors)
     with pytest.raises(ValueError, match="a packed weight must be uint8"):
