@@ -8,13 +8,14 @@ if not (ROOT / "benchmarks").exists():
 
 from benchmarks.grammar import page as grammar
 from benchmarks.harness import by_machine
-from benchmarks.pages import batches, heads, hybrid
+from benchmarks.pages import batches, heads, hybrid, trained_head
 from benchmarks.pages.lookahead import slots
 from benchmarks.serving import page as serving
 
 RESULTS = ROOT / by_machine.RESULTS
 PAGES = {
     "batches": batches, "grammar*": grammar, "heads": heads, "hybrid": hybrid, "serving": serving, "slots": slots,
+    "trained-head": trained_head,
 }  # fmt: skip
 
 pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="an sdist has no results")
