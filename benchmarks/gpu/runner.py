@@ -177,13 +177,15 @@ def _wait(process: subprocess.Popen[str], until: float) -> bool:
 
 
 def _dies_with(parent: int) -> Callable[[], None]:
-    """Prepares a job: all cores of this process, and death with it."""
+    """Prepares a job: all cores of this process, death with it, and an interrupt that ends it: a shell's background ignores
+    them."""
     libc = ctypes.CDLL(None)  # loaded before the fork: after it almost nothing is safe
 
     def ask() -> None:
         if CORES:
             os.sched_setaffinity(0, CORES)
         libc.prctl(_DEATH_SIGNAL, signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         if os.getppid() != parent:  # the parent died before the call
             os._exit(1)
 
