@@ -310,7 +310,7 @@ def test_a_run_whose_time_ends_in_the_middle_goes_on_in_another_folder(
     ]
     monkeypatch.setattr(run, "all_stages", lambda capability, families: stages)
     states = []
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background: the stage that hangs ends at once
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background; what hangs must end at once
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
     for number, minutes in enumerate((9 / 60, 1)):  # a busy machine takes two seconds to the stage that sleeps
         out = tmp_path / f"out-{number}"

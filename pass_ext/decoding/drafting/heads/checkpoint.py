@@ -120,10 +120,10 @@ class HeadCheckpoint:
                     f"bits={self._bits} is for layers on the CPU with a multiple of {INPUTS} inputs, and {name!r} has {inputs} "
                     f"on {device}: give no bits"
                 )
-            weight = self.tensor(name, (outputs, inputs))
-            if not weight.is_floating_point() or not weight.half().isfinite().all():
+            dense = self.tensor(name, (outputs, inputs))
+            if not dense.is_floating_point() or not dense.half().isfinite().all():
                 raise self.refusal(f"tensor {name!r} must hold numbers of float16 to be rounded: give no bits")
-            return PackedLinear(rounded(weight, self._bits), outputs, bias)
+            return PackedLinear(rounded(dense, self._bits), outputs, bias)
         if device.type == "cpu" and self.quantised(name) is not None:
             weight = self._grouped(name, (outputs, inputs))
             packed = weight.packed()
