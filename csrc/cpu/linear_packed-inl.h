@@ -1,5 +1,6 @@
-// Packed weights times few rows (core/linear.h), at one instruction set. The 16 outputs of a block are lanes; a pair of
-// digits of a row, or four bytes of them, is one word for all of them. A row has sums of its own, so no other row changes a bit.
+// Packed weights times few rows (core/linear.h), at one instruction set. The 16 outputs of a block are lanes; a
+// pair of digits of a row, or four bytes of them, is one word for all of them. A row has sums of its own, so no
+// other row changes a bit.
 //
 // Of several rows multiplying takes longer than reading. Then half of the codes are crossed: of pairs of codes p, q and
 // of digits x, y,
