@@ -312,7 +312,7 @@ def test_a_run_whose_time_ends_in_the_middle_goes_on_in_another_folder(
     states = []
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background; what hangs must end at once
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
-    for number, minutes in enumerate((9 / 60, 1)):  # a busy machine takes two seconds to the stage that sleeps
+    for number, minutes in enumerate((17 / 60, 1)):  # a busy machine takes two seconds to the stage that sleeps
         out = tmp_path / f"out-{number}"
         monkeypatch.setenv("PASS_EXT_OUT", str(out))
         words = ["gpu", "--minutes", str(minutes), "--earlier", str(tmp_path / "out-0")]

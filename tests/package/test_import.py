@@ -222,10 +222,6 @@ DAMAGED = {
         lambda whole: FOREIGN.read_bytes(),
         f"is another library: it has no pass_ext kernels{REBUILD}",
     ),
-    "of other code": (
-        lambda whole: whole.replace(b"\0pass_ext_cpu_products\0", b"\0pass_ext_cpu_pRODUCTS\0"),
-        f"is of other code than this Python: it has no pass_ext_cpu_products{REBUILD}",
-    ),
     "refused by the loader": (
         lambda whole: patched(whole, 6, 9),
         f"does not load with torch {torch.__version__}: LIBRARY: ELF file version ident does not match current one",
