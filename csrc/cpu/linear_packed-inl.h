@@ -112,10 +112,12 @@ void multiply_packed_tile(const Block* blocks, int64_t steps, const uint32_t* di
     }
     const Block& block = blocks[s / Block::kSteps];
     const int step = s % Block::kSteps;
+    if (step == 0) {
 #pragma GCC unroll 2
-    for (int v = 0; step == 0 && v < kVectors; ++v) {
-      scales[v] = load(block.scale + v * Floats::width);
-      offsets[v] = load(block.offset + v * Floats::width);
+      for (int v = 0; v < kVectors; ++v) {
+        scales[v] = load(block.scale + v * Floats::width);
+        offsets[v] = load(block.offset + v * Floats::width);
+      }
     }
     const auto read = reader_of(block);
     const auto digit = [&](int r, int word) { return constant(Words{}, digits[r * kDigitWords + word]); };
