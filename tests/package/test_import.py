@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import types
 from importlib import metadata
 from pathlib import Path
@@ -208,7 +209,22 @@ def patched(whole, offset, value):
 OTHER_MACHINE = {"x86_64": (183, "aarch64"), "aarch64": (62, "x86_64")}.get(platform.machine(), (243, "riscv64"))
 FOREIGN = Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so"
 REBUILD = ". Build it again: pip install --no-build-isolation -e ."
+
+
+def compiled(text):
+    """The bytes of a library of this C++."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "library.so")
+        command = [os.environ.get("CXX", "g++"), "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
+        subprocess.run(command, input=text.encode(), check=True)
+        return library.read_bytes()
+
+
 DAMAGED = {
+    "of other code": (
+        lambda whole: compiled('extern "C" const char* pass_ext_namespace() { return "pass_ext"; }'),
+        f"is of other code than this Python: it has no pass_ext_cpu_isa{REBUILD}",
+    ),
     "empty": (lambda whole: b"", f"is empty{REBUILD}"),
     "text": (lambda whole: b"This is not an ELF file. " * 20, f"is not a shared library{REBUILD}"),
     "head": (lambda whole: whole[:40], f"is cut short: it has 40 bytes{REBUILD}"),
@@ -342,7 +358,7 @@ def test_info_names_no_architectures_of_a_cuda_library_that_was_deleted(tmp_path
     assert [line.split()[-1] for line in lines if line.startswith("built with CUDA")] == ["no"]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DAMAGED if kind != "other project"])
+@pytest.mark.parametrize("kind", [kind for kind in DAMAGED if kind not in ("other project", "of other code")])
 def test_a_damaged_cuda_library_is_named(kind, tmp_path, monkeypatch):
     sentence = damage(tmp_path / "_C_cuda.so", kind, (PACKAGE / "_C.so").read_bytes())
     monkeypatch.setattr(_library, "_HERE", tmp_path)
