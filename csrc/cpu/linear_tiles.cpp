@@ -89,7 +89,9 @@ void multiply_tiles(const LinearRows<bfloat16>& problem, Tiles& tiles, const uin
     });
     each_sum([&](auto o, auto b) { tiles.template add_products<o * kTogether + b, kWeights + o, kX + b>(); });
   }
-  each_sum([&](auto o, auto b) { tiles.template store<o * kTogether + b>(of_tile(o, b), kMostRows * sizeof(float)); });
+  each_sum([&](auto o, auto b) {
+    tiles.template store<o * kTogether + b>(sums + (b * kTogether + o) * kOfTile, kMostRows * sizeof(float));
+  });
 }
 
 TileShapes shapes_for(int rows) {
