@@ -87,24 +87,32 @@ class Pool {
   std::vector<Buffer*> free_;
 };
 
+ProductUnit unit_for(const AttentionProblem& problem) {
+  return problem.type == FloatType::bfloat16 ? product_unit() : ProductUnit::fp32;
+}
+
 // Work space of one thread for one call.
 class Worker {
  public:
-  Worker(size_t key_dim, size_t value_dim, bool has_codes) {
+  Worker(size_t key_dim, size_t value_dim, bool has_codes, bool has_tiles) {
     thread_local Buffer buffer;
     const size_t sizes[] = {key_dim * kTaskRows,
                             key_dim * kTileKeys,
                             value_dim * kTileKeys,
                             kTileKeys * kMostBlockRows,
+                            has_tiles ? size_t{kTileKeys * kMostBlockRows} : 0,
                             kMostBlockRows,
+                            has_tiles ? value_dim * 48 : 0,
                             value_dim * 2,
                             has_codes ? kTileKeys * (key_dim + value_dim) : 0};
+    constexpr int kParts = sizeof sizes / sizeof sizes[0];
     size_t total = 0;
     for (size_t size : sizes) total += size;
-    float* parts[7] = {buffer.at_least(total)};
-    for (int i = 1; i < 7; ++i) parts[i] = parts[i - 1] + sizes[i - 1];
+    float* parts[kParts] = {buffer.at_least(total)};
+    for (int i = 1; i < kParts; ++i) parts[i] = parts[i - 1] + sizes[i - 1];
     const auto words = [](float* part) { return reinterpret_cast<uint32_t*>(part); };
-    scratch_ = {words(parts[0]), words(parts[1]), words(parts[2]), words(parts[3]), parts[4], parts[5], parts[6]};
+    scratch_ = {words(parts[0]), words(parts[1]), words(parts[2]), words(parts[3]), words(parts[4]),
+                parts[5],        parts[6],        parts[7],        parts[8]};
   }
 
   void run(Unit& unit, int32_t chunk, Pool& pool);
@@ -155,13 +163,28 @@ Units units_of(const AttentionProblem& problem, CodeType codes, const KeyLists& 
   return units;
 }
 
+// By the unit that multiplies numbers of the problem's type.
+void attend_at_level(const AttentionTask& task, const AttentionScratch& scratch, const PartialRows& result) {
+  switch (unit_for(*task.problem)) {
+#if defined(__x86_64__)
+    case ProductUnit::amx:
+      PASS_EXT_AT_LEVEL(product_isa(), attend_by_tiles<ProcessorTiles>(task, scratch, result));
+      return;
+#endif
+    case ProductUnit::amx_emulated:
+      PASS_EXT_AT_LEVEL(product_isa(), attend_by_tiles<EmulatedTiles>(task, scratch, result));
+      return;
+    default: PASS_EXT_AT_LEVEL(product_isa(), attend(task, scratch, result));
+  }
+}
+
 void Worker::run(Unit& unit, int32_t chunk, Pool& pool) {
   float* const memory = pool.memory_of(unit);
   AttentionTask task = unit.chunk(chunk);
   task.has_queries = arranged_ == &unit;
   arranged_ = &unit;
   const PartialRows result = unit.result(memory, chunk);
-  PASS_EXT_AT_LEVEL(product_isa(), attend(task, scratch_, result));
+  attend_at_level(task, scratch_, result);
   if (unit.unfinished.fetch_sub(1) != 1) return;
   std::vector<PartialRows> parts(unit.chunks);
   for (int32_t i = 0; i < unit.chunks; ++i) parts[i] = unit.result(memory, i);
@@ -225,7 +248,7 @@ void attend_on_cpu(const AttentionProblem& problem, CodeType codes, const KeyLis
   static Pool pool;
   std::atomic<size_t> next{0};
   const auto run = [&](int64_t) {
-    Worker worker(problem.head_dim, problem.value_dim, codes != CodeType::none);
+    Worker worker(problem.head_dim, problem.value_dim, codes != CodeType::none, unit_for(problem) >= ProductUnit::amx);
     for (size_t i = next++; i < tasks.size(); i = next++) worker.run(*tasks[i].first, tasks[i].second, pool);
   };
   const int64_t threads = work < (threads_are_ready() ? kReadyAloneBelow : kAloneBelow)

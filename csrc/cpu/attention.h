@@ -48,9 +48,11 @@ struct AttentionScratch {
   uint32_t* keys;     // [kTileKeys, head_dim]
   uint32_t* values;   // [kTileKeys, value_dim]
   uint32_t* scores;   // [kTileKeys, kMostBlockRows]
+  uint32_t* weights;  // as scores, and `sums` three of 16 rows of values: by tiles (attention_by_tiles-inl.h)
   float* scale;       // [kMostBlockRows]
-  void* row;          // two of V, of any type
-  float* decoded;     // [kTileKeys, head_dim + value_dim], if K and V are codes
+  float* sums;
+  void* row;       // two of V, of any type
+  float* decoded;  // [kTileKeys, head_dim + value_dim], if K and V are codes
 };
 
 // Refuses values out of range. On CUDA this check would need a synchronisation.

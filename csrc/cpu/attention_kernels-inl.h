@@ -8,7 +8,7 @@
 // (attention_few-inl.h), and read values where they lie.
 
 #include "cpu/product-inl.h"
-#include "cpu/transpose-inl.h"
+#include "cpu/turn-inl.h"
 
 #include "cpu/attention_codes-inl.h"
 #include "cpu/attention_forms-inl.h"
@@ -240,33 +240,30 @@ void add_left_out(const AttentionTask& task, int32_t first, const TileRows<T>& t
   }
 }
 
-// T: of rows in memory.
-template <typename Form, typename T = typename Form::Storage>
-void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const PartialRows& result) {
-  using E = typename Form::Element;
-  constexpr bool has_codes = !std::is_same_v<T, typename Form::Storage>;
-  const AttentionProblem& problem = *task.problem;
-  const int32_t key_dim = problem.head_dim, value_dim = problem.value_dim, steps = key_dim / Form::size;
-  const int32_t padded = (task.rows + kBlockRows - 1) / kBlockRows * kBlockRows;
-  E* const queries = reinterpret_cast<E*>(scratch.queries);
-  float* const scores = reinterpret_cast<float*>(scratch.scores);
-  const bool is_few = is_of_few<Form>(task);
-  if (!task.has_queries) arrange_queries<Form>(task, queries);
-  memset(result.values, 0, sizeof(float) * task.rows * value_dim);
+// Of no keys yet.
+inline void begin_rows(const AttentionTask& task, const PartialRows& result) {
+  const int32_t padded = (task.rows + kMostBlockRows - 1) / kMostBlockRows * kMostBlockRows;
+  memset(result.values, 0, sizeof(float) * task.rows * task.problem->value_dim);
   for (int32_t r = 0; r < padded; ++r) {
     result.maximum[r] = -kLargest;
     result.total[r] = result.exact_total[r] = 0.0f;
   }
+}
+
+// function(rows, their factors, place of the first key, lines of the next ones) for the tiles of a task, or so much of
+// one as there is room for. T: of rows in memory.
+template <typename Form, typename T, typename Function>
+void for_each_tile(const AttentionTask& task, const AttentionScratch& scratch, Function&& function) {
+  constexpr bool has_codes = !std::is_same_v<T, typename Form::Storage>;
   constexpr int32_t header = has_codes ? kCodeHeader : 0;
-  const int32_t key_bytes = header + key_dim * static_cast<int32_t>(sizeof(T));
-  const int32_t value_bytes = header + value_dim * static_cast<int32_t>(sizeof(T));
+  const int32_t key_bytes = header + task.problem->head_dim * static_cast<int32_t>(sizeof(T));
+  const int32_t value_bytes = header + task.problem->value_dim * static_cast<int32_t>(sizeof(T));
   TileRows<T> tiles[2];
   std::conditional_t<has_codes, TileRows<typename Form::Storage>, char> decoded;
   TileFactors factors;
   int32_t first = task.tiles->first_place(task.first_tile);
   const int32_t end = task.tiles->first_place(task.end_tile);
   if (first == end) return;  // levels may leave out a whole chunk
-  // A tile, or so much of it as there is room for.
   int32_t tile_index = task.first_tile;
   const auto end_of_tile = [&](int32_t from) {
     while (task.tiles->first_place(tile_index + 1) <= from) ++tile_index;
@@ -274,19 +271,8 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
   };
   tiles[0].find(task, first, end_of_tile(first));
   tiles[0].prefetch(key_bytes, value_bytes);
-  for (int32_t turn = 0; first < end; first += tiles[turn].count, turn = 1 - turn) {
-    if constexpr (has_codes) decode_tile<Form>(task, tiles[turn], scratch.decoded, decoded, factors);
-    const auto& tile = [&]() -> const auto& {
-      if constexpr (has_codes)
-        return decoded;
-      else
-        return tiles[turn];
-    }();
-    const int32_t keys = tile.count;
-    const bool all_seen = task.tiles->all_see(problem, task.request, first, keys);
-    const bool are_in_place = task.rows <= kMostRows && all_seen && keys % Form::size == 0;
-    const Keys<Form> key_rows = is_few ? Keys<Form>{} : keys_of<Form>(tile, scratch, key_dim);
-    const bool left_out = !are_in_place && fill_values<Form>(tile, scratch, value_dim, all_seen);
+  for (int32_t turn = 0; first < end; turn = 1 - turn) {
+    const int32_t keys = tiles[turn].count;
     Ahead ahead;
     if (first + keys < end) {
       tiles[1 - turn].find(task, first + keys, end_of_tile(first + keys));
@@ -295,13 +281,37 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
       ahead.count = tiles[1 - turn].count;
       ahead.key_bytes = key_bytes;
       ahead.value_bytes = value_bytes;
-      const int32_t of_keys = is_few ? (keys + kBlockRows - 1) / kBlockRows * ((task.rows + kMostRows - 1) / kMostRows)
-                                     : (task.rows + kBlockRows - 1) / kBlockRows * (keys / kMostRows);
-      const int32_t blocks =
-          of_keys + (task.rows + kMostRows - 1) / kMostRows * ((value_dim + kBlockRows - 1) / kBlockRows);
-      const int32_t row_bytes = ahead.key_bytes > ahead.value_bytes ? ahead.key_bytes : ahead.value_bytes;
-      ahead.lines_at_once = ahead.count * (row_bytes / 32) / 2 / (blocks + 1) + 1;
     }
+    if constexpr (has_codes) {
+      decode_tile<Form>(task, tiles[turn], scratch.decoded, decoded, factors);
+      function(decoded, factors, first, ahead);
+    } else {
+      function(tiles[turn], factors, first, ahead);
+    }
+    first += keys;
+  }
+}
+
+// T: of rows in memory.
+template <typename Form, typename T = typename Form::Storage>
+void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const PartialRows& result) {
+  using E = typename Form::Element;
+  const AttentionProblem& problem = *task.problem;
+  const int32_t key_dim = problem.head_dim, value_dim = problem.value_dim, steps = key_dim / Form::size;
+  E* const queries = reinterpret_cast<E*>(scratch.queries);
+  float* const scores = reinterpret_cast<float*>(scratch.scores);
+  const bool is_few = is_of_few<Form>(task);
+  if (!task.has_queries) arrange_queries<Form>(task, queries);
+  begin_rows(task, result);
+  for_each_tile<Form, T>(task, scratch, [&](const auto& tile, const TileFactors& factors, int32_t first, Ahead& ahead) {
+    const int32_t keys = tile.count;
+    const bool all_seen = task.tiles->all_see(problem, task.request, first, keys);
+    const bool are_in_place = task.rows <= kMostRows && all_seen && keys % Form::size == 0;
+    const Keys<Form> key_rows = is_few ? Keys<Form>{} : keys_of<Form>(tile, scratch, key_dim);
+    const bool left_out = !are_in_place && fill_values<Form>(tile, scratch, value_dim, all_seen);
+    const int32_t of_keys = is_few ? (keys + kBlockRows - 1) / kBlockRows * ((task.rows + kMostRows - 1) / kMostRows)
+                                   : (task.rows + kBlockRows - 1) / kBlockRows * (keys / kMostRows);
+    ahead.share(of_keys + (task.rows + kMostRows - 1) / kMostRows * ((value_dim + kBlockRows - 1) / kBlockRows));
     const bool is_raw = all_seen && problem.softcap == 0.0f && !Form::has_factors;
     for (int32_t row = 0; row < task.rows; row += kBlockRows) {
       const int32_t rows = static_cast<int32_t>(minimum_of(kBlockRows, task.rows - row));
@@ -331,7 +341,7 @@ void attend_in(const AttentionTask& task, const AttentionScratch& scratch, const
         add_values(Stored<E>{reinterpret_cast<const E*>(scratch.values), value_dim});
     }
     if (left_out) add_left_out(task, first, tile, result);
-  }
+  });
 }
 
 inline void attend(const AttentionTask& task, const AttentionScratch& scratch, const PartialRows& result) {
@@ -356,6 +366,8 @@ inline void attend(const AttentionTask& task, const AttentionScratch& scratch, c
     case FloatType::float32: return attend_in<Singles<float>>(task, scratch, result);
   }
 }
+
+#include "cpu/attention_by_tiles-inl.h"
 
 // ---- merging and writing ----
 

@@ -37,8 +37,10 @@ class AttentionTiles {
   AttentionTiles(const AttentionProblem& problem, const AttentionRequest& request)
       : prefix_(request.prefix), begin_(request.begin), first_node_tile_(request.prefix / kTileColumns) {
     std::vector<int32_t> tile_of(request.nodes);
+    columns_.resize(request.nodes);
     for (int32_t node = 0; node < request.nodes; ++node) {
-      const int32_t tile = (request.prefix + level_of(problem, request, node)) / kTileColumns - first_node_tile_;
+      columns_[node] = request.prefix + level_of(problem, request, node);
+      const int32_t tile = columns_[node] / kTileColumns - first_node_tile_;
       if (tile >= static_cast<int32_t>(ends_.size())) ends_.resize(tile + 1);
       ++ends_[tile_of[node] = tile];
     }
@@ -87,6 +89,17 @@ class AttentionTiles {
     return nodes_.empty() || place < prefix_ ? place : prefix_ + nodes_[place - prefix_];
   }
 
+  // The column of the key at a place.
+  int32_t column_at(int32_t place) const {
+    return is_listed_ || place < prefix_ ? place : columns_[key_at(place) - prefix_];
+  }
+  // True if the keys at places [first, first + count) are in columns that follow each other.
+  bool are_columns(int32_t first, int32_t count) const {
+    for (int32_t place = std::max(first, prefix_); !is_listed_ && place < first + count; ++place)
+      if (column_at(place) - column_at(first) != place - first) return false;
+    return true;
+  }
+
   // True if every node of the task sees all keys at places [first, first + count).
   bool all_see(const AttentionProblem& problem, const AttentionRequest& request, int32_t first, int32_t count) const {
     return is_listed_ || pass_ext::all_see<true>(problem, request, first, count);
@@ -118,9 +131,10 @@ class AttentionTiles {
 
   int32_t prefix_, begin_, first_node_tile_;
   bool is_listed_ = false;
-  std::vector<int32_t> listed_;  // keys by place
-  std::vector<int32_t> ends_;    // the nodes up to each tile's end, from the tile of column prefix on
-  std::vector<int32_t> nodes_;   // nodes by place; empty if they lie in their own order
+  std::vector<int32_t> listed_;   // keys by place
+  std::vector<int32_t> columns_;  // of each node
+  std::vector<int32_t> ends_;     // the nodes up to each tile's end, from the tile of column prefix on
+  std::vector<int32_t> nodes_;    // nodes by place; empty if they lie in their own order
 };
 
 }  // namespace pass_ext

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "core/accept.h"
 #include "core/adapter.h"
@@ -33,6 +34,7 @@
 #include "cpu/linear.h"
 #include "cpu/recurrent.h"
 #include "cpu/rows.h"
+#include "cpu/tiles.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)

@@ -38,12 +38,6 @@ struct Blocks {
   int64_t words() const { return pairs * rows; }
 };
 
-// function(integral constant) for 0 to count - 1.
-template <typename Function, int... i>
-void each_of(std::integer_sequence<int, i...>, Function&& function) {
-  (function(std::integral_constant<int, i>{}), ...);
-}
-
 // A tile of weights at the end of their rows or behind the last output: a copy, with zeros behind it.
 void copy_edge(const LinearRows<bfloat16>& problem, int64_t output, int64_t input,
                bfloat16 (&edge)[kOutputs][kInputs]) {

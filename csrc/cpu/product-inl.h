@@ -34,6 +34,12 @@ struct Ahead {
   int32_t count = 0, key_bytes = 0, value_bytes = 0, lines_at_once = 0;  // bytes of a row
   int32_t next = 0, offset = 0;
 
+  // For about so many calls of fetch.
+  void share(int32_t calls) {
+    const int32_t row_bytes = key_bytes > value_bytes ? key_bytes : value_bytes;
+    lines_at_once = count * (row_bytes / 32) / 2 / (calls + 1) + 1;
+  }
+
   void fetch() {
     for (int32_t i = 0; i < lines_at_once && next < count; ++i) {
       if (offset < key_bytes) __builtin_prefetch(static_cast<const char*>(keys[next]) + offset, 0, 2);

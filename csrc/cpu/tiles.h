@@ -8,10 +8,17 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "core/half.h"
 
 namespace pass_ext {
+
+// function(integral constant) for 0 to count - 1.
+template <typename Function, int... i>
+void each_of(std::integer_sequence<int, i...>, Function&& function) {
+  (function(std::integral_constant<int, i>{}), ...);
+}
 
 // The shapes of the tiles, in the form of the instruction LDTILECFG.
 struct TileShapes {

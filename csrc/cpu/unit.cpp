@@ -29,8 +29,8 @@ constexpr int64_t kSteps = 4096;
 constexpr int kRuns = 16;  // of each unit, in turn; of equal work, so that the shortest is what the unit can do
 
 // Pairs are left only for what is clearly faster. Processors lie far from this margin on either side, at 0.5 (Zen 4),
-// 2.0 (Emerald Rapids) and, with tiles, 8.8 there, so that neither noise nor the clock changes the answer from process to
-// process.
+// 2.0 (Emerald Rapids) and, with tiles, 8.8 there, so that neither noise nor the clock changes the answer from process
+// to process.
 constexpr bool is_clearly_faster(double seconds, double than) { return seconds * 1.3 < than; }
 static_assert(!is_clearly_faster(1.0, 1.0) && !is_clearly_faster(1.0, 0.5) && is_clearly_faster(1.0, 2.0), "");
 

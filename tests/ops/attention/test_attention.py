@@ -37,6 +37,7 @@ FAST_WIDTHS = [*((dim, dim) for dim in HEAD_DIMS), TWO_WIDTHS]
 # ---- the exact result ----
 
 
+@pytest.mark.by_tiles
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("widths", FAST_WIDTHS, ids=str)
@@ -52,6 +53,7 @@ def test_every_type_and_head_size(backend, dtype, widths):
 WIDTHS = [(16, 16), (48, 32), (64, 128), (160, 160), (192, 112), (256, 272), (512, 512), (576, 512)]
 
 
+@pytest.mark.by_tiles
 @pytest.mark.sanitizer
 @pytest.mark.parametrize(("widths", "dtype"), pairwise(WIDTHS, FLOATS, "cpu"), ids=str)
 def test_keys_and_values_of_any_width(backend, dtype, widths):
@@ -69,6 +71,7 @@ def test_keys_and_values_of_any_width(backend, dtype, widths):
         check(backend, [100, 9], [3, 30], layout="gaps", heads=(3, 2), inputs=PEAKY, **options)
 
 
+@pytest.mark.by_tiles
 def test_values_that_are_the_first_numbers_of_the_keys(backend):
     """One latent for both, as multi-head latent attention caches it: to the bit what a copy gives."""
     for dtype in FLOATS:
@@ -81,6 +84,7 @@ def test_values_that_are_the_first_numbers_of_the_keys(backend):
         assert_same_runs([out, lse], list(run(backend, case | copies)))
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16, 33])
 def test_every_number_of_heads(backend, group):
     for kv_heads, nodes in sized(backend, [(1, 1), (2, 5)], [(1, 1), (2, 9), (5, 3)]):
@@ -88,6 +92,7 @@ def test_every_number_of_heads(backend, group):
             check(backend, [sized(backend, 40, 200)], [nodes], heads=(kv_heads, group), dtype=dtype)
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("prefix", [0, 1, 63, 64, 65, 127, 129, 1000, 8192])
 def test_every_length(backend, prefix):
     if is_small(backend) and prefix > 1000:
@@ -98,6 +103,7 @@ def test_every_length(backend, prefix):
             check(backend, [prefix], [2], heads=(1, 3), new=new, layout=layout, dtype=torch.float32)
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_every_shape_of_weights(backend, dtype, inputs):
@@ -112,6 +118,7 @@ def test_a_row_with_many_small_weights(backend):
         check(backend, [sized(backend, 190, 6000)], [1], heads=(1, 1), dtype=dtype, inputs=SINK)
 
 
+@pytest.mark.by_tiles
 @pytest.mark.sanitizer
 @pytest.mark.parametrize(("layout", "new"), pairwise(LAYOUTS, [False, True], "cpu"))
 def test_every_layout(backend, layout, new):
@@ -123,6 +130,7 @@ def test_every_layout(backend, layout, new):
             check(backend, prefixes, sizes, layout=layout, new=new, dtype=dtype, spare=3)
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_kind_of_tree(backend, mask):
     check(backend, [30, 7], [26, 63], mask=mask, heads=(1, 2))
@@ -131,6 +139,7 @@ def test_every_kind_of_tree(backend, mask):
         check(backend, [65], [256], mask=mask, heads=(1, 2), dtype=torch.float16)
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0])
 def test_softcap(backend, softcap):
     for inputs in (RANDOM, PEAKY, FLAT):
@@ -150,6 +159,7 @@ def test_scale(backend, scale):
         check(backend, [66], [4], scale=scale, dtype=dtype, heads=(1, 2), inputs=FLAT if scale == 1.0 else RANDOM)
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("scale", [1e10, -1e10])
 def test_logits_of_billions_leave_one_key(backend, scale):
     for dtype in sized(backend, [torch.bfloat16], FLOATS):
@@ -159,6 +169,7 @@ def test_logits_of_billions_leave_one_key(backend, scale):
         torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-6, atol=0.0)
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_hardly_worse_than_rounding_the_exact_result(backend, dtype):
     """The bound holds for every input, so it is wide; on random inputs the error is little more than out's own rounding."""
@@ -205,6 +216,7 @@ def any_case(draw, longest, most_nodes, most_requests, most_heads):
     )
 
 
+@pytest.mark.by_tiles
 def test_anything(backend):
     limits = sized(backend, (200, 30, 3, 2), (300, 70, 4, 4))
 
@@ -220,6 +232,7 @@ def test_anything(backend):
     right()
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("window", [1, 63, 64, 65, 130, 200])
 def test_a_window_far_after_the_start(backend, window):
     """Tiles of keys out of every row's reach, which are poison, and tiles that the root sees in full but its descendants do
@@ -245,6 +258,7 @@ def test_a_chunk_far_after_the_start(backend, chunk):
 # ---- sinks ----
 
 
+@pytest.mark.by_tiles
 @pytest.mark.sanitizer
 @pytest.mark.parametrize(("widths", "dtype"), pairwise(FAST_WIDTHS, FLOATS, "cpu"), ids=str)
 def test_sinks(backend, dtype, widths):
@@ -380,6 +394,7 @@ def test_the_same_bits_in_every_run(backend):
         assert_same_runs(runs(backend, case), first)
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_on_the_cpu_the_same_bits_for_any_number_of_threads_and_any_batch(backend, dtype):
     if not backend.name.startswith("cpu"):
@@ -403,6 +418,7 @@ def test_on_the_cpu_the_same_bits_for_any_number_of_threads_and_any_batch(backen
         assert_same_runs(run(backend, alone), [tensor[rows] for tensor in results[0]])
 
 
+@pytest.mark.by_tiles
 def test_layouts_do_not_change_a_bit(backend):
     """The same keys in another place: dense, paged, in the cache or beside it."""
     expected = None

@@ -46,6 +46,7 @@ def cases(backend):
         yield dict(prefixes=[300], sizes=[66], options=dict(chunk=70, dim=128, mask="bits"))
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize(("dtype", "codes"), pairwise(FLOATS, CODES, "cpu"), ids=str)
 def test_the_stored_numbers_are_attended_to(backend, dtype, codes):
     for each in cases(backend):
@@ -79,6 +80,7 @@ def test_values_that_are_the_first_numbers_of_the_keys(backend, codes):
     assert_same_runs(list(result), list(run(backend, case | copies)))
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("codes", CODES, ids=str)
 def test_every_code(backend, codes):
     """One key a request: the result is its value. Codes that are no number make the result NaN, or infinite, in e5m2."""
@@ -95,6 +97,7 @@ def test_every_code(backend, codes):
     torch.testing.assert_close(out[0, 0], expected, rtol=1e-6, atol=0.0, equal_nan=True)
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("codes", CODES, ids=str)
 def test_values_that_are_no_numbers_reach_the_rows_that_see_them(backend, codes):
     """One value's scale is NaN; or one code of it NaN, or infinite. Other rows keep their bits."""
@@ -147,6 +150,7 @@ def test_scales_of_any_size(backend):
             assert_right(run(backend, case), case, attention_terms(**case))
 
 
+@pytest.mark.by_tiles
 def test_a_step_has_the_bits_of_one_row(backend):
     """Of a row alone, whose path is in the cache."""
     if not backend.name.startswith("cpu"):

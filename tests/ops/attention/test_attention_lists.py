@@ -14,6 +14,7 @@ def is_cpu(backend):
     return backend.name.startswith("cpu")
 
 
+@pytest.mark.by_tiles
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("listed", [0.0, 0.1, 0.7, 1.0])
@@ -52,6 +53,7 @@ def test_lists_of_nothing(backend):
     assert not out.any() and (lse == -torch.inf).all()
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_list_of_all_that_a_row_sees_changes_no_bit(backend, dtype):
     """On a GPU beside the same kernel without lists."""
@@ -64,6 +66,7 @@ def test_a_list_of_all_that_a_row_sees_changes_no_bit(backend, dtype):
             assert_same_runs(run(backend, case), run(backend, case | {"key_lists": keys}))
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("mask", [CHAIN, UNIFORM])
 def test_a_row_of_a_tree_has_the_bits_of_a_row_alone(backend, dtype, mask):

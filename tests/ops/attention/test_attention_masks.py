@@ -102,6 +102,7 @@ def test_every_bit_across_pages(backend, layout, new):
         check_every_bit(backend, prefixes, sizes, mask=BITS, layout=layout, new=new, spare=5)
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 64, 2**31 - 1])
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_bit_in_a_window(backend, window, mask):
@@ -136,6 +137,7 @@ def test_rows_that_see_nothing(backend):
 # ---- poison ----
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize(
     ("value", "name"), pairwise([math.nan, math.inf, -math.inf], ["k_cache", "v_cache", "k_new", "v_new"], "cpu")
 )
@@ -169,6 +171,7 @@ def test_a_broken_node_breaks_only_rows_that_see_it(backend, name, value):
                 assert out.isnan().all() and after[1][sees].isnan().all()
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("node", [0, 9, 19])
 def test_a_row_that_sees_only_infinity_gets_infinity(backend, node):
     case, _ = solved([8], [20], mask=BITS, window=20)
@@ -179,6 +182,7 @@ def test_a_row_that_sees_only_infinity_gets_infinity(backend, node):
     assert (out == math.inf).all() and lse.isfinite().all()
 
 
+@pytest.mark.by_tiles
 def test_a_broken_prefix_key_breaks_only_rows_that_reach_it(backend):
     case, _ = solved([40], [8], mask=CHAIN, window=6, heads=(1, 2))
     fine = case["v_cache"].clone()
@@ -206,6 +210,7 @@ def test_a_broken_query_breaks_only_its_own_row(backend):
                 assert after[0][2, 4].isnan().all() and after[1][2, 4].isnan()
 
 
+@pytest.mark.by_tiles
 def test_nothing_unread_leaks(backend):
     """Cases are poisoned wherever nothing may be read. This case has much of that: unused slots, pages, nodes and rows."""
     for layout in ("rows", "paged 16"):
@@ -217,6 +222,7 @@ def test_nothing_unread_leaks(backend):
             assert cached.isnan().sum() > cached.isfinite().sum()
 
 
+@pytest.mark.by_tiles
 def test_zero_values_stay_zero(backend):
     """Not true if a hidden value comes in with however small a weight."""
     case, _ = solved([0], [6], mask=UNIFORM, heads=(1, 2), new=True)

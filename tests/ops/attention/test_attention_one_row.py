@@ -52,6 +52,7 @@ KINDS = [(RANDOM, dtype) for dtype in FLOATS] + [(ORDERED, dtype) for dtype in F
 """ORDERED has numbers above float16's largest."""
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize(("kind", "mask"), pairwise(KINDS, [CHAIN, CATERPILLAR, BUSHY, UNIFORM], "cpu"), ids=str)
 def test_a_row_of_a_tree_has_the_bits_of_a_row_alone(backend, kind, mask):
     inputs, dtype = kind
@@ -59,24 +60,28 @@ def test_a_row_of_a_tree_has_the_bits_of_a_row_alone(backend, kind, mask):
         assert_rows_are_alone(backend, prefix, 11, dtype=dtype, mask=mask, heads=(1, 3), seed=prefix, inputs=inputs)
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("window", [1, 3, 50, 64, 600])
 def test_in_a_window(backend, window):
     for prefix in some(backend, (0, 37, 60, 130, 509, 1020)):
         assert_rows_are_alone(backend, prefix, 9, mask=UNIFORM, window=window, seed=prefix)
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("chunk", [1, 3, 50, 64, 600])
 def test_in_chunks(backend, chunk):
     for prefix in some(backend, (0, 37, 60, 130, 509, 1020)):
         assert_rows_are_alone(backend, prefix, 9, mask=UNIFORM, chunk=chunk, seed=prefix)
 
 
+@pytest.mark.by_tiles
 def test_far_after_the_start(backend):
     """Where shares hold several steps: around the end of one in a window, and over all that is in front."""
     assert_rows_are_alone(backend, 9214, 5, mask=BUSHY, window=50)
     assert_rows_are_alone(backend, 4350, 3, mask=CHAIN, heads=(1, 2))
 
 
+@pytest.mark.by_tiles
 def test_in_large_trees(backend):
     """Up to 64 nodes beside up to 63 keys of the prefix in one tile, and a chain through several tiles."""
     for prefix in sized(backend, (127,), (0, 30, 63, 127)):
@@ -84,6 +89,7 @@ def test_in_large_trees(backend):
     assert_rows_are_alone(backend, 40, sized(backend, 70, 150), mask=CHAIN, heads=sized(backend, (1, 1), (2, 2)))
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_with_a_softcap_sinks_and_another_head_size(backend, softcap, sinks):
@@ -92,6 +98,7 @@ def test_with_a_softcap_sinks_and_another_head_size(backend, softcap, sinks):
     assert_rows_are_alone(backend, 253, 5, mask=BUSHY, softcap=softcap, sinks=sinks, heads=(1, 9), dim=256, seed=3)
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_in_any_batch_and_on_any_gpu(backend, dtype):
     """Many rows: a block takes all shares of a row, few: a share each; one request of others whose lengths differ."""

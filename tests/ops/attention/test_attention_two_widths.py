@@ -14,6 +14,7 @@ WIDTHS = dict(dim=TWO_WIDTHS[0], value_dim=TWO_WIDTHS[1])
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
+@pytest.mark.by_tiles
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("group", [1, 4, 16])
@@ -77,6 +78,7 @@ def test_rows_without_a_request_and_rows_that_see_nothing(backend):
     assert (out[[1, *range(5, 10)]] == 0).all() and (lse[[1, *range(5, 10)]] == -torch.inf).all()
 
 
+@pytest.mark.by_tiles
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_hardly_worse_than_rounding_the_exact_result(backend, dtype):
     case, exact = solved([sized(backend, 120, 3000)], [8], heads=(1, 4), dtype=dtype, **WIDTHS)
