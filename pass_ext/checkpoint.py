@@ -24,7 +24,7 @@ import torch
 
 from pass_ext.huge_pages import to_huge_pages
 from pass_ext.weights.folder import folder_model, layout_of
-from pass_ext.weights.gguf import read_once, refuse_unread, stored_model
+from pass_ext.weights.gguf import is_oss, read_once, refuse_unread, stored_model, tokenizer_of
 from pass_ext.weights.torchao import pack_torchao
 
 MAX_CACHED_BYTES = 2 << 30
@@ -79,18 +79,19 @@ def load_checkpoint(
         return to_huge_pages(model), tokenizer
     if weights == "stored":
         with read_once():
-            model, tokenizer = (
-                stored_model(file, dtype),
-                AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name),
-            )
+            model, tokenizer = stored_model(file, dtype), tokenizer_of(file)
         return to_huge_pages(model), tokenizer
     cached = _cache_entry(file, dtype)
     if cached.exists() and (loaded := _load_cached(cached, dtype)) is not None:
         return loaded
-    refuse_unread(file)
-    source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    model = plain_copy(AutoModelForCausalLM.from_pretrained(**source, dtype=dtype), dtype)
+    with read_once():
+        refuse_unread(file)
+        tokenizer = tokenizer_of(file)
+        if is_oss(file):
+            model = stored_model(file, dtype, is_dense=True)
+        else:
+            theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+            model = plain_copy(theirs, dtype)
     _cache(model, tokenizer, cached)
     return to_huge_pages(model), tokenizer
 

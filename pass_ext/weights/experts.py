@@ -8,7 +8,7 @@ other rows there are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -65,11 +65,16 @@ class PackedExperts(Packed):
         return f"{self.count} experts, {self.features}, {self.up_features}"
 
 
+def in_two_tensors(module: Any) -> bool:
+    """True for a module that has all experts' gates and ups in one tensor, and their downs in another."""
+    return all(isinstance(getattr(module, name, None), nn.Parameter) for name in ("gate_up_proj", "down_proj"))
+
+
 def can_be_packed(module: Any) -> bool:
     """True for a module whose experts ``PackedExperts`` computes: gated, in two tensors, with whole blocks."""
-    if not all(isinstance(getattr(module, name, None), nn.Parameter) for name in ("gate_up_proj", "down_proj")):
+    if not in_two_tensors(module) or not getattr(module, "has_gate", False):
         return False
-    if not getattr(module, "has_gate", False) or getattr(module, "has_post_expert_norm", False):
+    if getattr(module, "has_post_expert_norm", False):
         return False
     _, up, features = sizes_of(module)
     return up % (2 * OUTPUTS) == 0 and up // 2 % INPUTS == 0 and features % INPUTS == 0
@@ -81,13 +86,15 @@ def sizes_of(module: Any) -> tuple[int, int, int]:
     return (count, second, first) if module.is_transposed else (count, first, second)
 
 
-def fill_experts(module: Any, part: str, numbers: Sequence[Tensor]) -> None:
-    """Writes the numbers ``[out, in]`` of all experts' gate, up or down into the module's own weights."""
-    weights = module.down_proj if part == "down" else module.gate_up_proj
-    for weight, each in zip(weights.detach(), numbers, strict=True):
-        rows = weight.t() if module.is_transposed else weight
+def fill_experts(module: Any, part: str, numbers: Iterable[Tensor], *, bias: bool = False) -> str:
+    """Writes the numbers of all experts' gate, up or down, weights ``[out, in]`` or biases ``[out]``, into the module's own
+    parameter, whose name it returns."""
+    name = f"{'down' if part == 'down' else 'gate_up'}_proj{'_bias' * bias}"
+    for target, each in zip(getattr(module, name).detach(), numbers, strict=True):
+        rows = target.t() if module.is_transposed and not bias else target
         if part != "down" and module.is_concatenated:
             rows = rows[: len(each)] if part == "gate" else rows[len(each) :]
         elif part != "down":
             rows = rows[int(part == "up") :: 2]
         rows.copy_(each)
+    return name

@@ -4,7 +4,7 @@
 
 Each tensor goes from the mapped file to its packed form, one after the other, so that memory peaks near the file's size. What
 has no packed form (norms, formats that are not read, layers of other classes) becomes dense, as transformers makes it.
-transformers' own tables give the config, the names and the order of rows.
+transformers' own tables give the config, the names and the order of rows, but of gpt_oss (``gguf_oss.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pass_ext.weights.experts import PackedExperts, can_be_packed, sizes_of
+from pass_ext.weights import gguf_oss
+from pass_ext.weights.experts import PackedExperts, can_be_packed, fill_experts, in_two_tensors, sizes_of
 from pass_ext.weights.form import OUTPUTS
 from pass_ext.weights.formats import FORMATS, pack_gguf
 from pass_ext.weights.model import empty_model, fill, finished, holder_of, is_lookup, packed_layer
@@ -35,33 +36,26 @@ _PIECE = 1 << 19
 """Numbers that are packed at once: what this makes of them stays in the cache."""
 
 
-def stored_model(file: Path, dtype: torch.dtype) -> Any:
-    """The model, frozen and in eval mode. dtype: of all that is not packed. ValueError for a file that cannot be read."""
-    from transformers import AutoConfig
-
+def stored_model(file: Path, dtype: torch.dtype, *, is_dense: bool = False) -> Any:
+    """The model, frozen and in eval mode. dtype: of all that is not packed, and with ``is_dense`` of everything. ValueError for
+    a file that cannot be read."""
     refuse_unread(file)
     reader = reader_of(file)
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    for key, field in reader.fields.items():  # transformers leaves it at its default
-        if key.endswith(".expert_feed_forward_length") and hasattr(config, "moe_intermediate_size"):
-            config.moe_intermediate_size = int(field.parts[field.data[0]][0])
-    model = empty_model(config, dtype)
-    names, processor = _tables_of(model, reader)
-    table, filled = model.get_input_embeddings(), set[str]()
+    model = empty_model(_config_of(reader, file), dtype)
+    names, processor = _tables_of(model, reader, file)
+    table, filled, foreign = model.get_input_embeddings(), set[str](), list[str]()
     whole: dict[str, Any] = {"tensors": {}}  # tensors that the processor makes of several of the file
     experts = _experts_of(model, reader, names)
-    for place, parts in experts.items():
-        up, down, gate = (_packed_experts(parts[part]) for part in ("up", "down", "gate"))
-        model.set_submodule(place, PackedExperts(model.get_submodule(place), up, down, gate))
-        filled.update(f"{place}.{part}" for part in ("up", "down", "gate"))
-    done = {tensor.name for parts in experts.values() for tensor in parts.values()}
+    for place, tensors in experts.items():
+        filled.update(_place_experts(model, place, tensors, is_dense=is_dense))
+    done = {tensor.name for tensors in experts.values() for tensor in tensors.values()}
     for tensor in reader.tensors:
         if tensor.name in done:
             continue
         name = names.get(tensor.name, "")
         module = holder_of(model, name)
         packed = None
-        if type(module) is nn.Linear or (module is table and is_lookup(module)):
+        if not is_dense and (type(module) is nn.Linear or (module is table and is_lookup(module))):
             packed = _packed(tensor, processor, module)
         if packed is not None:
             layer = packed_layer(module, packed, dtype)
@@ -73,23 +67,50 @@ def stored_model(file: Path, dtype: torch.dtype) -> Any:
         )
         if made.name in names:
             filled.add(fill(model, names[made.name], made.weights))
+        elif made.name is not None:
+            foreign.append(tensor.name)
+    if foreign:
+        raise ValueError(
+            f"{file.name} has tensors for which {type(model).__name__} has no place: {', '.join(foreign[:5])}"
+            f"{', …' * (len(foreign) > 5)}"
+        )
     filled.update(fill(model, name, weights) for name, weights in whole["tensors"].items())
     return finished(model, filled, file.name)
+
+
+def _config_of(reader: Any, file: Path) -> Any:
+    from transformers import AutoConfig
+
+    if is_oss(file):
+        return gguf_oss.config_of(reader, file)
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    for key, field in reader.fields.items():  # transformers leaves it at its default
+        if key.endswith(".expert_feed_forward_length") and hasattr(config, "moe_intermediate_size"):
+            config.moe_intermediate_size = int(field.parts[field.data[0]][0])
+    return config
+
+
+def tokenizer_of(file: Path) -> Any:
+    """The tokenizer of a GGUF file."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # AutoTokenizer reads the config first, at which transformers fails for gpt_oss
+    kind = PreTrainedTokenizerFast if is_oss(file) else AutoTokenizer
+    return kind.from_pretrained(file.parent, gguf_file=file.name)
 
 
 # ---- the file ----
 
 
+def is_oss(file: Path) -> bool:
+    """True for a file of gpt_oss, which transformers cannot convert, and ``stored_model`` can."""
+    return architecture_of(reader_of(file)) == gguf_oss.ARCHITECTURE
+
+
 def refuse_unread(file: Path) -> None:
-    """ValueError for files that transformers reads wrongly: of gpt_oss, whose scaled rotation and experts it does not know, and
-    with MTP layers, which it takes for the model's own in all architectures but Qwen 3.5's."""
+    """ValueError for files with MTP layers, which would be taken for the model's own in all architectures but Qwen 3.5's."""
     reader = reader_of(file)
     architecture, mtp = architecture_of(reader), mtp_layers(file)
-    if architecture in ("gpt-oss", "gpt_oss"):
-        raise ValueError(
-            f"{file.name} is a GGUF file of gpt_oss, which is not read: load its checkpoint, a folder or a name on the Hub, "
-            "whose experts in MXFP4 keep their 4 bits"
-        )
     if mtp and not architecture.startswith("qwen35"):
         raise ValueError(
             f"{file.name} is a GGUF file of {architecture} with an MTP layer, {', '.join(mtp)}, which would be read as "
@@ -127,11 +148,13 @@ def reader_of(file: Path) -> Any:
         raise ValueError(f"{file} is no GGUF file, or damaged, or was cut off: {error}") from error
 
 
-def _tables_of(model: Any, reader: Any) -> tuple[Mapping[str, str], Any]:
+def _tables_of(model: Any, reader: Any, file: Path) -> tuple[Mapping[str, str], Any]:
     """transformers' names of the file's tensors, and what puts a tensor's numbers in its order."""
     from transformers import modeling_gguf_pytorch_utils as theirs
 
-    architecture = theirs.read_field(reader, "general.architecture")[0]
+    if is_oss(file):
+        return gguf_oss.names_of(model.config), theirs.TensorProcessor()
+    architecture = architecture_of(reader)
     kinds: dict[str, Any] = theirs.TENSOR_PROCESSORS
     processor = kinds.get(architecture, theirs.TensorProcessor)(config=model.config.to_dict())
     try:
@@ -200,7 +223,7 @@ def _strings(stored: memoryview, begin: int, count: int) -> tuple[list[Any], int
 
 def _packed(tensor: Any, processor: Any, module: Any) -> Tensor | None:
     """A tensor of the file, packed; None if it has a format, a shape or an order that has no packed form."""
-    kind, shape = tensor.tensor_type.name, [int(size) for size in reversed(tensor.shape)]
+    kind, shape = tensor.tensor_type.name, _shape(tensor)
     if kind not in FORMATS or shape != list(module.weight.shape) or shape[1] % 32:
         return None
     order = np.arange(shape[0])[:, None]
@@ -232,29 +255,52 @@ def _in_pieces(kind: str, stored: Any, order: Any, width: int, *, wide: bool = F
     return packed
 
 
-_EXPERTS = re.compile(r"(blk\.\d+\.ffn_(gate|up|down)_exps)\.weight")
+# ---- experts ----
+
+_EXPERTS = re.compile(r"(blk\.\d+\.ffn_(gate|up|down)_exps)\.(weight|bias)")
 
 
-def _experts_of(model: nn.Module, reader: Any, names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """The tensors of gates, ups and downs of each module of experts that can be packed, by its name."""
-    found: dict[str, dict[str, Any]] = defaultdict(dict)
+def _experts_of(model: nn.Module, reader: Any, names: Mapping[str, str]) -> dict[str, dict[tuple[str, str], Any]]:
+    """The tensors of each module of experts in two tensors, by its name: of ("gate", "weight"), …"""
+    found: dict[str, dict[tuple[str, str], Any]] = defaultdict(dict)
     for tensor in reader.tensors:
         match = _EXPERTS.fullmatch(tensor.name)
-        name = names.get(match[1]) if match else None
-        if match and name and tensor.tensor_type.name in FORMATS:
-            found[name.rpartition(".")[0]][match[2]] = tensor
-    return {
-        place: parts for place, parts in found.items() if len(parts) == 3 and _fit(model.get_submodule(place), parts)
-    }
+        place = names.get(match[1], "").rpartition(".")[0] if match else ""
+        if match and place and in_two_tensors(model.get_submodule(place)):
+            found[place][match[2], match[3]] = tensor
+    return found
 
 
-def _fit(module: Any, parts: Mapping[str, Any]) -> bool:
-    if not can_be_packed(module):
-        return False
-    count, up, features = sizes_of(module)
-    shapes = {part: [int(size) for size in reversed(tensor.shape)] for part, tensor in parts.items()}
-    inner = [count, up // 2, features]
-    return shapes == {"gate": inner, "up": inner, "down": [count, features, up // 2]}
+def _place_experts(
+    model: nn.Module, place: str, tensors: Mapping[tuple[str, str], Any], *, is_dense: bool
+) -> list[str]:
+    """Puts the experts of a module there, packed or dense; the names that they fill. ValueError for other tensors than its."""
+    own: Any = model.get_submodule(place)
+    count, up, features = sizes_of(own)
+    kinds, filled = ("weight", "bias")[: 1 + bool(own.has_bias)], set[str]()
+    sizes = {"gate": (up // 2, features), "up": (up // 2, features), "down": (features, up // 2)}
+    if tensors.keys() != {(part, kind) for part in sizes for kind in kinds}:
+        raise ValueError(
+            f"{place} must have gates, ups and downs, each with {' and '.join(kinds)}, and the file has "
+            f"{', '.join(sorted(tensor.name for tensor in tensors.values()))}"
+        )
+    for (part, kind), tensor in tensors.items():
+        shape, wanted = _shape(tensor), [count, *sizes[part][: 2 if kind == "weight" else 1]]
+        if shape != wanted:
+            raise ValueError(f"tensor {tensor.name} must be {wanted}, and the file has {shape}")
+        if kind == "bias":
+            filled.add(fill_experts(own, part, torch.from_numpy(np.array(dense(tensor), np.float32)), bias=True))
+    weights = {part: tensors[part, "weight"] for part in sizes}
+    has_form = all(tensor.tensor_type.name in FORMATS for tensor in weights.values())
+    if has_form and can_be_packed(own) and not is_dense:
+        packed = {part: _packed_experts(tensor) for part, tensor in weights.items()}
+        model.set_submodule(place, PackedExperts(own, **packed))
+        filled |= packed.keys()
+    else:
+        for part, tensor in weights.items():
+            each = (torch.from_numpy(np.array(dense(tensor, expert), np.float32)) for expert in range(count))
+            filled.add(fill_experts(own, part, each))
+    return [f"{place}.{name}" for name in filled]
 
 
 def _packed_experts(tensor: Any) -> Tensor:
@@ -267,11 +313,15 @@ def _packed_experts(tensor: Any) -> Tensor:
     return packed.unflatten(0, (len(tensor.data), -1))
 
 
-def dense(tensor: Any) -> Any:
-    """The numbers of a tensor of a file, as an array."""
+def _shape(tensor: Any) -> list[int]:
+    return [int(size) for size in reversed(tensor.shape)]
+
+
+def dense(tensor: Any, part: Any = ...) -> Any:
+    """The numbers of a tensor of a file, or of a part of it, as an array."""
     from gguf import dequantize
 
     try:
-        return dequantize(tensor.data, tensor.tensor_type)
+        return dequantize(tensor.data[part], tensor.tensor_type)
     except NotImplementedError as error:
         raise ValueError(f"tensor {tensor.name} is {tensor.tensor_type.name}, which is not read: {error}") from error

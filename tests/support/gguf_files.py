@@ -1,16 +1,17 @@
-"""Small models as GGUF files: ``write_gguf``, ``write_gguf_of_experts`` with random weights, ``qwen35_files`` with those
-of a folder."""
+"""Small models as GGUF files: ``write_gguf``, ``write_gguf_of_experts`` and ``write_gguf_of_oss`` with
+random weights, ``qwen35_files`` with those of a folder."""
 
 import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from support.mtp import model_with_mtp
+from support.small_models import small_model
 
 HIDDEN, LAYERS, FFN, VOCABULARY, EXPERTS = 32, 2, 64, 258, 4
 
 
-def write_gguf(path, kind="F32", *, tied=False, missing=(), mtp=False, architecture="llama"):
+def write_gguf(path, kind="F32", *, tied=False, missing=(), mtp=False):
     """Writes a llama of two small layers with a token per byte, its matrices in this format; returns the path. missing: tensors
     that it leaves out. mtp: with parts of an MTP layer."""
     matrices = {"token_embd": (VOCABULARY, HIDDEN)} | ({} if tied else {"output": (VOCABULARY, HIDDEN)})
@@ -24,7 +25,7 @@ def write_gguf(path, kind="F32", *, tied=False, missing=(), mtp=False, architect
     if mtp:
         matrices[f"blk.{LAYERS}.nextn.eh_proj"] = HIDDEN, 2 * HIDDEN
         vectors |= {f"blk.{LAYERS}.nextn.{name}": HIDDEN for name in ("enorm", "hnorm")}
-    return _write(path, architecture, kind, matrices, vectors, missing, lambda writer: None)
+    return _write(path, "llama", kind, matrices, vectors, missing, lambda writer: None)
 
 
 def write_gguf_of_experts(path, kind, *, width=768, missing=()):
@@ -76,6 +77,96 @@ def _write(path, architecture, kind, matrices, vectors, missing, more):
             writer.add_tensor(f"{name}.weight", gguf.quantize(numbers, own), raw_dtype=own)
     _finish(writer)
     return path
+
+
+def write_gguf_of_oss(path, kind="Q8_0", experts="MXFP4", *, damage=lambda tensors: None, changes=None, **settings):
+    """Writes a gpt_oss of two small layers as llama.cpp does, its matrices in the one format and its experts in the other;
+    returns the model of the file's exact numbers.
+
+    damage: changes the tensors before they are written. changes: of the file's numbers beside tensors; None leaves one out.
+    settings: of the config.
+    """
+    rotation = dict(
+        rope_type="yarn", rope_theta=20000.0, factor=8.0, original_max_position_embeddings=64, truncate=False
+    )
+    shape = dict(
+        hidden_size=64, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2, vocab_size=VOCABULARY
+    )
+    shape |= dict(sharpness=2.0, max_position_embeddings=512, rope_parameters=rotation)
+    model = small_model("gpt_oss", **(shape | settings))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(0, 0.5)
+    config, tensors = model.config, {}
+    for name, parameter in model.named_parameters():
+        for part, numbers in _oss_parts(name, parameter).items():
+            tensors[part] = _rounded(part, numbers, experts if "_exps.weight" in part else kind)
+        parameter.copy_(_oss_joined(name, {part: numbers for part, (numbers, _, _) in tensors.items()}))
+    damage(tensors)
+    keys = {
+        "context_length": 512, "block_count": 2, "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size, "expert_feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "attention.sliding_window": config.sliding_window,
+        "expert_count": config.num_local_experts, "expert_used_count": config.num_experts_per_tok,
+        "rope.freq_base": rotation["rope_theta"], "rope.scaling.type": "yarn", "rope.scaling.factor": rotation["factor"],
+        "rope.scaling.original_context_length": rotation["original_max_position_embeddings"],
+    }  # fmt: skip
+    writer = gguf.GGUFWriter(path, "gpt-oss")
+    writer.add_name("tiny")
+    for name, value in (keys | (changes or {})).items():
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}.get(type(value))
+        if add is not None:
+            add(f"gpt-oss.{name}", value)
+    _add_tokens(writer, VOCABULARY)
+    for name, (_, stored, own) in tensors.items():
+        writer.add_tensor(name, stored, raw_dtype=own)
+    _finish(writer)
+    return model
+
+
+_OSS = {
+    "model.embed_tokens": "token_embd", "lm_head": "output", "model.norm": "output_norm", "model.layers.": "blk.",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm", "self_attn.sinks": "attn_sinks.weight",
+    "self_attn.o_proj": "attn_output", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "mlp.router": "ffn_gate_inp", "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
+    "mlp.experts.gate_up_proj_bias": "ffn_{}_exps.bias", "mlp.experts.down_proj": "ffn_down_exps.weight",
+    "mlp.experts.gate_up_proj": "ffn_{}_exps.weight",
+}  # fmt: skip
+
+
+def _oss_name(name):
+    for theirs, ours in _OSS.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+def _oss_parts(name, numbers):
+    """A tensor of the model as those of the file: gates and ups, which take turns, apart; experts with outputs first."""
+    place, turned = _oss_name(name), numbers.mT if name.endswith(("gate_up_proj", "down_proj")) else numbers
+    if "{}" not in place:
+        return {place: turned}
+    return {place.format("gate"): turned[:, ::2], place.format("up"): turned[:, 1::2]}
+
+
+def _oss_joined(name, tensors):
+    """A tensor of the model, of those of the file."""
+    place = _oss_name(name)
+    whole = (
+        torch.stack([tensors[place.format(part)] for part in ("gate", "up")], 2).flatten(1, 2)
+        if "{}" in place
+        else tensors[place]
+    )
+    return whole.mT if name.endswith(("gate_up_proj", "down_proj")) else whole
+
+
+def _rounded(name, numbers, kind):
+    """The numbers that a file has for these, what it has, and the format."""
+    plain = numbers.ndim == 1 or name.endswith(".bias") or "ffn_gate_inp" in name
+    own = gguf.GGMLQuantizationType["F32" if plain else kind]
+    stored = gguf.quantize(np.ascontiguousarray(numbers.float().numpy()), own)
+    return torch.from_numpy(np.array(gguf.dequantize(stored, own), np.float32)), stored, own
 
 
 def qwen35_files(folder, family, kind):

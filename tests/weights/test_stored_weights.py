@@ -220,15 +220,6 @@ def test_damaged_files_are_refused_in_a_sentence(files, tmp_path):
         load_checkpoint(file)
 
 
-@pytest.mark.parametrize("weights", ["stored", "dense"])
-def test_a_gguf_file_of_gpt_oss_is_refused_by_its_name(tmp_path, weights):
-    file = write_gguf(tmp_path / "oss.gguf", "Q8_0", architecture="gpt-oss")
-    with pytest.raises(
-        ValueError, match=r"oss\.gguf is a GGUF file of gpt_oss, which is not read: load its checkpoint"
-    ):
-        load_checkpoint(file, torch.float32, weights=weights)
-
-
 def test_info_names_formats_and_bytes(files, tmp_path, capsys):
     assert main(["info", str(shutil.copy(files["Q4_0"], tmp_path))]) == 0
     said = capsys.readouterr().out
