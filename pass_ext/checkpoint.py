@@ -24,7 +24,7 @@ import torch
 
 from pass_ext.huge_pages import to_huge_pages
 from pass_ext.weights.folder import folder_model, layout_of
-from pass_ext.weights.gguf import is_oss, read_once, refuse_unread, stored_model, tokenizer_of
+from pass_ext.weights.gguf import config_of, is_oss, read_once, refuse_unread, stored_model, tokenizer_of
 from pass_ext.weights.torchao import pack_torchao
 
 MAX_CACHED_BYTES = 2 << 30
@@ -90,7 +90,8 @@ def load_checkpoint(
         if is_oss(file):
             model = stored_model(file, dtype, is_dense=True)
         else:
-            theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+            source: dict[str, Any] = {"gguf_file": file.name, "config": config_of(file), "dtype": dtype}
+            theirs = AutoModelForCausalLM.from_pretrained(file.parent, **source)
             model = plain_copy(theirs, dtype)
     _cache(model, tokenizer, cached)
     return to_huge_pages(model), tokenizer

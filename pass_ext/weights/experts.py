@@ -67,7 +67,8 @@ class PackedExperts(Packed):
 
 def in_two_tensors(module: Any) -> bool:
     """True for a module that has all experts' gates and ups in one tensor, and their downs in another."""
-    return all(isinstance(getattr(module, name, None), nn.Parameter) for name in ("gate_up_proj", "down_proj"))
+    own = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+    return all(isinstance(each, nn.Parameter) for each in own) and hasattr(module, "is_transposed")  # transformers 5
 
 
 def can_be_packed(module: Any) -> bool:

@@ -29,6 +29,7 @@ from pass_ext.weights import gguf_oss
 from pass_ext.weights.experts import PackedExperts, can_be_packed, fill_experts, in_two_tensors, sizes_of
 from pass_ext.weights.form import OUTPUTS
 from pass_ext.weights.formats import FORMATS, pack_gguf
+from pass_ext.weights.gguf_rotation import FACTORS, has_scaling, scaling_of, state
 from pass_ext.weights.model import empty_model, fill, finished, holder_of, is_lookup, packed_layer
 
 _log = logging.getLogger("pass_ext")
@@ -41,7 +42,7 @@ def stored_model(file: Path, dtype: torch.dtype, *, is_dense: bool = False) -> A
     a file that cannot be read."""
     refuse_unread(file)
     reader = reader_of(file)
-    model = empty_model(_config_of(reader, file), dtype)
+    model = empty_model(config_of(file), dtype)
     names, processor = _tables_of(model, reader, file)
     table, filled, foreign = model.get_input_embeddings(), set[str](), list[str]()
     whole: dict[str, Any] = {"tensors": {}}  # tensors that the processor makes of several of the file
@@ -67,7 +68,7 @@ def stored_model(file: Path, dtype: torch.dtype, *, is_dense: bool = False) -> A
         )
         if made.name in names:
             filled.add(fill(model, names[made.name], made.weights))
-        elif made.name is not None:
+        elif made.name is not None and not (tensor.name == FACTORS and has_scaling(model.config)):
             foreign.append(tensor.name)
     if foreign:
         raise ValueError(
@@ -78,15 +79,19 @@ def stored_model(file: Path, dtype: torch.dtype, *, is_dense: bool = False) -> A
     return finished(model, filled, file.name)
 
 
-def _config_of(reader: Any, file: Path) -> Any:
+def config_of(file: Path) -> Any:
+    """The model's config. ValueError for a file that states too little, or a rotation that is not read."""
     from transformers import AutoConfig
 
+    reader = reader_of(file)
     if is_oss(file):
         return gguf_oss.config_of(reader, file)
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     for key, field in reader.fields.items():  # transformers leaves it at its default
         if key.endswith(".expert_feed_forward_length") and hasattr(config, "moe_intermediate_size"):
             config.moe_intermediate_size = int(field.parts[field.data[0]][0])
+    if scaling := scaling_of(reader, architecture_of(reader), file):
+        state(config, scaling)
     return config
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pass_ext.weights.gguf_rotation import scaling_of
+
 ARCHITECTURE = "gpt-oss"
 """llama.cpp's name."""
 
@@ -28,13 +30,6 @@ _SIZES = {
     "expert_count": "num_local_experts",
     "expert_used_count": "num_experts_per_tok",
 }
-_YARN = {
-    "factor": "factor",
-    "original_context_length": "original_max_position_embeddings",
-    "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
-}
-_CHANGES_NOTHING = {"type", "finetuned"}
 _TOKENS = {"eos_token_id": "eos", "bos_token_id": "bos", "pad_token_id": "padding"}
 _MODEL = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 _LAYER = {
@@ -63,6 +58,9 @@ def config_of(reader: Any, file: Path) -> Any:
     missing += [name for name in _MODEL if name not in tensors]
     if missing:
         raise ValueError(f"{file.name} is a GGUF file of {ARCHITECTURE} without {', '.join(missing)}")
+    scaling = scaling_of(reader, ARCHITECTURE, file) or {"rope_type": "default"}
+    if scaling["rope_type"] == "yarn":
+        scaling["truncate"] = False
     ids = {ours: reader.fields.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in _TOKENS.items()}
     return AutoConfig.for_model(
         "gpt_oss",
@@ -70,24 +68,9 @@ def config_of(reader: Any, file: Path) -> Any:
         **{ours: None if field is None else field.contents() for ours, field in ids.items()},
         vocab_size=int(tensors["token_embd.weight"].shape[1]),
         tie_word_embeddings="output.weight" not in tensors,
-        rope_parameters=_rotation(said, file),
+        rope_theta=said["rope.freq_base"],
+        rope_scaling=scaling,
     )
-
-
-def _rotation(said: dict[str, Any], file: Path) -> dict[str, Any]:
-    """transformers' ``rope_parameters``."""
-    scaling = {name.removeprefix("rope.scaling."): said[name] for name in said if name.startswith("rope.scaling.")}
-    kind, theta = scaling.get("type", "none"), float(said["rope.freq_base"])
-    if kind == "none":
-        return {"rope_type": "default", "rope_theta": theta}
-    unknown = scaling.keys() - _YARN.keys() - _CHANGES_NOTHING
-    if kind != "yarn" or unknown or not scaling.keys() >= {"factor", "original_context_length"}:
-        raise ValueError(
-            f"{file.name} has a rotation that is not read: YaRN with {', '.join(_YARN)} is, and the file has "
-            f"{', '.join(f'{name} {value}' for name, value in sorted(scaling.items()))}"
-        )
-    known = {ours: scaling[name] for name, ours in _YARN.items() if name in scaling}
-    return {"rope_type": "yarn", "rope_theta": theta, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0, **known}
 
 
 def names_of(config: Any) -> dict[str, str]:

@@ -167,7 +167,7 @@ _HEADS = [
 _WEIGHTS = [
     *(
         f"tests/weights/test_{name}.py"
-        for name in ("formats", "stored_weights", "gguf_oss", "quantised_folders", "packed_contract")
+        for name in ("formats", "stored_weights", "gguf_oss", "gguf_rotation", "quantised_folders", "packed_contract")
     ),
     "tests/ops/layer/test_packed_weights.py",
     "tests/decoding/drafting/test_gguf_heads.py",

@@ -11,9 +11,9 @@ from support.small_models import small_model
 HIDDEN, LAYERS, FFN, VOCABULARY, EXPERTS = 32, 2, 64, 258, 4
 
 
-def write_gguf(path, kind="F32", *, tied=False, missing=(), mtp=False):
+def write_gguf(path, kind="F32", *, tied=False, missing=(), mtp=False, architecture="llama", scaling=(), more=()):
     """Writes a llama of two small layers with a token per byte, its matrices in this format; returns the path. missing: tensors
-    that it leaves out. mtp: with parts of an MTP layer."""
+    that it leaves out. mtp: with parts of an MTP layer. scaling: what it says of its rotation. more: further tensors."""
     matrices = {"token_embd": (VOCABULARY, HIDDEN)} | ({} if tied else {"output": (VOCABULARY, HIDDEN)})
     vectors = {"output_norm": HIDDEN}
     for layer in range(LAYERS):
@@ -25,7 +25,13 @@ def write_gguf(path, kind="F32", *, tied=False, missing=(), mtp=False):
     if mtp:
         matrices[f"blk.{LAYERS}.nextn.eh_proj"] = HIDDEN, 2 * HIDDEN
         vectors |= {f"blk.{LAYERS}.nextn.{name}": HIDDEN for name in ("enorm", "hnorm")}
-    return _write(path, "llama", kind, matrices, vectors, missing, lambda writer: None)
+
+    def others(writer):
+        _add_numbers(writer, {f"rope.scaling.{name}": value for name, value in dict(scaling).items()})
+        for name, numbers in dict(more).items():
+            writer.add_tensor(name, numbers)
+
+    return _write(path, architecture, kind, matrices, vectors, missing, others)
 
 
 def write_gguf_of_experts(path, kind, *, width=768, missing=()):
@@ -115,10 +121,7 @@ def write_gguf_of_oss(path, kind="Q8_0", experts="MXFP4", *, damage=lambda tenso
     }  # fmt: skip
     writer = gguf.GGUFWriter(path, "gpt-oss")
     writer.add_name("tiny")
-    for name, value in (keys | (changes or {})).items():
-        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}.get(type(value))
-        if add is not None:
-            add(f"gpt-oss.{name}", value)
+    _add_numbers(writer, keys | (changes or {}))
     _add_tokens(writer, VOCABULARY)
     for name, (_, stored, own) in tensors.items():
         writer.add_tensor(name, stored, raw_dtype=own)
@@ -280,6 +283,13 @@ def _qwen35_name(name, layers):
     for theirs, ours in _QWEN35.items():
         name = name.replace(theirs, ours.format(mtp=layers))
     return name
+
+
+def _add_numbers(writer, numbers):
+    for name, value in numbers.items():
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}.get(type(value))
+        if add is not None:
+            add(f"{writer.arch}.{name}", value)
 
 
 def _finish(writer):

@@ -180,14 +180,14 @@ FAULTS = {
         r"oss\.gguf is a GGUF file of gpt-oss without gpt-oss\.attention\.sliding_window",
     ),
     "another rotation": (
-        lambda tensors: None, {"rope.scaling.type": "linear"},
-        r"oss\.gguf has a rotation that is not read: YaRN with factor, .* the file has factor 8\.0, .*, type linear",
+        lambda tensors: None, {"rope.scaling.type": "longrope"},
+        r"oss\.gguf has a rotation that is not read: linear ones .* the file has factor 8\.0, .*, type longrope",
     ),
     "a rotation of another kind": (
-        lambda tensors: None, {"rope.scaling.attn_factor": 2.0}, r"is not read: YaRN with .* the file has attn_factor 2\.0",
+        lambda tensors: None, {"rope.scaling.attn_factor": 2.0}, r"is not read: .* the file has attn_factor 2\.0",
     ),
     "a rotation with a part": (
-        lambda tensors: None, {"rope.scaling.original_context_length": None}, r"is not read: YaRN with .* has factor 8\.0",
+        lambda tensors: None, {"rope.scaling.original_context_length": None}, r"is not read: .* YaRN with .* has factor 8\.0",
     ),
 }  # fmt: skip
 
