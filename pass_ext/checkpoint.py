@@ -42,7 +42,7 @@ def load_checkpoint(
         path: a file that ends in .gguf, or what transformers' ``from_pretrained`` takes.
         dtype: of the parameters; of those that are not quantised, with the weights of a GGUF file.
         weights: "stored": as the files have them. Those of a GGUF file and of a checkpoint by GPTQ, AWQ, compressed-tensors,
-            torchao or of gpt-oss keep their 4 or 8 bits, for the CPU (docs/guide/quantised.md). "dense": they are converted to dtype.
+            torchao or of gpt-oss keep their 4 or 8 bits, for the CPU (docs/guide/quantised.md). "dense": they are converted.
         model_args: further keywords of the model's ``from_pretrained``, as quantization_config or device_map, which then loads
             the model, whatever its weights are; of a GGUF file with "dense" alone.
 
