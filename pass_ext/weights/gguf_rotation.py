@@ -38,7 +38,7 @@ def scaling_of(reader: Any, architecture: str, file: Path) -> dict[str, Any] | N
     factors = next((tensor for tensor in reader.tensors if tensor.name == FACTORS), None)
     if factors is not None and architecture == "llama":
         return _of_llama3(np.array(factors.data, np.float64), reader, file)
-    kind = said.get("type", "none")
+    kind = said.get("type", "linear" if "factor" in said else "none")
     if kind == "none":
         return None
     own: Mapping[str, str] = _YARN if kind == "yarn" else {"factor": "factor"}

@@ -46,6 +46,7 @@ def yarn(**options):
 YARN = {"type": "yarn", "factor": 8.0, "original_context_length": 64}
 ROTATIONS = {
     "linear": (dict(scaling={"type": "linear", "factor": 4.0}), lambda: (BASE / 4, 1.0)),
+    "a factor alone": (dict(scaling={"factor": 4.0}), lambda: (BASE / 4, 1.0)),
     "YaRN": (dict(scaling=YARN), yarn),
     "YaRN, its bounds": (
         dict(scaling=YARN | {"yarn_beta_fast": 8.0, "yarn_beta_slow": 2.0, "finetuned": 1}),
