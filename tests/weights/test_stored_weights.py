@@ -218,6 +218,11 @@ def test_damaged_files_are_refused_in_a_sentence(files, tmp_path):
         ValueError, match=r"part.gguf has no tensors for model.layers.1.mlp.up_proj.weight, model.norm.weight"
     ):
         load_checkpoint(file)
+    file = write_gguf_of_experts(tmp_path / "experts.gguf", "Q8_0", missing=("blk.1.ffn_up_exps.weight",))
+    with pytest.raises(
+        ValueError, match=r"layers.1.mlp.experts must have gates, ups and downs, each with weight, and the"
+    ):
+        load_checkpoint(file)
 
 
 def test_info_names_formats_and_bytes(files, tmp_path, capsys):
