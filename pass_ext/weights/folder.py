@@ -191,7 +191,7 @@ def _place_fp4(model: nn.Module, place: str, parts: Mapping[str, Read]) -> list[
                 f"{place}.{part} must be {count} weights [{outputs}, {width}] in blocks of 32, and the file has "
                 f"{list(blocks.shape)} and {list(exponents.shape)}"
             )
-        scales = fp4_scales(exponents[..., None])
+        scales = fp4_scales(exponents[..., None], blocks)
         codes = (torch.stack([each & 15, each >> 4], dim=-1).flatten(-2) for each in blocks)
         made = [pack_parts(f"{place}.{part}", fp4(*each), 4) for each in zip(codes, scales, strict=True)]
         packed.append(torch.stack(made))

@@ -111,9 +111,13 @@ _FP4 = torch.tensor([12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0],
 """Twice the numbers in 4 bits, of 0 to 6 and their negatives, and 12."""
 
 
-def fp4_scales(exponents: Tensor) -> Tensor:
-    """Two to the power of each byte less 128, for twice the numbers; NaN for 255. float16 if all are, and their multiples."""
-    each = exponents.int()
+def fp4_scales(exponents: Tensor, stored: Tensor) -> Tensor:
+    """Two to the power of each byte less 128, for twice the numbers; NaN for 255. float16 if all are, and their multiples.
+
+    stored: the blocks' codes, two in a byte. Blocks of zeros, whose exponent is the least, have any scale: a half.
+    """
+    is_zero = (stored & 0x77 == 0).all(-1, keepdim=True) & (exponents != 255)
+    each = exponents.int().masked_fill(is_zero, 127)
     bits = torch.where(each < 2, 1 << 21 + each, each - 1 << 23)  # of a float32; the least two are subnormal
     scale = bits.view(torch.float32).masked_fill(each == 255, torch.nan)
     half = scale.half()
@@ -126,7 +130,7 @@ def fp4(codes: Tensor, scale: Tensor) -> Parts:
 
 
 def _mxfp4(blocks: Tensor) -> Parts:
-    return fp4(_nibbles(blocks[..., 1:]), fp4_scales(blocks[..., :1]))
+    return fp4(_nibbles(blocks[..., 1:]), fp4_scales(blocks[..., :1], blocks[..., 1:]))
 
 
 # ---- blocks of 256 ----

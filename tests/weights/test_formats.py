@@ -64,6 +64,18 @@ def test_exponents_that_are_no_float16_are_read():
     assert form_of(packed).bytes == 400 and form_of(pack_gguf("MXFP4", torch.from_numpy(stored("MXFP4")))).bytes == 336
 
 
+def test_blocks_of_zeros_need_no_exponent():
+    """Which is then the least, and no float16."""
+    raw = stored("MXFP4")
+    raw[3, :17], raw[4, 17:18], raw[4, 18:34] = 0, 0, np.tile([0x08, 0x80, 0x88, 0x00], 4)
+    packed = pack_gguf("MXFP4", torch.from_numpy(raw))
+    assert form_of(packed).bytes == 336
+    assert np.array_equal(unpack_weight(packed, 37).numpy(), gguf.dequantize(raw, gguf.GGMLQuantizationType.MXFP4))
+    raw[3, 0] = 255
+    with pytest.raises(ValueError, match="scales of MXFP4 must be finite"):
+        pack_gguf("MXFP4", torch.from_numpy(raw))
+
+
 def test_the_largest_scale_of_q3_k_is_read_and_of_q6_k_refused():
     """Offsets are a factor times the scale of Q3_K, and -32 times that of Q6_K."""
     for name, place in (("Q3_K", 108), ("Q6_K", 208)):
