@@ -29,8 +29,6 @@ PAUSED = 32
 where a drafted step takes as long as three plain ones."""
 LONGEST = 18.0
 """Lost steps for which the longest pause stands, of trials that lose fewer: pauses double up to it."""
-UNCOMPARED = 1
-"""Drafted steps before a plain one is timed, where too few were lately: without these nothing tells what drafting gains."""
 
 # ---- the cost of a row (pace.py) ----
 

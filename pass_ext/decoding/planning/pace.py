@@ -8,7 +8,8 @@
 So drafts that are never right cost 3 % of a text of 256 tokens, where a drafted step takes less than two plain ones, and 5 %
 where it takes three; and drafts that become right are found again within 576 plain steps, or 32 for each that a dear one loses.
 
-Where no plain step was timed lately, one stands between drafted ones, for comparison. The seconds of the first drafted step
+Where no plain steps were timed lately, some stand behind the first drafted one, for comparison; the one right behind it is not
+timed, for drafting may slow it: caches hold a head's weights, or its threads still spin. The seconds of the first drafted step
 tell nothing, for in it a head reads the prompt: unless the text before tells what drafting takes, the next one does for both.
 """
 
@@ -22,7 +23,6 @@ from pass_ext.decoding.planning.constants import (
     MOST_LOST_AGAIN,
     PAUSED,
     PLANNED_STEPS,
-    UNCOMPARED,
 )
 from pass_ext.decoding.planning.step_times import StepClock
 
@@ -39,33 +39,31 @@ class Pace:
         self.clock = clock
         self._tokens, self._seconds = PLANNED_STEPS * tokens, PLANNED_STEPS * seconds
         self._lost, self._left = 0.0, 0
-        self._has_drafted = False
+        self._has_drafted = self._was_drafted = False  # any step; the last one
         self._unknown: list[float] = []
         """Tokens of drafted steps whose seconds nobody knows yet, in those of plain ones."""
-        self._drafted = 0  # steps since the last plain one
         self._steps, self._plain_tokens = 0, 1.0
         self._costed_at = 0  # the step from which on rows have new costs
 
     def may_draft(self) -> bool:
         """True if the next step may draft."""
-        return not self._left and (self._drafted < UNCOMPARED or self.clock.knows_plain)
+        return not self._left and (self.clock.knows_plain or not self._has_drafted)
 
     def add(self, rows: int, requests: int, tokens: int, seconds: float, *, may_draft: bool) -> None:
         """Counts a step: the rows and tokens of so many requests together. may_draft: False: nothing was drafted, though
         rows may hold tokens that a grammar forces."""
         is_plain = rows == requests or not may_draft
-        if is_plain or self._has_drafted:
+        if not self._was_drafted if is_plain else self._has_drafted:
             self.clock.add(rows, seconds, is_plain=is_plain)
-        self._has_drafted = self._has_drafted or not is_plain
+        self._has_drafted, self._was_drafted = self._has_drafted or not is_plain, not is_plain
         self._steps += 1
         each = tokens / requests
         took = self.clock.seconds(rows, is_plain=is_plain)
         self._tokens, self._seconds = KEPT * self._tokens + each, KEPT * self._seconds + took
         if is_plain:
-            self._drafted, self._left = 0, max(0, self._left - 1)
+            self._left = max(0, self._left - 1)
             self._plain_tokens = KEPT * self._plain_tokens + (1 - KEPT) * each
             return
-        self._drafted += 1
         self._unknown.append(each / self._plain_tokens)
         if not self.clock.knows_drafted:
             return

@@ -305,6 +305,18 @@ def test_beside_one_slow_plain_step_drafting_looks_no_cheaper(monkeypatch):
     assert stats.num_drafts < 30
 
 
+@pytest.mark.parametrize("slower", [1.3, 1.6, 2.0])
+@pytest.mark.parametrize("seconds", [0.03, 0.06, 0.1])
+def test_beside_plain_steps_that_drafting_slows_it_looks_no_cheaper(monkeypatch, seconds, slower):
+    """A plain step behind a drafted one takes longer: the caches hold the head's weights, or its threads still spin."""
+    machine, ids = Machine(monkeypatch, lambda rows: 0.0), torch.tensor([[0, 1, 2]])
+    machine.seconds = lambda rows: 0.1 * (slower if rows == 1 and machine.calls[-1:] > [1] else 1)
+    for _ in range(2):
+        stats = generate(machine, ids, Head(seconds, 0.0, 0), max_new_tokens=256, eos_token_id=[]).stats
+        assert stats.seconds <= 256 * 0.1 / 0.95
+        machine.clock += 60  # plain steps are forgotten
+
+
 @pytest.mark.parametrize("further", [0.001, 0.003])
 def test_a_machine_that_becomes_less_busy_makes_drafting_look_no_cheaper(monkeypatch, further):
     """All steps of a text took three times as long, its plain ones too, of which drafting that pays times few. Drafts of the
