@@ -42,12 +42,20 @@ def say(wrong: list[str], command: str | None = None) -> int:
     return 1 if wrong else 0
 
 
-def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """The options of every page's command: --render and --check measure nothing."""
+def parser_of(doc: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
+    """The options of every page's command: --render and --check measure nothing. rounds: --rounds, if not given."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--render", action="store_true", help="measure nothing")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
+    if rounds is not None:
+        parser.add_argument("--rounds", type=_rounds, default=rounds, help=f"{rounds} if not given")
     return parser
+
+
+def _rounds(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
+    return int(text)
 
 
 def command(

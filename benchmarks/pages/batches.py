@@ -95,12 +95,11 @@ def render(result: dict[str, Any]) -> str:
 
 def main() -> int:
     """Entry point of `python -m benchmarks.pages.batches`."""
-    parser = by_machine.parser_of(__doc__)
+    parser = by_machine.parser_of(__doc__, ROUNDS)
     parser.add_argument(
         "--slots", default="smollm2-135m-instruct-slots", help="look-ahead embeddings: a name or a file"
     )
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="requests of a batch")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args()
     return by_machine.command("batches", options, lambda: measure(options.slots, options.sizes, options.rounds), render)
 

@@ -139,8 +139,7 @@ def render(result: dict[str, Any]) -> str:
 
 def main() -> int:
     """Entry point of `python -m benchmarks.pages.heads`."""
-    parser = by_machine.parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser = by_machine.parser_of(__doc__, ROUNDS)
     parser.add_argument("--only", nargs="+", metavar="FORM", help="print the page of these forms, and write nothing")
     options = parser.parse_args()
     if options.only:

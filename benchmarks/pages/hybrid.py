@@ -116,8 +116,7 @@ def render(result: dict[str, Any]) -> str:
 
 def main() -> int:
     """Entry point of `python -m benchmarks.pages.hybrid`."""
-    parser = by_machine.parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser = by_machine.parser_of(__doc__, ROUNDS)
     options = parser.parse_args()
     return by_machine.command("hybrid", options, lambda: measure(options.rounds), render)
 

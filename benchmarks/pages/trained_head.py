@@ -149,9 +149,8 @@ def render(result: dict[str, Any]) -> str:
 
 def main() -> int:
     """Entry point of `python -m benchmarks.pages.trained_head`."""
-    parser = by_machine.parser_of(__doc__)
+    parser = by_machine.parser_of(__doc__, ROUNDS)
     parser.add_argument("folder", nargs="?", help="of the head's checkpoint")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args()
     if options.folder is None and not (options.render or options.check):
         parser.error("give the folder of a head, or --render")
