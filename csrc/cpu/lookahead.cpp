@@ -1,5 +1,6 @@
 // torch.ops.pass_ext.lookahead_embed and its gradient on the CPU: checks, parallel split, registration.
-// The inner loops: cpu/lookahead_kernels-inl.h.
+// The inner loops: cpu/lookahead_kernels-inl.h. Rows of a packed table (core/linear.h) are unpacked here, number by
+// number.
 #include "host/lookahead.h"
 
 #include <torch/csrc/stable/library.h>
@@ -7,6 +8,7 @@
 #include <algorithm>
 
 #include "cpu/workers.h"
+#include "host/linear.h"
 
 #define PASS_EXT_KERNELS "cpu/lookahead_kernels-inl.h"
 #include "cpu/each_isa.h"
@@ -16,10 +18,11 @@ namespace {
 
 // Below this many bytes a second thread costs more than it saves.
 constexpr int64_t kBytesPerTask = 128 * 1024;
+constexpr int64_t kPackedRowsPerTask = 16;  // of a packed table
 
 // Refuses the first id outside [-slots, vocabulary), before anything is written.
-template <typename T, typename S, typename Id>
-void check_ids(const LookaheadEmbed<T, S, Id>& problem) {
+template <typename Problem>
+void check_ids(const Problem& problem) {
   for (int64_t n = 0; n < problem.rows; ++n) {
     const int64_t id = problem.ids[n];
     if (id < -problem.slots || id >= problem.vocabulary)
@@ -28,7 +31,110 @@ void check_ids(const LookaheadEmbed<T, S, Id>& problem) {
   }
 }
 
+// ---- a packed table ----
+
+// The code of input i of a block's step, of the output in this lane. A word has those of even inputs in front.
+template <typename Block>
+uint32_t code_at(const Block& block, int64_t step, int64_t lane, int i) {
+  constexpr int kCodes = 32 / Block::kBits;  // in a word
+  const int place = i % 2 * (kCodes / 2) + i % kCodes / 2;
+  return block.codes[step][i / kCodes][lane] >> place * Block::kBits & ((1u << Block::kBits) - 1);
+}
+
+template <typename Block>
+uint32_t number_of(const Block&, uint32_t code) {
+  return code;
+}
+template <typename Scale>
+uint32_t number_of(const PackedTableBlock<Scale>& block, uint32_t code) {
+  return block.table[code];
+}
+
+template <typename Block, typename T>
+void unpack_row(const Block* blocks, int64_t steps, int64_t lane, T* to) {
+  constexpr int kNumbers = kPackedInputs / Block::kParts;  // that share factors
+  for (int64_t s = 0; s < steps; ++s) {
+    const Block& block = blocks[s / Block::kSteps];
+    const int64_t step = s % Block::kSteps;
+    for (int part = 0; part < Block::kParts; ++part) {
+      float scale = to_float(block.scale[lane]), offset = to_float(block.offset[lane]);
+      if constexpr (Block::kSteps > 1) {
+        scale *= static_cast<float>(block.factors[step].scale[part][lane]);
+        offset *= static_cast<float>(block.factors[step].offset[part][lane]);
+      }
+      for (int i = part * kNumbers; i < (part + 1) * kNumbers; ++i) {
+        const uint32_t number = number_of(block, code_at(block, step, lane, i));
+        *to++ = from_float<T>(static_cast<float>(number) * scale + offset);
+      }
+    }
+  }
+}
+
+// Calls function(blocks) with a packed weight's memory as blocks of its form.
+template <typename Function>
+void with_blocks(const void* packed, PackedForm form, Function&& function) {
+  switch (form) {
+    case PackedForm::none: return;
+    case PackedForm::four: return function(static_cast<const PackedFour*>(packed));
+    case PackedForm::four_wide: return function(static_cast<const PackedFourWide*>(packed));
+    case PackedForm::table: return function(static_cast<const PackedTable*>(packed));
+    case PackedForm::table_wide: return function(static_cast<const PackedTableWide*>(packed));
+    case PackedForm::eight: return function(static_cast<const PackedEight*>(packed));
+    case PackedForm::eight_wide: return function(static_cast<const PackedEightWide*>(packed));
+    case PackedForm::four_k: return function(static_cast<const PackedFourK*>(packed));
+    case PackedForm::four_k_halves: return function(static_cast<const PackedFourKHalves*>(packed));
+    case PackedForm::eight_k: return function(static_cast<const PackedEightK*>(packed));
+    case PackedForm::eight_k_halves: return function(static_cast<const PackedEightKHalves*>(packed));
+  }
+}
+
+// Rows of a packed table, in the dtype of the slots.
+Tensor embed_packed(const Tensor& ids, const Tensor& table, const Tensor& lookahead) {
+  constexpr const char* op = "lookahead_embed";
+  check_packed_weight(op, "table", table);
+  check_lookahead_ids(ids, table);
+  check_dtype(op, "lookahead", lookahead, {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float});
+  check_lookahead_slots(table, lookahead, inputs_of(table));
+  const Tensor flat_ids = contiguous_of(op, "ids", ids), slots = contiguous_of(op, "lookahead", lookahead);
+  const Tensor out = empty_lookahead_embed(ids, lookahead);
+  const void* const packed = data_of<void>(op, "table", table);
+  dispatch_up_to_float32(lookahead.scalar_type(), [&](auto value) {
+    dispatch_index(ids.scalar_type(), [&](auto index) {
+      using T = type_of<decltype(value)>;
+      using Id = type_of<decltype(index)>;
+      const LookaheadEmbed<T, T, Id> problem{data_of<Id>(op, "ids", flat_ids),
+                                             nullptr,
+                                             data_of<T>(op, "lookahead", slots),
+                                             output_of<T>(out),
+                                             flat_ids.numel(),
+                                             lookahead.size(1),
+                                             outputs_of(table),
+                                             lookahead.size(0),
+                                             0};
+      check_ids(problem);
+      const int64_t steps = table.size(1);
+      with_blocks(packed, packed_form_of(table.size(2)), [&](const auto* blocks) {
+        const int64_t group = steps / std::remove_reference_t<decltype(*blocks)>::kSteps;  // blocks of 16 outputs
+        for_ranges(problem.rows, kPackedRowsPerTask, [&](int64_t begin, int64_t end) {
+          for (int64_t n = begin; n < end; ++n) {
+            const int64_t id = problem.ids[n];
+            T* const to = problem.out + n * problem.dim;
+            if (id < 0)
+              std::copy_n(problem.lookahead + (-1 - id) * problem.dim, problem.dim, to);
+            else
+              unpack_row(blocks + id / kPackedOutputs * group, steps, id % kPackedOutputs, to);
+          }
+        });
+      });
+    });
+  });
+  return out;
+}
+
+// ---- the ops ----
+
 Tensor lookahead_embed(const Tensor& ids, const Tensor& table, const Tensor& lookahead) {
+  if (is_packed(table)) return embed_packed(ids, table, lookahead);
   check_lookahead_embed(ids, table, lookahead);
   constexpr const char* op = "lookahead_embed";
   const Tensor flat_ids = contiguous_of(op, "ids", ids), slots = contiguous_of(op, "lookahead", lookahead);

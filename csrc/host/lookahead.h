@@ -12,26 +12,37 @@
 
 namespace pass_ext {
 
-inline void check_lookahead_embed(const Tensor& ids, const Tensor& table, const Tensor& lookahead) {
+inline void check_lookahead_ids(const Tensor& ids, const Tensor& table) {
   constexpr const char* op = "lookahead_embed";
   check_dtype(op, "ids", ids, {ScalarType::Int, ScalarType::Long});
+  check_same_device(op, "ids", ids, "table", table);
+}
+
+inline void check_lookahead_slots(const Tensor& table, const Tensor& lookahead, int64_t width) {
+  constexpr const char* op = "lookahead_embed";
+  check_dim(op, "lookahead", lookahead, 2, "[L, d]");
+  check_size(op, "lookahead", lookahead, 1, width, "the table's width d");
+  check_same_device(op, "lookahead", lookahead, "table", table);
+}
+
+inline void check_lookahead_embed(const Tensor& ids, const Tensor& table, const Tensor& lookahead) {
+  constexpr const char* op = "lookahead_embed";
   check_dtype(op, "table", table, {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float, ScalarType::Double});
   if (table.scalar_type() == ScalarType::Float)
     check_dtype(op, "lookahead", lookahead, {ScalarType::Float});
   else
     check_dtype(op, "lookahead", lookahead, {table.scalar_type(), ScalarType::Float});
   check_dim(op, "table", table, 2, "[V, d]");
-  check_dim(op, "lookahead", lookahead, 2, "[L, d]");
-  check_size(op, "lookahead", lookahead, 1, table.size(1), "the table's width d");
   check_contiguous_rows(op, "table", table);
-  check_same_device(op, "ids", ids, "table", table);
-  check_same_device(op, "lookahead", lookahead, "table", table);
+  check_lookahead_ids(ids, table);
+  check_lookahead_slots(table, lookahead, table.size(1));
 }
 
-inline Tensor empty_lookahead_embed(const Tensor& ids, const Tensor& table) {
+// Rows for ids as those of `like`.
+inline Tensor empty_lookahead_embed(const Tensor& ids, const Tensor& like) {
   std::vector<int64_t> shape(ids.sizes().begin(), ids.sizes().end());
-  shape.push_back(table.size(1));
-  return empty_of_shape("lookahead_embed", table, shape);
+  shape.push_back(like.size(1));
+  return empty_of_shape("lookahead_embed", like, shape);
 }
 
 // Calls function(problem) with the LookaheadEmbed for the tensors' types; ids, lookahead and out are contiguous.

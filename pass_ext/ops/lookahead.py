@@ -26,13 +26,15 @@ def lookahead_embed(ids: Tensor, table: Tensor, lookahead: Tensor) -> Tensor:
 
     Args:
         ids: ``[...]`` integers of any dtype. ``id >= 0`` is row ``id`` of ``table``; ``-1 - i`` is row ``i`` of ``lookahead``.
-        table: ``[V, d]`` bfloat16, float16, float32 or float64; rows may be strided, d contiguous.
-        lookahead: ``[L, d]`` in the table's dtype, or float32 beside any table (master weights for training).
+        table: ``[V, d]`` bfloat16, float16, float32 or float64; rows may be strided, d contiguous. Or on the CPU a packed one,
+            ``[V / 16, d / 32, bytes]`` uint8 as ``layers.pack_weight`` makes it, which has no gradient.
+        lookahead: ``[L, d]`` in the table's dtype, or float32 beside any table (master weights for training); beside a packed
+            table bfloat16, float16 or float32.
 
     Returns:
-        ``[..., d]`` in the table's dtype. Differentiable in ``lookahead`` and ``table``, in reverse and forward mode and under
-        ``torch.func``'s grad, jvp, jacfwd, jacrev and vmap; gradients are summed in fp32 (fp64 for float64) in a fixed
-        order, so every run gives the same bits.
+        ``[..., d]`` in the table's dtype, beside a packed one in that of ``lookahead``. Differentiable in ``lookahead`` and
+        ``table``, in reverse and forward mode and under ``torch.func``'s grad, jvp, jacfwd, jacrev and vmap; gradients are
+        summed in fp32 (fp64 for float64) in a fixed order, so every run gives the same bits.
 
     The CPU refuses ids outside ``[-L, V)`` before anything is written. On CUDA ids are not checked, to avoid a
     synchronisation: such a row is all zeros. ``pass_ext.set_debug(True)`` or ``PASS_EXT_DEBUG=1`` checks them there too, with
@@ -86,7 +88,8 @@ def check_ids(ids: Tensor, vocabulary: int, slots: int) -> None:
 
 @fake_kernel("lookahead_embed")
 def _embed_shape(ids: Tensor, table: Tensor, lookahead: Tensor) -> Tensor:
-    return table.new_empty((*ids.shape, table.shape[1]))
+    like = lookahead if table.dtype is torch.uint8 else table
+    return like.new_empty((*ids.shape, like.shape[1]))
 
 
 @fake_kernel("lookahead_embed_backward")
@@ -97,7 +100,8 @@ def _embed_backward_shape(grad: Tensor, ids: Tensor, rows: int, slots: bool, dty
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ids, table, lookahead = inputs
     ctx.save_for_backward(ids)
-    ctx.table_like = (table.shape[0], table.dtype)
+    is_packed = table.dtype is torch.uint8  # zeros as its rows are those of a dense one
+    ctx.table_like = (16 * table.shape[0], lookahead.dtype) if is_packed else (table.shape[0], table.dtype)
     ctx.lookahead_like = (lookahead.shape[0], lookahead.dtype)
 
 

@@ -29,13 +29,19 @@ stand for; and how many factors a scale has, which eight blocks then share."""
 
 
 def linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, outputs: int) -> Tensor:
-    """out[..., o] = sum over i of x[..., i] (scale code[o, i] + offset), or of table[code], plus bias[o]; in x's dtype. With
-    factors of scale and offset."""
+    """out[..., o] = sum over i of x[..., i] weight[o, i], plus bias[o]; in x's dtype."""
+    out = x.double() @ unpacked(weight, torch.float64)[:outputs].T
+    return (out if bias is None else out + bias.double()).to(x.dtype)
+
+
+def unpacked(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers ``[out, in]`` of a packed weight: scale code[o, i] + offset, or table[code]; with factors of scale and
+    offset. Computed in this dtype; outputs are whole groups."""
     groups, blocks, size = weight.shape
     bits, scales, entries, factors = _FORMS[size]
     steps, parts, head = 8 if factors else 1, max(factors, 1), 2 * 16 * scales.itemsize
     runs = weight.reshape(groups, blocks // steps, steps * size)
-    numbers = runs[..., :head].view(scales).view(groups, -1, 1, 1, 2, 16).double()
+    numbers = runs[..., :head].view(scales).view(groups, -1, 1, 1, 2, 16).to(dtype)
     if factors:
         whole = runs[..., head : head + steps * factors * 32].view(torch.int8)
         numbers = numbers * whole.view(groups, -1, steps, 2, parts, 16).transpose(3, 4)
@@ -51,6 +57,4 @@ def linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, outp
         table = weight[..., head : head + entries].long()
         codes = table.gather(-1, codes.flatten(2)).view(codes.shape)
     dense = codes * numbers[:, :, :, None, 0] + numbers[:, :, :, None, 1]  # [groups, blocks, parts, inputs, 16]
-    dense = dense.permute(0, 4, 1, 2, 3).reshape(groups * 16, blocks * 32)[:outputs]
-    out = x.double() @ dense.T
-    return (out if bias is None else out + bias.double()).to(x.dtype)
+    return dense.permute(0, 4, 1, 2, 3).reshape(groups * 16, blocks * 32)

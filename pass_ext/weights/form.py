@@ -180,12 +180,7 @@ def _words_of_eights(codes: Tensor) -> Tensor:
 
 def unpack_weight(packed: Tensor, outputs: int) -> Tensor:
     """The numbers ``[outputs, in]`` of a packed weight, float32."""
-    return unpack_rows(packed, torch.arange(outputs, device=packed.device))
-
-
-def unpack_rows(packed: Tensor, rows: Tensor) -> Tensor:
-    """The numbers ``[n, in]`` float32 of these outputs ``[n]``."""
-    form = form_of(packed)
+    form, rows = form_of(packed), torch.arange(outputs, device=packed.device)
     heads, factors, tables, words = _views(packed, form)
     group, lane = rows // OUTPUTS, rows % OUTPUTS
     codes = words.view(torch.uint8).unflatten(-1, (OUTPUTS, 4))[group, :, :, :, lane]

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.ops import linear  # noqa: F401, which registers the op
-from pass_ext.weights.form import OUTPUTS, unpack_rows, unpack_weight
+from pass_ext.ops import linear, lookahead  # noqa: F401, which register the ops
+from pass_ext.weights.form import OUTPUTS, unpack_weight
 
 _linear = torch.ops.pass_ext.linear_packed.default
+_embed = torch.ops.pass_ext.lookahead_embed.default
 
 
 class Packed(nn.Module):
@@ -75,10 +76,8 @@ class PackedEmbedding(Packed):
 
     def forward(self, input: Tensor) -> Tensor:
         like: Any = self.like
-        rows = unpack_rows(self.weight, input.flatten()).to(like.dtype)
-        if self.scale is not None:
-            rows = rows * like.new_full((), self.scale)
-        return rows.view(*input.shape, self.embedding_dim)
+        rows: Tensor = _embed(input, self.weight, like.view(0, self.embedding_dim))
+        return rows if self.scale is None else rows * like.new_full((), self.scale)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"

@@ -5,6 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.each import each
+from support.samples import K_SIZES, PACKED_SIZES, packed_weight
 
 import pass_ext
 from pass_ext import reference
@@ -43,6 +44,45 @@ def test_every_type_gives_the_reference_bits(backend, dtype, slot_dtype, id_dtyp
 def test_every_width(backend, dim):
     case = make_case(backend, (9,), dim)
     assert_same_bits(pass_ext.lookahead_embed(*case), reference.lookahead_embed(*case))
+
+
+@pytest.fixture
+def cpu_only(backend):
+    if not backend.name.startswith("cpu"):
+        pytest.skip("packed weights are for the CPU")
+
+
+@pytest.mark.sanitizer
+@pytest.mark.usefixtures("cpu_only")
+@pytest.mark.parametrize("size", PACKED_SIZES)
+@each("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@each("id_dtype", [torch.int32, torch.int64])
+def test_rows_of_a_packed_table(backend, size, dtype, id_dtype):
+    """Of 3 groups of outputs, the last of which has 5; 50 rows are several threads' work."""
+    table = packed_weight("cpu", 37, 512 if size in K_SIZES else 96, size)
+    dense = pass_ext.layers.unpack_weight(table, 37).to(dtype)
+    lookahead = torch.randn(3, dense.shape[1]).to(dtype)
+    for shape in ((50,), (2, 3), (), (0,)):
+        ids = torch.randint(-3, 37, shape, dtype=id_dtype)
+        got = pass_ext.lookahead_embed(ids, table, lookahead)
+        assert_same_bits(got, reference.lookahead_embed(ids, table, lookahead))
+        assert_same_bits(got, reference.lookahead_embed(ids, dense, lookahead))
+
+
+@pytest.mark.quick_on("best")
+@pytest.mark.usefixtures("cpu_only")
+def test_a_packed_table_refuses_what_it_cannot_do(backend):
+    table, slots = packed_weight("cpu", 37, 64, 320), torch.zeros(2, 64)
+    for ids, tried, lookahead, message in (
+        ([0, 48], table, slots, r"ids must be in \[-2, 48\).*got 48 at flat index 1"),
+        ([-3], table, slots, r"ids must be in \[-2, 48\).*got -3 at flat index 0"),
+        ([0], table, slots.double(), "lookahead must be bfloat16, float16 or float32, got float64"),
+        ([0], table, slots[:, :32], r"lookahead must have 64 \(the table's width d\) in dimension 1"),
+        ([0], table[..., :100], slots, "table must have 296, 320"),
+        ([0], table[:, :1], slots[:, :32], "table must be contiguous"),
+    ):
+        with pytest.raises(RuntimeError, match="pass_ext::lookahead_embed: .*" + message):
+            pass_ext.lookahead_embed(torch.tensor(ids), tried, lookahead)
 
 
 @each("shape", [(), (0,), (1,), (3, 0, 2), (2, 3, 4), (4096,), (1, 1, 1, 1)])

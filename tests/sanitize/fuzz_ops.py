@@ -167,11 +167,14 @@ def case(function):
 def lookahead_embed(draw: Draw):
     vocabulary, slots, dim = draw.pick((1, 5, 70)), draw.pick((0, 1, 3)), draw.width()
     dtype = draw.pick((*FLOATS, torch.float64))
+    table = draw.floats(vocabulary, dim, dtype=dtype)
+    if draw.chance(0.3):
+        table, _, _ = packed_weight(draw, vocabulary)
+        vocabulary, dim, dtype = 16 * len(table), 32 * table.shape[1], draw.pick(FLOATS)
     arguments = draw.damaged(dict(
         ids=draw.integers(-slots, vocabulary, *(draw.size() for _ in range(draw.pick((1, 1, 2, 3)))),
                           dtype=draw.pick((torch.int32, torch.int64))),
-        table=draw.floats(vocabulary, dim, dtype=dtype),
-        lookahead=draw.floats(slots, dim, dtype=draw.pick((dtype, torch.float32))),
+        table=table, lookahead=draw.floats(slots, dim, dtype=draw.pick((dtype, torch.float32))),
     ))  # fmt: skip
     out = yield arguments
     check_same([out], [reference.lookahead_embed(**arguments)])
@@ -588,9 +591,24 @@ def linear_rows(draw: Draw):
 
 @case
 def linear_packed(draw: Draw):
-    blocks, outs, dtype = draw.pick((1, 1, 3)), draw.pick((1, 16, 33)), draw.pick(FLOATS)
+    outs, dtype = draw.pick((1, 16, 33)), draw.pick(FLOATS)
     shape = [draw.size() for _ in range(draw.pick((0, 1, 1, 2)))]
-    bits, (scales, each) = (
+    weight, scale, offset = packed_weight(draw, outs)
+    arguments = draw.damaged(dict(
+        x=draw.floats(*shape, 32 * weight.shape[1], dtype=dtype), weight=weight,
+        bias=draw.floats(outs, dtype=dtype) if draw.chance(0.5) else None, outputs=outs,
+    ))  # fmt: skip
+    out = yield arguments
+    exact = reference.linear_packed(**arguments)
+    demand(out.shape == exact.shape and out.dtype == exact.dtype, f"out is {out.dtype}{list(out.shape)}")
+    if all(is_tame(given) for given in (scale, offset, arguments["x"], arguments["bias"]) if given is not None):
+        check_close([out], [exact], 0.05)
+
+
+def packed_weight(draw: Draw, outs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A packed weight, its scales and its offsets."""
+    blocks, bits, (scales, each) = (
+        draw.pick((1, 1, 3)),
         draw.pick((4, 8)),
         draw.pick(((torch.float16, 0), (torch.float32, 0), (torch.float16, 1), (torch.float16, 2))),
     )
@@ -600,16 +618,7 @@ def linear_packed(draw: Draw):
     table = torch.randint(0, 256, (16,), generator=draw.torch).to(torch.uint8) if has_table else None
     scale, offset = (draw.floats(outs, runs, dtype=scales) for _ in range(2))
     codes = torch.randint(0, 1 << bits, (outs, 32 * blocks), generator=draw.torch).to(torch.uint8)
-    arguments = draw.damaged(dict(
-        x=draw.floats(*shape, 32 * blocks, dtype=dtype),
-        weight=pack_weight(codes, scale, offset, bits=bits, table=table, factors=factors),
-        bias=draw.floats(outs, dtype=dtype) if draw.chance(0.5) else None, outputs=outs,
-    ))  # fmt: skip
-    out = yield arguments
-    exact = reference.linear_packed(**arguments)
-    demand(out.shape == exact.shape and out.dtype == exact.dtype, f"out is {out.dtype}{list(out.shape)}")
-    if all(is_tame(given) for given in (scale, offset, arguments["x"], arguments["bias"]) if given is not None):
-        check_close([out], [exact], 0.05)
+    return pack_weight(codes, scale, offset, bits=bits, table=table, factors=factors), scale, offset
 
 
 @case

@@ -28,6 +28,8 @@ def lookahead_embed(device):
             slots = torch.randn(2, 8, device=device, requires_grad=learns)
             yield ids, table.clone().requires_grad_(learns), slots
     yield ids[:0], table, slots
+    if device == "cpu":
+        yield ids, packed_weight(device, 16, 64, 320), torch.randn(2, 64)
 
 
 @sample

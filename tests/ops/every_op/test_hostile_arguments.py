@@ -382,7 +382,7 @@ def test_out_of_memory_says_op_shape_and_bytes(call, message):
 # ---- integers ----
 
 # Integer arguments that an op takes in any integer dtype: all except words of bits, and packed weights.
-WORDS = {"visible", "allowed", "draft_allowed", "answers", "state", "weight"}
+WORDS = {"visible", "allowed", "draft_allowed", "answers", "state", "table", "weight"}
 
 
 def integer_places(op, sample):
