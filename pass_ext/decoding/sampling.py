@@ -87,10 +87,14 @@ class BatchSampling:
 
     def of_requests(self, requests: Tensor) -> BatchSampling:
         """The parameters of the requests with these numbers ``[n]``, in this order."""
+        if self.is_greedy:
+            return self
         return replace(self, **{name: v[requests] for name, v in self.keywords().items() if v is not None})
 
     def repeated(self, times: int) -> BatchSampling:
         """Each request's parameters ``times`` times in a row."""
+        if self.is_greedy:
+            return self
         given = {name: v for name, v in self.keywords().items() if v is not None}
         return replace(
             self, **{name: v.repeat_interleave(times, output_size=times * len(v)) for name, v in given.items()}

@@ -215,7 +215,9 @@ def draw_children(
     """
     count = len(parents)
     parameters = sampling.repeated(count).keywords()
-    if mode == "coupled":
+    if sampling.is_greedy and mode == "coupled":
+        pass  # nothing is drawn
+    elif mode == "coupled":
         depths = depth if isinstance(depth, Tensor) else torch.full_like(parents, depth)
         parameters["positions"] = (places[:, None] + depths).flatten()
     else:

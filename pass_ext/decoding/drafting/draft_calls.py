@@ -108,7 +108,7 @@ class DraftCalls:
             index += (b * tokens.shape[1] + node for node in range(1, tree.num_nodes))
             known += self._texts[b][-1 - lag :]
         source = torch.cat([tokens.flatten(), uploaded(known, self._device)])
-        ids = self._known_to_draft(source[uploaded(index, self._device)].to(self._session.device))
+        ids = self._known_to_draft(source.index_select(0, uploaded(index, self._device)).to(self._session.device))
         rows = uploaded(parent_rows, self._session.device)
         packed = self._session.packed([part and _after(part, lag) for part, lag in zip(trees, lags, strict=True)])
         self._last = _LastCall(trees, lags, packed, list(map(len, self._texts)), [])

@@ -133,12 +133,13 @@ class ModelDrafter(Drafter):
             drawn, logprobs = draw_children(
                 logits, width, self._mode, sampling, places[at], depth + 1, level.parents, allowed=allowed
             )
-            tokens[at[:, None, None], level.children] = drawn.view(len(going), -1, width)
+            places_of_children = at[:, None] * tokens.shape[1] + level.children.flatten()
+            tokens.view(-1).index_copy_(0, places_of_children.flatten(), drawn.flatten())
             if self._context.needs_draft_logits:
                 for b in going:
                     for parent in level.numbers:
                         draft_rows[b][parent], drawn_rows = drawn_rows, drawn_rows + 1
-                drawn_from.append(logits)
+                drawn_from.append(logits.clone())  # the next call may overwrite them
                 drawn_under += [] if allowed is None else [allowed]
             if self._decision is not None and depth + 1 < self.tree.max_depth:
                 requests = at.repeat_interleave(len(level.parents))

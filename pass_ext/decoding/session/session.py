@@ -212,7 +212,7 @@ class Session:
         attention = StepAttention(self, trees, ids, may_have_changed=may_have_changed, taps=taps)
         self._has_called = True
         if positions is None:
-            positions = (self.prefix_lens[trees.owners] + trees.depths).long()
+            positions = (self.prefix_lens.index_select(0, trees.owners) + trees.depths).long()
         if self.offsets is not None:
             positions = positions + self.offsets[trees.owners]
         rows = self.model.embed(ids, self.slots.weight)

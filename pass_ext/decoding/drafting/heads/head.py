@@ -154,6 +154,7 @@ class Head(Adapted):
             self.table, self.has_table = module.embedding.weight, True
         self.name, self.caches, self.hit_rates = module.kind, module.num_layers, module.hit_rates
         self._tokens = module.tokens
+        self._logits: Tensor | None = None  # of all tokens: -inf but at the head's own
 
     def attached(self) -> AbstractContextManager[Any]:
         return self.module.attached()
@@ -182,5 +183,9 @@ class Head(Adapted):
         self.left = (given,)
         if self._tokens is None:
             return logits
-        everything = logits.new_full((len(logits), module.target_vocabulary), -torch.inf)
+        everything = self._logits
+        if everything is None or len(everything) != len(logits) or everything.dtype is not logits.dtype:
+            everything = logits.new_full((len(logits), module.target_vocabulary), -torch.inf)
+        if logits.is_cpu:  # filled once, by threads of torch that spin beside those of the head's products
+            self._logits = everything
         return everything.index_copy_(1, self._tokens, logits)

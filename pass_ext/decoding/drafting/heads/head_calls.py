@@ -74,7 +74,7 @@ class HeadCalls(DraftCalls):
                 index += (count + self._node_rows[b] + parent for parent in below.parents[1:])
                 begin += own
             source = torch.cat((*true, *self._head.left))
-            self._head.beside = (source[uploaded(index, source.device)],)
+            self._head.beside = (source.index_select(0, uploaded(index, source.device)),)
         row = 0
         for b, own in unread.items():
             self._node_rows[b] = row + own - 1
