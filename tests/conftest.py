@@ -1,5 +1,6 @@
 """The backends of the tests (`--device`, default: all here), and a poisoned torch.empty, so that unwritten output shows."""
 
+import gc
 import logging
 import os
 import sys
@@ -60,6 +61,16 @@ def pytest_configure(config):
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if processes > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // processes))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported and collected stays to the end: nothing looks for garbage in it, now or, as it is frozen, later."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 def pytest_collection_finish():

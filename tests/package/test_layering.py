@@ -4,6 +4,7 @@ grep can check.
 
 import ast
 import re
+from functools import cache
 
 import pytest
 from support.paths import ROOT
@@ -198,9 +199,23 @@ def imports_of(text, modules):
 
 
 MODULES = modules_of(PACKAGE)
-IMPORTS = {name: imports_of(path.read_text(), MODULES) for name, path in MODULES.items()}
-BENCHMARKS = modules_of(ROOT / "benchmarks") if (ROOT / "benchmarks").exists() else {}  # an sdist has none
-BENCHMARKS_IMPORTS = {name: imports_of(path.read_text(), BENCHMARKS) for name, path in BENCHMARKS.items()}
+
+
+@cache
+def imports_in(folder):
+    """Module name -> the modules of the folder that it imports; of a folder that an sdist has not: none."""
+    modules = modules_of(folder)
+    return {name: imports_of(path.read_text(), modules) for name, path in modules.items()}
+
+
+@pytest.fixture
+def imports():
+    return imports_in(PACKAGE)
+
+
+@pytest.fixture
+def benchmarks_imports():
+    return imports_in(ROOT / "benchmarks")
 
 
 def circle_in(imports):
@@ -261,30 +276,30 @@ def test_every_room_of_the_package_has_its_floor():
     assert inside == DECODING.keys()
 
 
-def test_no_modules_import_each_other_in_a_circle():
-    assert circle_in(IMPORTS) == []
-    assert circle_in(BENCHMARKS_IMPORTS) == []
+def test_no_modules_import_each_other_in_a_circle(imports, benchmarks_imports):
+    assert circle_in(imports) == []
+    assert circle_in(benchmarks_imports) == []
 
 
-def test_no_import_runs_upward():
+def test_no_import_runs_upward(imports, benchmarks_imports):
     assert (
-        breaches({name: others for name, others in IMPORTS.items() if room_of(name) != "_build_info"}, MAY_IMPORT) == []
+        breaches({name: others for name, others in imports.items() if room_of(name) != "_build_info"}, MAY_IMPORT) == []
     )
-    inside = {name: others for name, others in IMPORTS.items() if name.startswith("pass_ext.decoding.")}
+    inside = {name: others for name, others in imports.items() if name.startswith("pass_ext.decoding.")}
     assert breaches(inside, DECODING, "pass_ext.decoding.") == []
-    assert breaches(BENCHMARKS_IMPORTS, MAY_IMPORT_OF_BENCHMARKS, "benchmarks") == []
+    assert breaches(benchmarks_imports, MAY_IMPORT_OF_BENCHMARKS, "benchmarks") == []
 
 
-def test_planted_imports_are_found():
+def test_planted_imports_are_found(imports):
     """A circle through a function and a type, and an import of a room above."""
     lazy = "def f():\n    from pass_ext.tree.tree import Tree\n"
     typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import pass_ext.ops.tree\n"
-    planted = dict(IMPORTS)
-    planted["pass_ext.ops.common.kernels"] = IMPORTS["pass_ext.ops.common.kernels"] | imports_of(lazy, MODULES)
+    planted = dict(imports)
+    planted["pass_ext.ops.common.kernels"] = imports["pass_ext.ops.common.kernels"] | imports_of(lazy, MODULES)
     assert {"pass_ext.ops.common.kernels", "pass_ext.tree.tree"} <= set(circle_in(planted))
     planted.pop("pass_ext._build_info", None)
     assert breaches(planted, MAY_IMPORT) == ["pass_ext.ops.common.kernels -> pass_ext.tree.tree"]
-    planted = IMPORTS | {"pass_ext._library": imports_of(typed, MODULES)}
+    planted = imports | {"pass_ext._library": imports_of(typed, MODULES)}
     assert "pass_ext._library" in circle_in(planted)
     planted = {"pass_ext.decoding.models.packed": {"pass_ext.decoding.loop"}}
     assert breaches(planted, DECODING, "pass_ext.decoding.") != []
