@@ -28,13 +28,13 @@ struct Tiled : Singles<bfloat16> {
 class NoDenormals {
 #if defined(__x86_64__)
  public:
-  NoDenormals() : before_(_mm_getcsr()) { set(before_ | 0x8040); }
+  NoDenormals() : before_(__builtin_ia32_stmxcsr()) { set(before_ | 0x8040); }
   ~NoDenormals() { set(before_); }
 
  private:
   static void set(unsigned value) {
     asm volatile("" ::: "memory");  // what is read and written on one side stays there
-    _mm_setcsr(value);
+    __builtin_ia32_ldmxcsr(value);
     asm volatile("" ::: "memory");
   }
   unsigned before_;
