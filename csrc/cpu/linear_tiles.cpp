@@ -23,7 +23,6 @@ constexpr int kOutputs = 16, kInputs = 32, kPairs = kInputs / 2, kMostRows = 16;
 constexpr int kTogether = 2;
 constexpr int kOfTile = kOutputs * kMostRows;  // sums
 constexpr int kX = 4, kWeights = 6;            // their first tiles
-constexpr int64_t kInputsOfPiece = 384;        // of weights that the innermost cache keeps for all blocks of rows
 constexpr int64_t kAhead = 8;  // steps ahead for which weights are asked for: about what the memory takes to answer
 
 // Rows in blocks of one size; the last may have rows of zeros.
@@ -47,13 +46,12 @@ void copy_edge(const LinearRows<bfloat16>& problem, int64_t output, int64_t inpu
     memcpy(edge[o], problem.weight + (output + o) * problem.weight_row + input, inputs * sizeof(bfloat16));
 }
 
-// Adds inputs [begin, end) to the sums of some tiles of outputs for some blocks of rows,
-// sums[block][tile][output][row].
-template <int outputs_, int blocks_, typename Tiles>
+// The sums of some tiles of outputs for some blocks of rows, [block][tile][output][row].
+template <int kOutputTiles, int kBlocks, typename Tiles>
 void multiply_tiles(const LinearRows<bfloat16>& problem, Tiles& tiles, const uint32_t* x, const Blocks& blocks,
                     int64_t output, bool is_first, float* sums) {
-  constexpr auto each_output = std::make_integer_sequence<int, outputs_>{};
-  constexpr auto each_block = std::make_integer_sequence<int, blocks_>{};
+  constexpr auto each_output = std::make_integer_sequence<int, kOutputTiles>{};
+  constexpr auto each_block = std::make_integer_sequence<int, kBlocks>{};
   const int64_t row_bytes = problem.weight_row * int64_t{sizeof(bfloat16)};
   const int64_t x_bytes = blocks.rows * int64_t{sizeof(uint32_t)};
   const auto each_sum = [&](auto&& function) {
@@ -71,7 +69,7 @@ void multiply_tiles(const LinearRows<bfloat16>& problem, Tiles& tiles, const uin
         if (is_first) {
           // At the end of the rows come the first weights of the next outputs.
           const char* ahead = reinterpret_cast<const char*>(from + kAhead * kInputs);
-          if (is_last) ahead += outputs_ * kOutputs * row_bytes - problem.in * int64_t{sizeof(bfloat16)};
+          if (is_last) ahead += kOutputTiles * kOutputs * row_bytes - problem.in * int64_t{sizeof(bfloat16)};
           for (int64_t i = 0; i < kOutputs; ++i) __builtin_prefetch(ahead + i * row_bytes, 0, 2);
         }
         tiles.template load<kWeights + o>(from, row_bytes);

@@ -28,7 +28,7 @@ inline void turn_words(const char* from, int64_t from_row, int64_t rows_there, i
         } else {
           uint32_t words[Words::width];
           store_words(words, block[i]);
-          for (int64_t r = 0; r < count; ++r) place[r] = words[r];
+          memcpy(place, words, count * sizeof words[0]);
         }
       }
     }

@@ -1,7 +1,7 @@
 // The unit that multiplies bfloat16 numbers. Which one is fastest is measured, since processors with the same
 // instructions differ: bf16 dot products do twice the work of fp32 multiplications on some, half of it on others. A
-// row's bits depend on the unit, so a process has one, whatever the number of rows: one for products of weights, and
-// where that is tiles, one for what is multiplied by vectors.
+// row's bits depend on the unit, so a process has one, whatever the number of rows, for products of weights and for
+// attention.
 #pragma once
 
 #include "cpu/isa.h"
@@ -12,7 +12,7 @@ namespace pass_ext {
 // never the fastest.
 enum class ProductUnit { fp32, pairs, amx, amx_emulated };
 
-// The unit of products of weights: measured when it is first asked for, unless a limit names it.
+// Measured when it is first asked for, unless a limit names it.
 ProductUnit product_unit();
 
 // The level whose vectors multiply: avx512 where fp32 is clearly faster than pairs.
