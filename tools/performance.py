@@ -93,20 +93,24 @@ def op_number(what: str, name: str, result: Result, **labels: Any) -> Number:
     return Number(what, milliseconds(ours), other, f"{fastest['times_ours']:.2f} ×", RESULTS / name)
 
 
+def of_machines(root: Path, name: str) -> dict[Path, Result]:
+    """The result of this name of each machine by its file, the newest first."""
+    paths = sorted(path.relative_to(root) for path in root.glob(f"benchmarks/results/*/{name}"))
+    results = {path: json.loads((root / path).read_text()) for path in paths}
+    return dict(sorted(results.items(), key=lambda entry: entry[1]["date"], reverse=True))
+
+
 def newest(root: Path, name: str) -> tuple[Path, Result] | None:
     """The newest result of this name from any machine, and its file."""
-    paths = sorted(path.relative_to(root) for path in root.glob(f"benchmarks/results/*/{name}"))
-    results = [(path, json.loads((root / path).read_text())) for path in paths]
-    return max(results, key=lambda entry: entry[1]["date"], default=None)
+    return next(iter(of_machines(root, name).items()), None)
 
 
 def races(root: Path) -> dict[Path, Result]:
     """The race of each machine by its file, the newest first."""
-    paths = [path.relative_to(root) for path in root.glob(f"benchmarks/results/*/{CONTENDERS}")]
-    if not paths:
+    found = of_machines(root, CONTENDERS)
+    if not found:
         raise Missing(f"there is no benchmarks/results/*/{CONTENDERS}")
-    results = {path: json.loads((root / path).read_text()) for path in paths}
-    return dict(sorted(results.items(), key=lambda entry: entry[1]["date"], reverse=True))
+    return found
 
 
 def contender_numbers(file: Path, result: Result, *, only_fastest: bool = False) -> list[Number]:
@@ -135,31 +139,28 @@ def contender_numbers(file: Path, result: Result, *, only_fastest: bool = False)
 
 
 def stored_numbers(root: Path) -> list[Number]:
-    """Tokens per second with the file's own bits, beside the fastest of llama.cpp's formats and builds; without a run, none."""
-    run = newest(root, STORED_RACE)
-    if run is None:
-        return []
-    file, result = run
-    rows, processor = counted(result), result["machine"]["cpu"]["model"]
-    speeds = {line["contender"]: line["tokens_per_second"][0] for line in lines(rows)}
-    theirs = max(
-        (name for name in speeds if name.startswith(LLAMA)), key=lambda name: speeds[name], default="llama.cpp"
-    )
+    """Tokens per second with the file's own bits, beside the fastest of llama.cpp's formats and builds, on each machine."""
     shown = []
-    for name in (names.PLAIN, names.ADAPTED):
-        ours, other = (found(file.name, speeds, contender) for contender in (name, theirs))
-        ratios = ratios_of(rows, name, theirs)
-        what = f"`generate`, {name}, the file's own bits, {processor}"
-        ratio = f"{median(ratios):.2f} × ({min(ratios):.2f}–{max(ratios):.2f})"
-        shown.append(Number(what, f"{ours:.1f} tokens/s", f"{other:.1f} tokens/s, {theirs}, its fastest", ratio, file))
+    for file, result in of_machines(root, STORED_RACE).items():
+        rows, processor = counted(result), result["machine"]["cpu"]["model"]
+        speeds = {line["contender"]: line["tokens_per_second"][0] for line in lines(rows)}
+        theirs = max(
+            (name for name in speeds if name.startswith(LLAMA)), key=lambda name: speeds[name], default="llama.cpp"
+        )
+        for name in (names.PLAIN, names.ADAPTED):
+            ours, other = (found(file.name, speeds, contender) for contender in (name, theirs))
+            ratios = ratios_of(rows, name, theirs)
+            what = f"`generate`, {name}, the file's own bits, {processor}"
+            ratio = f"{median(ratios):.2f} × ({min(ratios):.2f}–{max(ratios):.2f})"
+            words = f"{other:.1f} tokens/s, {theirs}, its fastest"
+            shown.append(Number(what, f"{ours:.1f} tokens/s", words, ratio, file))
     return shown
 
 
 def quantised_text(root: Path) -> str:
     """The part of docs/guide/quantised.md: whole texts beside llama.cpp, texts and loading beside bfloat16, products."""
-    parts, run = [], newest(root, STORED_RACE)
-    if run is not None:
-        file, result = run
+    parts = []
+    for file, result in of_machines(root, STORED_RACE).items():
         race = [[line["contender"], f"{line['tokens_per_second'][0]:.1f}"] for line in lines(counted(result))]
         settings, rounds = result["settings"], len({row["round"] for row in counted(result)})
         words = (
@@ -167,11 +168,19 @@ def quantised_text(root: Path) -> str:
             f"pass_ext with the file's own bits or in bfloat16, llama.cpp with the file that its line names. In these rounds "
             f"other programs took at most {settings['most_others']:.0%} of the cores."
         )
+        if result["reasons"]:
+            words += f" Left out, because they ended by themselves: {', '.join(result['reasons'])}."
         parts += [words, "", *table(["", "tokens/s"], race, left=1), "", run_sentence(file, RACE_STORED, result), ""]
-    run = newest(root, STORED)
-    if run is None:
+    stored = of_machines(root, STORED)
+    if not stored:
         raise Missing(f"there is no benchmarks/results/*/{STORED}")
-    file, result = run
+    for file, result in stored.items():
+        parts += beside_bfloat16(file, result)
+    return "\n".join(parts).rstrip()
+
+
+def beside_bfloat16(file: Path, result: Result) -> list[str]:
+    """One machine's texts, loading and products with the file's own bits, beside bfloat16."""
     loads = {(row["weights"], row["kept conversion"]): row for row in result["load"]["rows"]}
     speeds = {row["weights"]: row["tokens/s"] for row in result["texts"]["rows"]}
     kinds = ("stored", ""), ("dense", "no"), ("dense", "yes")
@@ -197,7 +206,7 @@ def quantised_text(root: Path) -> str:
         ]
         for row in rows
     ]
-    parts += [
+    parts = [
         f"The same file beside its conversion to bfloat16, on {place_of(result)}:",
         "",
         *table(heads, of_texts + of_loads, left=1),
@@ -220,7 +229,7 @@ def quantised_text(root: Path) -> str:
     for name in ("load", "texts", "prompt", "products", "layers"):
         if name in result:
             parts.append(run_sentence(file, f"{MEASURE_STORED} {name}", result[name]))
-    return "\n".join(parts)
+    return [*parts, ""]
 
 
 def place_of(result: Result) -> str:
@@ -389,8 +398,7 @@ def text(root: Path) -> str:
     runs = [run_cells(race, RACE, result) for race, result in raced.items()]
     runs += [run_cells(RESULTS / name, command, results[name]) for name, command in COMMANDS.items()]
     runs += [run_cells(file, GPU_COMMANDS[name], result) for name, (file, result) in gpu_results(root).items()]
-    if (race_of_stored := newest(root, STORED_RACE)) is not None:
-        runs.append(run_cells(race_of_stored[0], RACE_STORED, race_of_stored[1]))
+    runs += [run_cells(file, RACE_STORED, result) for file, result in of_machines(root, STORED_RACE).items()]
     heads = ["", "", "pass_ext", "baseline", "ratio", "result"]
     aims = aims_sentence({str(race): result for race, result in raced.items()} | results)
     parts = [gpu_sentence(root), "", *table(heads, shown, left=6), "", row_notes(of_page), "", aims, ""]
