@@ -204,7 +204,7 @@ inline void add_value_vectors(const float* weights, int32_t width, const ColumnO
     const int32_t count = static_cast<int32_t>(minimum_of(kTileSide, rows - row)), numbers = count * dim;
     float *const sums = scratch.sums, *const even = sums + kTileSide * dim, *const odd = even + kTileSide * dim;
     {
-      const NoDenormals none;
+      const NoDenormals none{};
       for (int32_t part = 0, begin = 0; part < 2 * kSpans; begin = order.end[part++]) {
         multiply(Product<float, ValuesInPlace<Singles<bfloat16>>>{ordered + begin * width + row,
                                                                   1,
@@ -260,7 +260,6 @@ void attend_in_tiles(const AttentionTask& task, const AttentionScratch& scratch,
         for (int32_t row = 0; row < task.rows; row += kMostBlockRows) {
           const int32_t rows = static_cast<int32_t>(minimum_of(kMostBlockRows, task.rows - row));
           const int32_t blocks = tiles_for(rows, kTileSide), width = blocks * kTileSide;
-          ahead.fetch();
           for_tiles(key_groups, blocks, ahead, [&](auto lefts, auto rights, int32_t group, int32_t block) {
             multiply_tiles<lefts, rights>(
                 tiles, steps,
