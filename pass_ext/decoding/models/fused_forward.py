@@ -27,12 +27,12 @@ _stack = torch.ops.pass_ext.layer_stack.default
 _before = torch.ops.pass_ext.layer_before_attention.default
 _after = torch.ops.pass_ext.layer_after_attention.default
 
-FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
+_FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
 """Rotary embeddings whose frequencies do not depend on the text's length."""
 
 End = Callable[[Tensor, bool], Tensor]
 
-LONGEST_TABLE = 1 << 20
+_LONGEST_TABLE = 1 << 20
 """Positions. After it, where hardly a text is, rotary embeddings are computed for each call."""
 
 
@@ -64,7 +64,7 @@ class FusedForward:
         self.plan, self._norm, self._head = plan, norm, head
         self._rotary: Any = decoder_of(model).rotary_emb
         types = getattr(self._rotary, "rope_type", None)
-        self._is_fixed = set(types.values() if isinstance(types, dict) else [types]) <= FIXED_ROPES
+        self._is_fixed = set(types.values() if isinstance(types, dict) else [types]) <= _FIXED_ROPES
         self._table: tuple[Tensor, Tensor] | None = None  # cosines and sines by position
         tensors = (*plan.layers[0].before, *plan.layers[0].after)
         self._dtype = next(each.dtype for each in tensors if each is not None and each.is_floating_point())
@@ -200,7 +200,7 @@ class FusedForward:
     def _rotations(self, rows: Tensor, positions: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
         """Cosines and sines of these positions; or of all, and the positions, where these do not depend on each other."""
         table, length = self._table, int(positions.max()) + 1
-        if not self._is_fixed or length > LONGEST_TABLE:
+        if not self._is_fixed or length > _LONGEST_TABLE:
             return self._rotated(rows, positions), None
         if table is None or table[0].shape[-2] < length:
             longer = torch.arange(max(2 * length, MAX_TREE_NODES), device=rows.device)

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.drafting.heads.fused import FusedLayer
-from pass_ext.decoding.models.fused_forward import FIXED_ROPES, LONGEST_TABLE
 from pass_ext.decoding.models.packed import Attend
-from pass_ext.tree import MAX_TREE_NODES
 
 FORMS = ("llama", "qwen2", "qwen3", "mistral")
 """The models whose layers have this form, as configs name them."""
@@ -72,20 +70,8 @@ class Rotary(nn.Module):
 
         with torch.device("cpu"):  # whatever device the weights are made on: these frequencies are in no checkpoint
             self._embedding = LlamaRotaryEmbedding(config)
-        self._table: tuple[Tensor, Tensor] | None = None  # by position, on the CPU
 
     def forward(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        if not rows.is_cpu or self._embedding.rope_type not in FIXED_ROPES:
-            return self._at(rows, positions)
-        table, length = self._table, int(positions.max()) + 1 if len(positions) else 0
-        if length > LONGEST_TABLE:
-            return self._at(rows, positions)
-        if table is None or len(table[0]) < length or table[0].dtype is not rows.dtype:
-            with torch.inference_mode(False):  # training may record what it computes with the table
-                table = self._table = self._at(rows, torch.arange(max(2 * length, MAX_TREE_NODES)))
-        return table[0].index_select(0, positions), table[1].index_select(0, positions)
-
-    def _at(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self._embedding.to(rows.device)(rows[None], positions[None])
         return cos[0], sin[0]
 
