@@ -70,15 +70,10 @@ void multiply_tiles(Tiles& tiles, int32_t steps, Left&& left, int64_t left_row, 
 // function(integral constants, first left tile, first right one) for all of them, two and two together.
 template <typename Function>
 void for_tiles(int32_t lefts, int32_t rights, Ahead& ahead, Function&& function) {
-  using One = std::integral_constant<int, 1>;
-  using Two = std::integral_constant<int, 2>;
   for (int32_t l = 0; l < lefts; l += 2)
     for (int32_t r = 0; r < rights; r += 2) {
       ahead.fetch();
-      if (l + 1 < lefts)
-        r + 1 < rights ? function(Two{}, Two{}, l, r) : function(Two{}, One{}, l, r);
-      else
-        r + 1 < rights ? function(One{}, Two{}, l, r) : function(One{}, One{}, l, r);
+      with_tiles(l + 1 < lefts, r + 1 < rights, [&](auto left, auto right) { function(left, right, l, r); });
     }
 }
 

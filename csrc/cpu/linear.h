@@ -67,6 +67,24 @@ constexpr int64_t arranged_bytes(int64_t rows, int64_t in) {
   return rows * ((in + kMostStep - 1) / kMostStep * kMostStep) * int64_t{sizeof(float)};
 }
 
+// Calls function(blocks) with a packed weight's memory as blocks of its form.
+template <typename Function>
+void with_blocks(const void* packed, PackedForm form, Function&& function) {
+  switch (form) {
+    case PackedForm::none: return;
+    case PackedForm::four: return function(static_cast<const PackedFour*>(packed));
+    case PackedForm::four_wide: return function(static_cast<const PackedFourWide*>(packed));
+    case PackedForm::table: return function(static_cast<const PackedTable*>(packed));
+    case PackedForm::table_wide: return function(static_cast<const PackedTableWide*>(packed));
+    case PackedForm::eight: return function(static_cast<const PackedEight*>(packed));
+    case PackedForm::eight_wide: return function(static_cast<const PackedEightWide*>(packed));
+    case PackedForm::four_k: return function(static_cast<const PackedFourK*>(packed));
+    case PackedForm::four_k_halves: return function(static_cast<const PackedFourKHalves*>(packed));
+    case PackedForm::eight_k: return function(static_cast<const PackedEightK*>(packed));
+    case PackedForm::eight_k_halves: return function(static_cast<const PackedEightKHalves*>(packed));
+  }
+}
+
 // Work space of one thread, 64-byte aligned, for `rows` rows.
 struct LinearScratch {
   int64_t rows;

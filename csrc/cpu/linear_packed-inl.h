@@ -182,13 +182,13 @@ void multiply_packed_tile(const Block* blocks, int64_t steps, const uint32_t* di
     for (int r = 0; r < R; ++r) store(to + r * kGroupOutputs + v * Floats::width, sum[v][r]);
 }
 
-template <typename Block, typename T>
-void multiply_packed_tiles(const LinearRows<T>& problem, int64_t rows, const DigitRows& from, float* sums,
+template <typename Block>
+void multiply_packed_tiles(const Block* packed, int64_t in, int64_t rows, const DigitRows& from, float* sums,
                            int64_t begin, int64_t end) {
   const RowBlocks blocks(rows);
-  const int64_t steps = problem.in / kPackedInputs;
+  const int64_t steps = in / kPackedInputs;
   for (int64_t o = begin; o < end; o += kPackedOutputs) {
-    const Block* const weights = static_cast<const Block*>(problem.packed) + o / kPackedOutputs * steps / Block::kSteps;
+    const Block* const weights = packed + o / kPackedOutputs * steps / Block::kSteps;
     for (int64_t b = 0; b < blocks.count; ++b) {
       const int64_t row = blocks.begin(b);
       with_rows(blocks.size(b), [&](auto count) {
@@ -205,19 +205,6 @@ template <typename T>
 void multiply_packed_group(const LinearRows<T>& problem, int64_t rows, void* memory, float* sums, int64_t begin,
                            int64_t end) {
   const DigitRows from(memory, rows, problem.in);
-  switch (problem.form) {
-    case PackedForm::none: return;
-    case PackedForm::four: return multiply_packed_tiles<PackedFour>(problem, rows, from, sums, begin, end);
-    case PackedForm::four_wide: return multiply_packed_tiles<PackedFourWide>(problem, rows, from, sums, begin, end);
-    case PackedForm::table: return multiply_packed_tiles<PackedTable>(problem, rows, from, sums, begin, end);
-    case PackedForm::table_wide: return multiply_packed_tiles<PackedTableWide>(problem, rows, from, sums, begin, end);
-    case PackedForm::eight: return multiply_packed_tiles<PackedEight>(problem, rows, from, sums, begin, end);
-    case PackedForm::eight_wide: return multiply_packed_tiles<PackedEightWide>(problem, rows, from, sums, begin, end);
-    case PackedForm::four_k: return multiply_packed_tiles<PackedFourK>(problem, rows, from, sums, begin, end);
-    case PackedForm::four_k_halves:
-      return multiply_packed_tiles<PackedFourKHalves>(problem, rows, from, sums, begin, end);
-    case PackedForm::eight_k: return multiply_packed_tiles<PackedEightK>(problem, rows, from, sums, begin, end);
-    case PackedForm::eight_k_halves:
-      return multiply_packed_tiles<PackedEightKHalves>(problem, rows, from, sums, begin, end);
-  }
+  with_blocks(problem.packed, problem.form,
+              [&](const auto* blocks) { multiply_packed_tiles(blocks, problem.in, rows, from, sums, begin, end); });
 }

@@ -118,16 +118,9 @@ void multiply_by_tiles(const LinearRows<bfloat16>& problem, int64_t rows, const 
     const int64_t outputs = std::min<int64_t>(kTogether * kOutputs, end - output);
     for (int64_t block = 0; block < blocks.count; block += kTogether) {
       const auto* const x = static_cast<const uint32_t*>(arranged) + block * blocks.words();
-      const auto multiply_them = [&](auto o, auto b) {
+      with_tiles(outputs > kOutputs, block + 1 < blocks.count, [&](auto o, auto b) {
         multiply_tiles<o, b>(problem, tiles, x, blocks, output, block == 0, scratch.copy);
-      };
-      using One = std::integral_constant<int, 1>;
-      using Two = std::integral_constant<int, 2>;
-      const bool has_two = block + 1 < blocks.count;
-      if (outputs > kOutputs)
-        has_two ? multiply_them(Two{}, Two{}) : multiply_them(Two{}, One{});
-      else
-        has_two ? multiply_them(One{}, Two{}) : multiply_them(One{}, One{});
+      });
       for (int64_t b = block; b < std::min(blocks.count, block + kTogether); ++b)
         for (int64_t o = 0; o < outputs; o += kOutputs) {
           const float* const from = scratch.copy + ((b - block) * kTogether + o / kOutputs) * kOfTile;

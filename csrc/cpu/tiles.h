@@ -20,6 +20,17 @@ void each_of(std::integer_sequence<int, i...>, Function&& function) {
   (function(std::integral_constant<int, i>{}), ...);
 }
 
+// function(integral constants) for one tile or two on either side.
+template <typename Function>
+void with_tiles(bool two_left, bool two_right, Function&& function) {
+  using One = std::integral_constant<int, 1>;
+  using Two = std::integral_constant<int, 2>;
+  if (two_left)
+    two_right ? function(Two{}, Two{}) : function(Two{}, One{});
+  else
+    two_right ? function(One{}, Two{}) : function(One{}, One{});
+}
+
 // The shapes of the tiles, in the form of the instruction LDTILECFG.
 struct TileShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
