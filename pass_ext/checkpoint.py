@@ -27,6 +27,8 @@ from pass_ext.weights.folder import folder_model, layout_of
 from pass_ext.weights.gguf import config_of, is_oss, read_once, refuse_unread, stored_model, tokenizer_of
 from pass_ext.weights.torchao import pack_torchao
 
+_CONVERSION = 2
+"""One more whenever a file gives another model than before: conversions that were kept are made anew."""
 MAX_CACHED_BYTES = 2 << 30
 _log = logging.getLogger("pass_ext")
 _NAME_ON_THE_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -200,7 +202,7 @@ def _cache_entry(file: Path, dtype: torch.dtype) -> Path:
     import transformers
 
     status = file.stat()
-    key = (str(file.resolve()), status.st_size, status.st_mtime_ns, str(dtype), transformers.__version__)
+    key = (_CONVERSION, str(file.resolve()), status.st_size, status.st_mtime_ns, str(dtype), transformers.__version__)
     return cache_folder() / "models" / f"{file.stem}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
 
 

@@ -36,6 +36,8 @@ def test_same_as_on_the_cpu(backend, case):
         return tensor.to(dtype) if dtype and tensor.is_floating_point() and tensor.dim() > 1 else tensor
 
     for arguments in SAMPLES[op]("cpu"):
+        if op == "lookahead_embed" and arguments[1].dtype == torch.uint8 and not backend.name.startswith("cpu"):
+            continue  # packed tables are for the CPU
         there = tree_map_only(torch.Tensor, given, arguments)
         here = tree_map_only(torch.Tensor, lambda tensor: given(tensor).to(backend.device), arguments)
         with _disable_current_modes():
