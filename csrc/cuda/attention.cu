@@ -1,9 +1,8 @@
 // torch.ops.pass_ext.attention_tree and attention_merge on CUDA: checks, grid, workspace, launch, registration. The
-// kernels: cuda/attention.cuh, attention_codes.cuh and attention_group.cuh, compiled by the other attention_*.cu,
-// attention_combine.cuh, attention_plain.cuh and attention_merge.cuh.
+// kernels: cuda/attention.cuh and attention_group.cuh, compiled by the other attention_*.cu, attention_combine.cuh,
+// attention_plain.cuh and attention_merge.cuh.
 #include <torch/csrc/stable/library.h>
 
-#include "cuda/attention_codes_plan.cuh"
 #include "cuda/attention_group_plan.cuh"
 #include "cuda/attention_merge.cuh"
 #include "cuda/attention_plain.cuh"
@@ -45,24 +44,11 @@ void check_alignment(const AttentionProblem& problem, CodeType codes) {
   check_aligned_rows("v_new", problem.v_new, 1, problem.rows, problem.kv_heads, elements);
 }
 
-// The blocks of the problem's kernel that run at once on one multiprocessor; asked once per kernel and device.
-int resident_blocks(const CudaScope& scope, const AttentionProblem& problem, CodeType codes) {
-  if (codes != CodeType::none) {
-    int count = 0;
-    gpu::with_codes_shape(problem, [&](auto shape) {
-      using Shape = decltype(shape);
-      static ResidentBlocks resident;
-      count =
-          resident.count(scope.device(), gpu::codes_kernel_of<Shape>(), gpu::kAttentionThreads, Shape::kSharedBytes);
-    });
-    return count;
-  }
-  return gpu::with_attention_shape(problem, [&](auto shape) {
-    using Shape = decltype(shape);
-    static ResidentBlocks resident;
-    return resident.count(scope.device(), gpu::attention_kernel_of<Shape>(), gpu::kAttentionThreads,
-                          Shape::kSharedBytes);
-  });
+// The blocks of a kernel that run at once; asked once per kernel and device.
+template <typename Shape, typename Kernel>
+int64_t resident_blocks(const CudaScope& scope, Kernel* kernel, int threads) {
+  static ResidentBlocks resident;
+  return int64_t{scope.multiprocessors()} * resident.count(scope.device(), kernel, threads, Shape::kSharedBytes);
 }
 
 void attention_on_cuda(const AttentionProblem& problem, CodeType codes, const KeyLists& lists, bool batch_invariant,
@@ -81,7 +67,11 @@ void attention_on_cuda(const AttentionProblem& problem, CodeType codes, const Ke
         CounterSlots::of_device(scope.device()).slot_for("attention_tree", scope.stream(), memory));
   };
   if (is_group) {
-    const gpu::GroupPlan plan = gpu::plan_group_attention(problem, lists, scope.multiprocessors());
+    const int64_t resident = gpu::with_group_shape(problem, [&](auto shape) {
+      using Shape = decltype(shape);
+      return resident_blocks<Shape>(scope, gpu::group_kernel_of<Shape>(), gpu::kGroupThreads);
+    });
+    const gpu::GroupPlan plan = gpu::plan_group_attention(problem, lists, resident);
     with_workspace(plan.workspace, [&](float* memory, int32_t* counter) {
       gpu::launch_group_attention(problem, lists, plan, memory, counter, scope.stream());
     });
@@ -91,14 +81,14 @@ void attention_on_cuda(const AttentionProblem& problem, CodeType codes, const Ke
       gpu::launch_plain_attention(problem, codes, lists, plan, memory, counter, scope.stream());
     });
   } else {
-    const int64_t resident = int64_t{scope.multiprocessors()} * resident_blocks(scope, problem, codes);
+    const int64_t resident = gpu::with_attention_shape(problem, codes, [&](auto shape) {
+      using Shape = decltype(shape);
+      return resident_blocks<Shape>(scope, gpu::attention_kernel_of<Shape>(), gpu::kAttentionThreads);
+    });
     const gpu::AttentionPlan plan =
-        gpu::plan_attention(problem, between(resident, 1, gpu::kMostBlocks), scope.multiprocessors());
+        gpu::plan_attention(problem, codes, between(resident, 1, gpu::kMostBlocks), scope.multiprocessors());
     const Tensor workspace = empty_of_shape("attention_tree", q, {plan.workspace}, ScalarType::Float);
-    if (codes != CodeType::none)
-      gpu::launch_codes_attention(problem, codes, plan, output_of<float>(workspace), scope.stream());
-    else
-      gpu::launch_attention(problem, plan, output_of<float>(workspace), scope.stream());
+    gpu::launch_attention(problem, codes, plan, output_of<float>(workspace), scope.stream());
   }
   check_launch("attention_tree");
 }

@@ -1,11 +1,15 @@
 // Attention on the GPU in bf16 and fp16. One persistent kernel, whatever the lengths are, streams tiles of K and V
-// through shared memory and multiplies with matrix fragments. Results of several blocks for the same rows are left to a
-// second launch, attention_combine.cuh. Schedule: attention_schedule.cuh; tiles: attention_tile.cuh; a warp's
-// arithmetic: attention_warp.cuh; parts of results: attention_parts.cuh; fp32: attention_plain.cuh.
+// through shared memory and multiplies with matrix fragments. Tiles of keys and values in 8 bits become tiles of
+// numbers there. Results of several blocks for the same rows are left to a second launch, attention_combine.cuh.
+// Schedule: attention_schedule.cuh; tiles: attention_tile.cuh, attention_codes_tile.cuh; a warp's arithmetic:
+// attention_warp.cuh; parts of results: attention_parts.cuh; fp32: attention_plain.cuh.
 #pragma once
 
 #include "core/attention.h"
+#include "core/quantize.h"
+#include "cuda/attention_codes_tile.cuh"
 #include "cuda/attention_parts.cuh"
+#include "cuda/attention_places.cuh"
 #include "cuda/attention_schedule.cuh"
 #include "cuda/attention_tile.cuh"
 #include "cuda/attention_warp.cuh"
@@ -20,44 +24,52 @@ struct AttentionScratch {
   int32_t has_non_finite;  // a masked tile of this segment had a value that is not finite
 };
 
-// Adds the non-finite values that remove_non_finite took out to the stored results of the rows that do see their keys.
+// Adds the non-finite values that masked tiles did without to the stored results of the rows that do see their keys.
 // They go to the part of the warp that had the key, because a part that saw nothing counts nothing. Every masked tile
 // is read once more, whatever is in it; rows are visited only if a column has a value that is not finite.
 template <typename Shape>
-PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, const Segment& segment) {
-  using T = typename Shape::T;
+PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, CodeType codes, const Segment& segment) {
+  using Stored = typename Shape::Stored;
   constexpr SharedTiles<Shape> shared{};
-  uint64_t* const seen = reinterpret_cast<uint64_t*>(shared.behind_parts());  // [kRows]
+  uint64_t* const seen = reinterpret_cast<uint64_t*>(shared.behind_parts());            // [kRows]
+  const Stored** const values = reinterpret_cast<const Stored**>(seen + Shape::kRows);  // [kKeys]; null: none
+  const auto value = [&](int i, int column) -> float {
+    const Stored* const from = values[i];
+    if (from == nullptr) return 0.0f;
+    if constexpr (Shape::kHasCodes)
+      return scale_of_codes(from) * value_of_code(codes, from[kCodeHeader + column]);
+    else
+      return to_float(from[column]);
+  };
 #pragma unroll 1
   for (int tile = segment.begin; tile < segment.end; ++tile) {
     const int32_t first = segment.first_key + tile * Shape::kKeys;
     if (all_see<Shape::kHasChunks>(problem, segment.request, first, Shape::kKeys)) continue;
-    for (int row = static_cast<int>(thread_rank()); row < segment.rows; row += kAttentionThreads)
-      seen[row] =
-          visible_keys<Shape::kHasChunks>(problem, segment.request, (segment.first_row + row) / problem.group, first);
+    const int thread = static_cast<int>(thread_rank());
+    if (thread < segment.rows)
+      seen[thread] = visible_keys<Shape::kHasChunks>(problem, segment.request,
+                                                     (segment.first_row + thread) / problem.group, first);
+    if (thread < Shape::kKeys)
+      values[thread] =
+          first + thread < segment.request.keys()
+              ? key_row<Stored>(problem, segment.request, problem.v_cache, problem.v_new, first + thread, segment.head)
+              : nullptr;
     sync_block();
 #pragma unroll 1
-    for (int column = static_cast<int>(thread_rank()); column < value_dim_of<Shape::kIsOneWidth>(problem);
-         column += kAttentionThreads) {
+    for (int column = thread; column < value_dim_of<Shape::kIsOneWidth>(problem); column += kAttentionThreads) {
       uint64_t non_finite = 0;  // keys whose value in this column is not finite
 #pragma unroll 8
       for (int i = 0; i < Shape::kKeys; ++i) {
-        if (first + i >= segment.request.keys()) continue;
-        const T* const from =
-            key_row<T>(problem, segment.request, problem.v_cache, problem.v_new, first + i, segment.head);
-        if (from != nullptr && !is_finite(from[column])) non_finite |= uint64_t{1} << i;
+        const float number = value(i, column);
+        if (!(number - number == 0.0f)) non_finite |= uint64_t{1} << i;
       }
       if (non_finite == 0) continue;
 #pragma unroll 1
       for (int row = 0; row < segment.rows; ++row)
 #pragma unroll 1
         for (uint64_t left = seen[row] & non_finite; left != 0; left &= left - 1) {
-          const int i = static_cast<uint32_t>(left) != 0 ? first_set_bit(static_cast<uint32_t>(left))
-                                                         : 32 + first_set_bit(static_cast<uint32_t>(left >> 32));
-          const T* const from =
-              key_row<T>(problem, segment.request, problem.v_cache, problem.v_new, first + i, segment.head);
-          shared.parts()[i / Shape::kWarpKeys * Shape::kPart + row * Shape::kPartStride + column] +=
-              to_float(from[column]);
+          const int i = lowest_bit(left);
+          shared.parts()[i / Shape::kWarpKeys * Shape::kPart + row * Shape::kPartStride + column] += value(i, column);
         }
     }
     sync_block();  // seen is free again
@@ -67,23 +79,30 @@ PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, const S
 // Computes all tiles of a segment. True: the block's result is in its part. False: it is in shared memory, in
 // Shape::kKeyWarps parts.
 template <typename Shape>
-PASS_EXT_DEVICE bool attend(const AttentionProblem& problem, const SharedWork& work, AttentionScratch& scratch) {
+PASS_EXT_DEVICE bool attend(const AttentionProblem& problem, CodeType codes, const SharedWork& work,
+                            AttentionScratch& scratch) {
   const Segment& segment = scratch.schedule.segment;
   constexpr SharedTiles<Shape> shared{};
-  constexpr int kAhead = Shape::kStages - 1;  // tiles in flight while another is multiplied
+  constexpr int kAhead = Shape::kTilesAhead;
   const AddressedKey<Shape> address{problem, segment};
+  const auto copy = [&](int tile) {
+    if constexpr (Shape::kHasCodes)
+      copy_codes<Shape>(problem, tile);
+    else
+      copy_tile<Shape>(problem, tile);
+  };
   if (thread_rank() == 0) scratch.has_non_finite = 0;
 
-  int64_t outer[Shape::kStages];
+  int64_t outer[kAhead + 1];
 #pragma unroll
-  for (int i = 0; i < Shape::kStages; ++i) outer[i] = address.find(segment.begin + i);
+  for (int i = 0; i <= kAhead; ++i) outer[i] = address.find(segment.begin + i);
   Queries<Shape> queries;
   uint64_t first_word = 0;
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) {
     address.put(segment.begin + i, outer[i]);
     sync_block();
-    if (segment.begin + i < segment.end) copy_tile<Shape>(problem, segment.begin + i);
+    if (segment.begin + i < segment.end) copy(segment.begin + i);
     if (i == 0) {  // behind the first keys, which take as long to come
       queries.load(problem, segment);
       first_word = load_first_word<Shape>(problem, segment);
@@ -95,16 +114,21 @@ PASS_EXT_DEVICE bool attend(const AttentionProblem& problem, const SharedWork& w
   const bool has_rows = first_row_of_warp<Shape>() < segment.rows;
   RowState<Shape> state;
   state.clear();
+#pragma unroll 1
   for (int tile = segment.begin; tile < segment.end; ++tile) {
     copy_async_wait<kAhead - 1>();
     sync_block();  // this tile has arrived, the one before it is free, and the next addresses are stored
-    if (tile + kAhead < segment.end) copy_tile<Shape>(problem, tile + kAhead);
+    const int32_t first_key = segment.first_key + tile * Shape::kKeys;
+    const bool is_masked = !all_see<Shape::kHasChunks>(problem, segment.request, first_key, Shape::kKeys);
+    if constexpr (Shape::kHasCodes) {
+      decode_codes<Shape>(problem, codes, tile, is_masked, &scratch.has_non_finite);
+      sync_block();  // the numbers are there, and the place of their codes is free
+    }
+    if (tile + kAhead < segment.end) copy(tile + kAhead);
     copy_async_commit();
     const int64_t next_outer = address.find(tile + kAhead + 1);
 
-    const int32_t first_key = segment.first_key + tile * Shape::kKeys;
-    const bool is_masked = !all_see<Shape::kHasChunks>(problem, segment.request, first_key, Shape::kKeys);
-    if (is_masked) {
+    if (is_masked && !(Shape::kHasCodes && codes == CodeType::int8)) {  // codes of int8 are finite
       if (remove_non_finite<Shape>(shared.values(tile))) atomic_or(&scratch.has_non_finite, 1);
       sync_block();
     }
@@ -122,14 +146,14 @@ PASS_EXT_DEVICE bool attend(const AttentionProblem& problem, const SharedWork& w
   copy_async_wait<0>();
   sync_block();  // the ring is empty
   const bool is_stored = Shape::kKeyWarps == 1 && !segment.is_whole() && !scratch.has_non_finite;
-  if (has_rows)
+  if (has_rows) {
+    if constexpr (Shape::kHasCodes) state.scale(1.0f / weight_unit(codes));
     state.store(is_stored ? part_of_segment<Shape>(work, segment)
                           : shared.parts() + warp_index() / Shape::kRowWarps * Shape::kPart);
+  }
   if (is_stored) return true;
   sync_block();
-  if (scratch.has_non_finite) {
-    restore_non_finite<Shape>(problem, segment);
-  }
+  if (scratch.has_non_finite) restore_non_finite<Shape>(problem, codes, segment);
   return false;
 }
 
@@ -161,7 +185,7 @@ PASS_EXT_DEVICE void write_unowned_rows(const AttentionProblem& problem) {
 // `attend`, and be chosen where with_attention_shape chooses; schedule and parts stay.
 template <typename Shape>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAttentionThreads, Shape::kResidentBlocks)
-    attention_kernel(PASS_EXT_PARAMETER AttentionProblem problem, SharedWork work) {
+    attention_kernel(PASS_EXT_PARAMETER AttentionProblem problem, CodeType codes, SharedWork work) {
   begin_kernel(problem);
   PASS_EXT_SHARED(AttentionScratch, scratches, 1);
   AttentionScratch& scratch = scratches[0];
@@ -175,7 +199,7 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kAttentionThreads, Shape::kResidentBlocks
   for (int32_t step = team.in_step == 0 ? 0 : team.begin(team.index); step < share_end;) {
     find_segment<Shape>(problem, scratch.schedule, team, first_steps, step, most);
     if (segment.rows > 0) {
-      const bool is_stored = attend<Shape>(problem, work, scratch), is_whole = segment.is_whole();
+      const bool is_stored = attend<Shape>(problem, codes, work, scratch), is_whole = segment.is_whole();
       if (!is_stored) merge_warps<Shape>(problem, segment, is_whole ? nullptr : part_of_segment<Shape>(work, segment));
       if (!is_whole && segment.begin == 0 && thread_rank() == 0) note_shared_tile(work, team, segment);
     }

@@ -1,16 +1,16 @@
 // Attention kernels of bfloat16 for keys and values in 8 bits: a file of its own, because kernels of all types in one
 // take minutes.
-#include "cuda/attention_codes.cuh"
+#include "cuda/attention.cuh"
 
 namespace pass_ext::gpu {
 
-template CodesKernel* codes_kernel_of<CodesShape<AttentionShape<bfloat16, 64, 1>>>();
-template CodesKernel* codes_kernel_of<CodesShape<AttentionShape<bfloat16, 64, 4>>>();
-template CodesKernel* codes_kernel_of<CodesShape<AttentionShape<bfloat16, 96, 1>>>();
-template CodesKernel* codes_kernel_of<CodesShape<AttentionShape<bfloat16, 96, 4>>>();
-template CodesKernel* codes_kernel_of<CodesShape<AttentionShape<bfloat16, 128, 1>>>();
-template CodesKernel* codes_kernel_of<CodesShape<AttentionShape<bfloat16, 128, 4>>>();
-template CodesKernel* codes_kernel_of<CodesShape<AttentionShape<bfloat16, 256, 1>>>();
-template CodesKernel* codes_kernel_of<CodesShape<AttentionShape<bfloat16, 256, 4>>>();
+template AttentionKernel* attention_kernel_of<CodesShape<AttentionShape<bfloat16, 64, 1>>>();
+template AttentionKernel* attention_kernel_of<CodesShape<AttentionShape<bfloat16, 64, 4>>>();
+template AttentionKernel* attention_kernel_of<CodesShape<AttentionShape<bfloat16, 96, 1>>>();
+template AttentionKernel* attention_kernel_of<CodesShape<AttentionShape<bfloat16, 96, 4>>>();
+template AttentionKernel* attention_kernel_of<CodesShape<AttentionShape<bfloat16, 128, 1>>>();
+template AttentionKernel* attention_kernel_of<CodesShape<AttentionShape<bfloat16, 128, 4>>>();
+template AttentionKernel* attention_kernel_of<CodesShape<AttentionShape<bfloat16, 256, 1>>>();
+template AttentionKernel* attention_kernel_of<CodesShape<AttentionShape<bfloat16, 256, 4>>>();
 
 }  // namespace pass_ext::gpu

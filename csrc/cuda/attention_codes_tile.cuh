@@ -1,6 +1,9 @@
 // Tiles of K and V in 8 bits (core/quantize.h) on their way through shared memory: copies of codes, which run while
 // earlier tiles are multiplied, and the tile of numbers that a tile of codes becomes: values of codes without their
-// scales, which 16 bits hold exactly, in the layout of attention_tile.cuh.
+// scales, which 16 bits hold exactly, in the layout of attention_tile.cuh. The scale of a key multiplies its score,
+// that of a value its weight:
+//   out = sum of p (2^k scale) value of code / (2^k sum of p)
+// where 2^k keeps the weights of values near the values' own size, so that fp16 holds them.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +20,11 @@ namespace pass_ext::gpu {
 template <typename Numbers>
 struct CodesShape : Numbers {
   using T = typename Numbers::T;
+  using Stored = uint8_t;
+  static constexpr bool kHasCodes = true;
   static constexpr int kStages = 1;  // tiles of numbers
   static constexpr int kCodeStages = Numbers::kKeyDim <= 128 ? 3 : 2;
+  static constexpr int kTilesAhead = kCodeStages;
   static constexpr int kCodeChunks = Numbers::kKeyDim / 16;                             // chunks of 16 codes in a row
   static constexpr int kCodeCopies = Numbers::kKeys * kCodeChunks / kAttentionThreads;  // of a thread, for K or for V
   static constexpr int kTileCodes = Numbers::kKeys * Numbers::kKeyDim;
@@ -29,18 +35,12 @@ struct CodesShape : Numbers {
   static constexpr int kFactorsAt = kScalesAt + kCodeStages * 2 * Numbers::kKeys * static_cast<int>(sizeof(float));
   static constexpr int kSharedBytes = kFactorsAt + 2 * Numbers::kKeys * static_cast<int>(sizeof(float));
   static_assert(Numbers::kIsOneWidth, "K and V have tiles of one layout");
-  static_assert(kSharedBytes >= Numbers::kKeyWarps * Numbers::kPart * 4 + 8 * Numbers::kRows,
-                "parts, and eight bytes a row, fit in front");
+  static_assert(kSharedBytes >= Numbers::kKeyWarps * Numbers::kPart * 4 + 8 * (Numbers::kRows + Numbers::kKeys),
+                "parts, and eight bytes a row and key, fit in front");
   static_assert(kSharedBytes <= 99 * 1024 - 1024, "every GPU from sm_80 on has so much, and 1 KB besides");
   static_assert(2 * Numbers::kKeys <= kAttentionThreads, "a thread has one address and one scale");
   static_assert(Numbers::kKeys * kCodeChunks % kAttentionThreads == 0, "threads copy equally much");
 };
-
-using CodesKernel = void(AttentionProblem, CodeType, SharedWork);
-
-// Defined where the kernel is compiled: attention_codes.cuh, in one of the attention_codes_*.cu.
-template <typename Shape>
-CodesKernel* codes_kernel_of();
 
 // 2^k: the largest power of two by which no scale of fp16 numbers becomes too large for a weight in fp16.
 PASS_EXT_DEVICE float weight_unit(CodeType codes) {
@@ -60,42 +60,13 @@ struct SharedCodes {
   PASS_EXT_DEVICE float* factors() const {  // of scores, then of weights; of the tile of numbers
     return reinterpret_cast<float*>(dynamic_shared<uint8_t>() + Shape::kFactorsAt);
   }
-  // Addresses of the rows of a tile of K, then of V; null: there is nothing to read.
-  PASS_EXT_DEVICE const uint8_t** addresses(int tile) const {
-    return reinterpret_cast<const uint8_t**>(SharedTiles<Shape>{}.addresses(tile));
-  }
-};
-
-// The key whose address a thread finds: keys of K by the first threads, of V by those behind them.
-template <typename Shape>
-struct AddressedCodes {
-  const AttentionProblem& problem;
-  const Segment& segment;
-
-  PASS_EXT_DEVICE bool takes_part() const { return thread_rank() < 2 * Shape::kKeys; }
-  PASS_EXT_DEVICE int32_t key(int tile) const {
-    return segment.first_key + tile * Shape::kKeys + static_cast<int32_t>(thread_rank() % Shape::kKeys);
-  }
-  PASS_EXT_DEVICE int64_t find(int tile) const {
-    if (!takes_part() || tile >= segment.end || key(tile) >= segment.request.keys()) return 0;
-    return outer_of(problem, segment.request, key(tile));
-  }
-  PASS_EXT_DEVICE void put(int tile, int64_t outer) const {
-    if (!takes_part() || tile >= segment.end) return;
-    const bool is_value = thread_rank() >= Shape::kKeys;
-    const uint8_t* row = nullptr;
-    if (key(tile) < segment.request.keys())
-      row = row_in<uint8_t>(problem, segment.request, is_value ? problem.v_cache : problem.k_cache,
-                            is_value ? problem.v_new : problem.k_new, outer, key(tile), segment.head);
-    SharedCodes<Shape>{}.addresses(tile)[thread_rank()] = row;
-  }
 };
 
 // Starts the copies of a tile of K and V and of their scales; missing keys, and columns beyond head_dim, become zeros.
 template <typename Shape>
 PASS_EXT_DEVICE void copy_codes(const AttentionProblem& problem, int tile) {
   constexpr SharedCodes<Shape> shared{};
-  const uint8_t* const* const addresses = shared.addresses(tile);
+  const uint8_t* const* const addresses = SharedTiles<Shape>{}.addresses(tile);
   const int thread = static_cast<int>(thread_rank());
   // Loads all addresses before the first copy: the compiler moves no load across a copy, so each load would wait.
   const uint8_t* from[2][Shape::kCodeCopies];

@@ -18,6 +18,7 @@
 #include "cuda/attention_group_tile.cuh"
 #include "cuda/attention_parts.cuh"
 #include "cuda/attention_places.cuh"
+#include "cuda/attention_shares.cuh"
 #include "cuda/primitives.cuh"
 
 namespace pass_ext::gpu {
@@ -240,21 +241,6 @@ PASS_EXT_DEVICE void add_places(const GroupAttention& group, const PlacedRow& ro
   }
 }
 
-// The totals and the weights of sums of all shares before and of one more. The first has none before it.
-struct ShareWeights {
-  RowTotals totals;
-  float before, share;
-};
-
-PASS_EXT_DEVICE ShareWeights weights_of_share(const RowTotals& before, const RowTotals& share) {
-  const float highest = larger(before.maximum, share.maximum);
-  const float shrink = exp2_approximate(before.maximum - highest), weight = exp2_approximate(share.maximum - highest);
-  return {{highest, fused(before.rounded, shrink, share.rounded * weight),
-           fused(before.exact, shrink, share.exact * weight)},
-          shrink,
-          weight};
-}
-
 // Writes what a block computes. All threads call it together.
 template <typename Shape>
 PASS_EXT_DEVICE void set_item(const GroupAttention& group, const Task& task, GroupItem& item) {
@@ -312,7 +298,7 @@ PASS_EXT_DEVICE void for_rows(int count, const Use& use) {
     }
 }
 
-// Leaves the sums of some shares, whose totals are in shared memory, to group_combine_kernel.
+// Leaves the sums of some shares, whose totals are in shared memory, to add_parts_kernel.
 template <typename Shape>
 PASS_EXT_DEVICE void store_part(const GroupAttention& group, const GroupItem& item, int64_t index,
                                 const GroupSums<Shape>& sums) {
@@ -414,57 +400,9 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kGroupThreads, Shape::kResidentBlocks)
   });
 }
 
-// Adds the parts of a row and head. A thread has four columns.
-template <typename T, int value_dim>
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(value_dim / 4) group_combine_kernel(PASS_EXT_PARAMETER GroupAttention group) {
-  begin_kernel(group);
-  constexpr int kAtOnce = 8;  // parts on their way
-  const AttentionProblem& problem = group.problem;
-  const int32_t index = static_cast<int32_t>(block_index().x), heads = problem.heads;
-  const int column = 4 * static_cast<int>(thread_rank());
-  const RowTasks row = group.tasks.rows[index / heads];
-  if (!row.is_left()) return;
-  RowTotals totals;
-  float sums[4] = {};
-  bool has_before = false;
-  const int64_t stride = int64_t{heads} * (value_dim + 4);
-  const float* part = group.parts + (int64_t{row.part} * heads + index % heads) * (value_dim + 4) + column;
-#pragma unroll 1
-  for (int32_t first = row.has_first_part() ? row.cut - 1 : row.cut; first < row.last; first += kAtOnce) {
-    Bytes16 columns[kAtOnce], ends[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i, part += stride) {
-      if (first + i >= row.last) break;
-      columns[i] = load16(part);
-      ends[i] = load16(part - column + value_dim);
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (first + i >= row.last) break;
-      const RowTotals share = {float_of(ends[i].word[0]), float_of(ends[i].word[1]), float_of(ends[i].word[2])};
-      const ShareWeights weights = weights_of_share(totals, share);
-      totals = has_before ? weights.totals : share;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float sum = float_of(columns[i].word[j]);
-        sums[j] = has_before ? fused(sums[j], weights.before, sum * weights.share) : sum;
-      }
-      has_before = true;
-    }
-  }
-  const float factor = factor_of_row(problem, index, totals);
-  *reinterpret_cast<uint64_t*>(static_cast<T*>(problem.out) + int64_t{index} * value_dim + column) =
-      pack2<T>(sums[0] * factor, sums[1] * factor) | uint64_t{pack2<T>(sums[2] * factor, sums[3] * factor)} << 32;
-  if (thread_rank() == 0) problem.lse[index] = log_of_total(totals.maximum, totals.exact);
-}
-
 template <typename Shape>
 GroupKernel* group_kernel_of() {
   return group_attention_kernel<Shape>;
-}
-template <typename T, int value_dim>
-GroupKernel* group_combine_kernel_of() {
-  return group_combine_kernel<T, value_dim>;
 }
 
 }  // namespace pass_ext::gpu

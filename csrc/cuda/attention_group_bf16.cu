@@ -11,9 +11,5 @@ template GroupKernel* group_kernel_of<GroupShape<bfloat16, 256, 256, 1>>();
 template GroupKernel* group_kernel_of<GroupShape<bfloat16, 192, 128, 1>>();
 template GroupKernel* group_kernel_of<GroupShape<bfloat16, 128, 128, 1>>();
 template GroupKernel* group_kernel_of<GroupShape<bfloat16, 64, 64, 1>>();
-template GroupKernel* group_combine_kernel_of<bfloat16, 512>();
-template GroupKernel* group_combine_kernel_of<bfloat16, 256>();
-template GroupKernel* group_combine_kernel_of<bfloat16, 128>();
-template GroupKernel* group_combine_kernel_of<bfloat16, 64>();
 
 }  // namespace pass_ext::gpu

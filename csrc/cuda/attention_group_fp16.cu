@@ -11,9 +11,5 @@ template GroupKernel* group_kernel_of<GroupShape<float16, 256, 256, 1>>();
 template GroupKernel* group_kernel_of<GroupShape<float16, 192, 128, 1>>();
 template GroupKernel* group_kernel_of<GroupShape<float16, 128, 128, 1>>();
 template GroupKernel* group_kernel_of<GroupShape<float16, 64, 64, 1>>();
-template GroupKernel* group_combine_kernel_of<float16, 512>();
-template GroupKernel* group_combine_kernel_of<float16, 256>();
-template GroupKernel* group_combine_kernel_of<float16, 128>();
-template GroupKernel* group_combine_kernel_of<float16, 64>();
 
 }  // namespace pass_ext::gpu

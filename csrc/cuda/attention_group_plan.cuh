@@ -10,6 +10,7 @@
 #include "core/quantize.h"
 #include "cuda/attention_group_tile.cuh"
 #include "cuda/attention_places.cuh"
+#include "cuda/attention_shares.cuh"
 #include "cuda/attention_tasks_plan.cuh"
 #include "cuda/primitives.cuh"
 
@@ -27,15 +28,15 @@ inline bool has_group_kernel(const AttentionProblem& problem, CodeType codes) {
 
 // use(GroupShape), for problems that have one.
 template <typename Use>
-void with_group_shape(const AttentionProblem& problem, const Use& use) {
-  const auto with_widths = [&](auto element, auto key_dim, auto value_dim) {
+decltype(auto) with_group_shape(const AttentionProblem& problem, const Use& use) {
+  const auto with_widths = [&](auto element, auto key_dim, auto value_dim) -> decltype(auto) {
     using T = decltype(element);
     constexpr int kKeyDim = decltype(key_dim)::value, kValueDim = decltype(value_dim)::value;
     if constexpr (kValueDim == 512)  // 128 heads of a latent; others have more than 16 heads a key only rarely
       if (problem.group > 16) return use(GroupShape<T, kKeyDim, kValueDim, 2>{});
-    use(GroupShape<T, kKeyDim, kValueDim, 1>{});
+    return use(GroupShape<T, kKeyDim, kValueDim, 1>{});
   };
-  const auto with_type = [&](auto element) {
+  const auto with_type = [&](auto element) -> decltype(auto) {
     using std::integral_constant;
     switch (problem.head_dim) {
       case 576: return with_widths(element, integral_constant<int, 576>{}, integral_constant<int, 512>{});
@@ -46,7 +47,7 @@ void with_group_shape(const AttentionProblem& problem, const Use& use) {
       default: return with_widths(element, integral_constant<int, 64>{}, integral_constant<int, 64>{});
     }
   };
-  problem.type == FloatType::bfloat16 ? with_type(bfloat16{}) : with_type(float16{});
+  return problem.type == FloatType::bfloat16 ? with_type(bfloat16{}) : with_type(float16{});
 }
 
 struct GroupPlan {
@@ -54,17 +55,18 @@ struct GroupPlan {
   int64_t parts, workspace;  // floats; of the parts alone
 };
 
-inline GroupPlan plan_group_attention(const AttentionProblem& problem, const KeyLists& lists, int32_t multiprocessors) {
-  GroupPlan plan{};
-  with_group_shape(problem, [&](auto shape) {
+// `resident`: blocks of the kernel that run at once.
+inline GroupPlan plan_group_attention(const AttentionProblem& problem, const KeyLists& lists, int64_t resident) {
+  return with_group_shape(problem, [&](auto shape) {
     using Shape = decltype(shape);
+    GroupPlan plan{};
     const int32_t tiles = problem.kv_heads * ((problem.group + Shape::kRows - 1) / Shape::kRows);
-    plan.grid = plan_tasks(problem, lists, tiles, kGroupUnit, int64_t{Shape::kResidentBlocks} * multiprocessors);
+    plan.grid = plan_tasks(problem, lists, tiles, kGroupUnit, resident);
     plan.parts = plan.grid.most_parts * problem.heads * Shape::kPartStride;
     plan.workspace = plan.grid.floats(problem.rows) + plan.parts;
     if (plan.grid.is_split) plan.workspace += plan.grid.blocks * Shape::kRows * Shape::kValueDim;
+    return plan;
   });
-  return plan;
 }
 
 inline bool are_same_rows(const KeyRows& k, const KeyRows& v, int32_t heads) {
@@ -87,10 +89,8 @@ inline void launch_group_attention(const AttentionProblem& problem, const KeyLis
     using Shape = decltype(shape);
     launch("attention_tree", group_kernel_of<Shape>(),
            LaunchShape{{plan.grid.blocks}, {kGroupThreads}, Shape::kSharedBytes}, stream, group);
-    if (plan.grid.is_split)
-      launch("attention_tree (combine)", group_combine_kernel_of<typename Shape::T, Shape::kValueDim>(),
-             LaunchShape{{problem.rows * problem.heads}, {Shape::kValueDim / 4}}, stream, group);
   });
+  if (plan.grid.is_split) launch_add_parts(problem, group.tasks, parts, stream);
 }
 
 }  // namespace pass_ext::gpu

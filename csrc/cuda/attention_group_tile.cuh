@@ -72,8 +72,6 @@ using GroupKernel = void(GroupAttention);
 // Defined where the kernels are compiled: attention_group.cuh, in one of the attention_group_*.cu.
 template <typename Shape>
 GroupKernel* group_kernel_of();
-template <typename T, int value_dim>
-GroupKernel* group_combine_kernel_of();
 
 template <typename Shape>
 PASS_EXT_DEVICE typename Shape::Scratch& group_scratch() {

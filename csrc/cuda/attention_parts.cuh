@@ -34,6 +34,18 @@ PASS_EXT_DEVICE float factor_of_row(const AttentionProblem& problem, int64_t row
   return factor * share_of_row(totals.exact, sink_of_row(problem, row, totals.maximum));
 }
 
+// Writes four columns of a result.
+template <typename T>
+PASS_EXT_DEVICE void store_columns(T* to, const float (&columns)[4], float factor) {
+  float scaled[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) scaled[i] = columns[i] * factor;
+  if constexpr (sizeof(T) == 4)
+    store16(to, {{bits_of(scaled[0]), bits_of(scaled[1]), bits_of(scaled[2]), bits_of(scaled[3])}});
+  else
+    *reinterpret_cast<uint64_t*>(to) = pack2<T>(scaled[0], scaled[1]) | uint64_t{pack2<T>(scaled[2], scaled[3])} << 32;
+}
+
 // A thread's sum of parts: four columns of one row, and the row's totals.
 struct RowSum {
   RowTotals totals;
@@ -84,10 +96,8 @@ struct RowSum {
   PASS_EXT_DEVICE void write(const AttentionProblem& problem, int64_t index, int column) const {
     if (column == 0) problem.lse[index] = log_of_total(totals.maximum, totals.exact);
     if (column >= value_dim_of<is_one_width>(problem)) return;
-    const float factor = factor_of_row(problem, index, totals);
-    T* const to = static_cast<T*>(problem.out) + index * value_dim_of<is_one_width>(problem) + column;
-    *reinterpret_cast<uint64_t*>(to) = pack2<T>(columns[0] * factor, columns[1] * factor) |
-                                       uint64_t{pack2<T>(columns[2] * factor, columns[3] * factor)} << 32;
+    store_columns(static_cast<T*>(problem.out) + index * value_dim_of<is_one_width>(problem) + column, columns,
+                  factor_of_row(problem, index, totals));
   }
 };
 

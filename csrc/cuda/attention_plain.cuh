@@ -1,7 +1,7 @@
 // Attention on the GPU without matrix fragments: in fp32, which has none, at widths for which no kernel with them is
 // compiled, to listed keys, and where a row must have the bits that it has alone. Keys and values may be in 8 bits.
 //   step of 128 places:   m' = max(m, its scores)    total, sums = 2^(m - m') (total, sums) + those of the step
-//   row:                  the same over its shares, in their order        out = sums / total
+//   row:                  over its shares (attention_shares.cuh)          out = sums / total
 // A block takes some heads of one row that share a key head, and a step at a time: for the scores a thread has a place,
 // for the result some columns. Keys, steps and shares are those of cuda/attention_places.cuh, so the order in which a
 // row is added up is its own, whatever else the call has and whatever GPU it is. Where there are few rows, blocks take
@@ -15,6 +15,7 @@
 #include "core/quantize.h"
 #include "cuda/attention_parts.cuh"
 #include "cuda/attention_places.cuh"
+#include "cuda/attention_shares.cuh"
 #include "cuda/attention_tasks.cuh"
 #include "cuda/attention_tasks_plan.cuh"
 #include "cuda/attention_tile.cuh"
@@ -34,15 +35,16 @@ struct PlainAttention {
   KeyLists lists;
   bool are_keys_wide;  // rows of keys start at multiples of 16 bytes
   AttentionTasks tasks;
-  float* parts;  // [most_parts, heads, value_dim + 2]: sums, then the maximum and the total
+  float* parts;  // [most_parts, heads, part_stride]
 };
 
-// True if the problem has no kernel with matrix fragments.
-inline bool is_plain(const AttentionProblem& problem) {
-  bool has_size = false;
-  for (int32_t dim : kHeadDims) has_size |= dim == problem.head_dim && dim == problem.value_dim;
-  has_size |= problem.head_dim == kWideKeyDim && problem.value_dim == kNarrowValueDim;
-  return problem.type == FloatType::float32 || !has_size || (problem.chunk >= 0 && problem.head_dim != 128);
+// True if no kernel with matrix fragments computes the problem, or its sums have no one order.
+inline bool is_plain(const AttentionProblem& problem, CodeType codes, const KeyLists& lists, bool batch_invariant) {
+  const bool is_one_width = problem.head_dim == problem.value_dim, has_chunks = problem.chunk >= 0;
+  bool has_size = problem.head_dim == kWideKeyDim && problem.value_dim == kNarrowValueDim;
+  for (int32_t dim : kHeadDims) has_size |= dim == problem.head_dim && is_one_width;
+  return batch_invariant || lists.keys || problem.type == FloatType::float32 || !has_size ||
+         (has_chunks && problem.head_dim != 128) || (codes != CodeType::none && (has_chunks || !is_one_width));
 }
 
 // Numbers of a key, of codes before their scale.
@@ -88,15 +90,18 @@ struct PlainSums {
     }
   }
 
-  // Adds those of row `r` that come behind them. `column(c)`: the sum of column c.
-  template <typename Column>
-  PASS_EXT_DEVICE void add(int r, float other_highest, float other_total, const Column& column) {
-    const float both = other_highest > highest[r] ? other_highest : highest[r];
-    const float shrink = exp2_approximate(highest[r] - both), other_shrink = exp2_approximate(other_highest - both);
-    highest[r] = both;
-    total[r] = fused(total[r], shrink, other_total * other_shrink);
+  // Adds those of a share that comes behind them.
+  PASS_EXT_DEVICE void add(const PlainSums& share) {
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) sums[r][c] = fused(sums[r][c], shrink, column(c) * other_shrink);
+    for (int r = 0; r < kHeads; ++r) {
+      const ShareWeights weights =
+          weights_of_share({highest[r], total[r], total[r]}, {share.highest[r], share.total[r], share.total[r]});
+      highest[r] = weights.totals.maximum;
+      total[r] = weights.totals.exact;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c)
+        sums[r][c] = fused(sums[r][c], weights.before, share.sums[r][c] * weights.share);
+    }
   }
 
   template <typename T>
@@ -257,9 +262,10 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads, resident_plain_blocks(kHea
 #pragma unroll 1
       for (int32_t step = places.begin; step < places.end; step += kPlacesOfStep)
         add_step<Stored>(plain, row, queries, scratches[0], step, part);
-#pragma unroll
-      for (int r = 0; r < kHeads; ++r)
-        sums.add(r, part.highest[r], part.total[r], [&](int c) { return part.sums[r][c]; });
+      if (share == task.first)
+        sums = part;
+      else
+        sums.add(part);
     }
 #pragma unroll
     for (int r = 0; r < kHeads; ++r) {
@@ -269,40 +275,13 @@ PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads, resident_plain_blocks(kHea
         continue;
       }
       float* const part =
-          plain.parts + (int64_t{task.part} * problem.heads + first_head + r) * (problem.value_dim + int64_t{2});
+          plain.parts + (int64_t{task.part} * problem.heads + first_head + r) * part_stride(problem.value_dim);
 #pragma unroll
       for (int c = 0; c < kColumns; ++c)
         if (thread + kPlainThreads * c < problem.value_dim) part[thread + kPlainThreads * c] = sums.sums[r][c];
-      if (thread == 0) {
-        part[problem.value_dim] = sums.highest[r];
-        part[problem.value_dim + 1] = sums.total[r];
-      }
+      if (thread == 0) store_totals(part, problem.value_dim, {sums.highest[r], sums.total[r], sums.total[r]});
     }
   });
-}
-
-// Adds the parts of a row and head.
-template <typename T>
-PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(kPlainThreads) plain_combine_kernel(PASS_EXT_PARAMETER PlainAttention plain) {
-  begin_kernel(plain);
-  const AttentionProblem& problem = plain.problem;
-  constexpr int kColumns = kMostValueDim / kPlainThreads;
-  const int32_t heads = problem.heads, index = static_cast<int32_t>(block_index().x);
-  const int64_t stride = problem.value_dim + int64_t{2};
-  const RowTasks row = plain.tasks.rows[index / heads];
-  if (!row.is_left()) return;
-  PlainSums<1, kColumns> sums;
-  sums.clear();
-  const float* part = plain.parts + (int64_t{row.part} * heads + index % heads) * stride;
-#pragma unroll 4
-  for (int32_t share = row.has_first_part() ? row.cut - 1 : row.cut; share < row.last;
-       ++share, part += heads * stride) {
-    sums.add(0, part[problem.value_dim], part[problem.value_dim + 1], [&](int c) {
-      const int32_t column = static_cast<int32_t>(thread_rank()) + kPlainThreads * c;
-      return column < problem.value_dim ? part[column] : 0.0f;
-    });
-  }
-  sums.template write<T>(problem, index, 0);
 }
 
 // The heads of a block: the more, the fewer times a key is read, as far as registers hold the sums of their columns.
@@ -323,7 +302,7 @@ inline PlainPlan plan_plain_attention(const AttentionProblem& problem, const Key
   plan.grid = plan_tasks(problem, lists, problem.kv_heads * ((problem.group + heads - 1) / heads), 1,
                          int64_t{resident_plain_blocks(heads)} * multiprocessors);
   plan.workspace =
-      plan.grid.floats(problem.rows) + plan.grid.most_parts * problem.heads * (problem.value_dim + int64_t{2});
+      plan.grid.floats(problem.rows) + plan.grid.most_parts * problem.heads * part_stride(problem.value_dim);
   return plan;
 }
 
@@ -338,9 +317,6 @@ void launch_plain_attention_of(const PlainAttention& plain, const PlainPlan& pla
                        : heads == 1                        ? plain_attention_kernel<T, Stored, 1, 1>
                                                            : plain_attention_kernel<T, Stored, kPlainHeads, 1>;
   launch("attention_tree", kernel, shape, stream, plain);
-  if (plan.grid.is_split)
-    launch("attention_tree (combine)", plain_combine_kernel<T>,
-           LaunchShape{{problem.rows * problem.heads}, {kPlainThreads}}, stream, plain);
 }
 
 inline bool are_rows_wide(const KeyRows& rows, int64_t bytes) {
@@ -365,10 +341,11 @@ inline void launch_plain_attention(const AttentionProblem& problem, CodeType cod
                             : launch_plain_attention_of<T, uint8_t>(plain, plan, stream);
   };
   switch (problem.type) {
-    case FloatType::bfloat16: return run(bfloat16{});
-    case FloatType::float16: return run(float16{});
-    case FloatType::float32: return run(0.0f);
+    case FloatType::bfloat16: run(bfloat16{}); break;
+    case FloatType::float16: run(float16{}); break;
+    case FloatType::float32: run(0.0f); break;
   }
+  if (plan.grid.is_split) launch_add_parts(problem, plain.tasks, plain.parts, stream);
 }
 
 }  // namespace pass_ext::gpu

@@ -7,6 +7,8 @@
 #include <type_traits>
 
 #include "core/attention.h"
+#include "core/quantize.h"
+#include "cuda/attention_codes_tile.cuh"
 #include "cuda/attention_combine.cuh"
 #include "cuda/attention_schedule.cuh"
 #include "cuda/attention_tile.cuh"
@@ -14,16 +16,20 @@
 
 namespace pass_ext::gpu {
 
-// use(AttentionShape), or that of chunks or two widths, for the problem's dtype, widths, chunks and number of rows that
-// share a key head. Problems that are plain (attention_plain.cuh) have none.
+// use(AttentionShape), or that of codes, chunks or two widths, for the problem's dtype, widths, chunks and number of
+// rows that share a key head. Problems that are plain (attention_plain.cuh) have none.
 template <typename Use>
-decltype(auto) with_attention_shape(const AttentionProblem& problem, const Use& use) {
+decltype(auto) with_attention_shape(const AttentionProblem& problem, CodeType codes, const Use& use) {
   static_assert(kLargestHeadDim <= 256, "the widest kernel takes every head size");
   const bool is_one_tile = int64_t{problem.max_nodes} * problem.group <= 16;
+  const auto with_rows = [&](auto element, auto dim, auto row_warps) -> decltype(auto) {
+    using Shape = AttentionShape<decltype(element), decltype(dim)::value, decltype(row_warps)::value>;
+    return codes == CodeType::none ? use(Shape{}) : use(CodesShape<Shape>{});
+  };
   const auto with_dim = [&](auto element, auto dim) -> decltype(auto) {
-    using T = decltype(element);
-    constexpr int kDim = decltype(dim)::value;
-    return is_one_tile ? use(AttentionShape<T, kDim, 1>{}) : use(AttentionShape<T, kDim, 4>{});
+    using std::integral_constant;
+    return is_one_tile ? with_rows(element, dim, integral_constant<int, 1>{})
+                       : with_rows(element, dim, integral_constant<int, 4>{});
   };
   const auto with_type = [&](auto element) -> decltype(auto) {
     using T = decltype(element);
@@ -78,8 +84,9 @@ void check_steps(const AttentionProblem& problem) {
 
 // Plans a grid of at most `most_blocks`, the number that fits on the GPU's multiprocessors at once, and no more than
 // can have work by shapes alone. Teams are small enough for one of each size to fit into the grid.
-inline AttentionPlan plan_attention(const AttentionProblem& problem, int64_t most_blocks, int32_t multiprocessors) {
-  return with_attention_shape(problem, [&](auto shape) -> AttentionPlan {
+inline AttentionPlan plan_attention(const AttentionProblem& problem, CodeType codes, int64_t most_blocks,
+                                    int32_t multiprocessors) {
+  return with_attention_shape(problem, codes, [&](auto shape) -> AttentionPlan {
     using Shape = decltype(shape);
     check_steps<Shape>(problem);
     const int64_t row_tiles = most_row_tiles<Shape>(problem);
@@ -101,15 +108,15 @@ inline AttentionPlan plan_attention(const AttentionProblem& problem, int64_t mos
   });
 }
 
-inline void launch_attention(const AttentionProblem& problem, const AttentionPlan& plan, float* workspace,
-                             Stream stream) {
-  with_attention_shape(problem, [&](auto shape) {
+inline void launch_attention(const AttentionProblem& problem, CodeType codes, const AttentionPlan& plan,
+                             float* workspace, Stream stream) {
+  with_attention_shape(problem, codes, [&](auto shape) {
     using Shape = decltype(shape);
     SharedTile* const tiles = reinterpret_cast<SharedTile*>(workspace + int64_t{2} * plan.blocks * Shape::kPart);
     const SharedWork work{workspace, tiles, reinterpret_cast<int32_t*>(tiles + plan.blocks), plan.most_in_step,
                           plan.multiprocessors};
     launch("attention_tree", attention_kernel_of<Shape>(),
-           LaunchShape{{plan.blocks}, {kAttentionThreads}, Shape::kSharedBytes}, stream, problem, work);
+           LaunchShape{{plan.blocks}, {kAttentionThreads}, Shape::kSharedBytes}, stream, problem, codes, work);
     if (plan.combine_blocks > 0) launch_combine<Shape>(problem, work, plan.combine_blocks, plan.blocks, stream);
   });
 }

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "core/attention.h"
+#include "core/quantize.h"
 #include "cuda/primitives.cuh"
 
 namespace pass_ext::gpu {
@@ -40,7 +41,7 @@ struct SharedWork {
   int32_t multiprocessors;  // the plan's fewest blocks, if each has kLeastTilesOfBlock
 };
 
-using AttentionKernel = void(AttentionProblem, SharedWork);
+using AttentionKernel = void(AttentionProblem, CodeType, SharedWork);
 
 // Defined where the kernel is compiled: attention.cuh, in one of the attention_*.cu.
 template <typename Shape>

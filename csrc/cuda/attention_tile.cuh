@@ -20,6 +20,8 @@ constexpr int32_t kWideKeyDim = 192, kNarrowValueDim = 128;
 template <typename Element, int key_dim, int value_dim, int row_warps>
 struct TileShape {
   using T = Element;
+  using Stored = Element;  // what keys and values are in memory
+  static constexpr bool kHasCodes = false;
   static constexpr int kKeyDim = key_dim, kValueDim = value_dim;
   static constexpr bool kIsOneWidth = key_dim == value_dim;
   static constexpr int kRowWarps = row_warps;
@@ -28,6 +30,7 @@ struct TileShape {
   static constexpr int kKeys = key_dim <= 128 ? 64 : 32;  // keys of a tile
   static constexpr int kWarpKeys = kKeys / kKeyWarps;
   static constexpr int kStages = key_dim <= 64 || !kIsOneWidth ? 4 : key_dim <= 128 ? 3 : 2;
+  static constexpr int kTilesAhead = kStages - 1;  // on their way while another is multiplied
   static constexpr int kKeyChunks = key_dim / 8, kValueChunks = value_dim / 8;  // chunks of 16 bytes in a row
   // Per row: each copies a chunk, or none; of two widths every eighth.
   static constexpr int kRowThreads = key_dim <= 64 || !kIsOneWidth ? 8 : key_dim <= 128 ? 16 : 32;
@@ -53,7 +56,8 @@ struct TileShape {
   static constexpr int kPartStride = value_dim + 8;
   static constexpr int kPart = kRows * kPartStride;
   static constexpr int kBytesBehindParts = kRingBytes + kQueryBytes - kKeyWarps * kPart * 4;
-  static_assert(kBytesBehindParts >= 8 * kRows, "parts, and eight bytes a row, take the ring's place");
+  static_assert(kBytesBehindParts >= 8 * (kRows + kKeys),
+                "parts, and eight bytes a row and key, take the ring's place");
   static_assert(!kIsSwizzled || (512 % (kKeyStride * sizeof(T)) == 0 && (kRowsAtOnce % 8 == 0 || kRowsAtOnce == 4)),
                 "TileChunks: the ring's rows lie at multiples of their size");
   static_assert(kIsSwizzled || kRowsAtOnce % 8 == 0, "copy_tile flips nothing");
@@ -112,10 +116,11 @@ struct SharedTiles {
   PASS_EXT_DEVICE T* keys(int tile) const { return dynamic_shared<T>() + tile % Shape::kStages * Shape::kTiles; }
   PASS_EXT_DEVICE T* values(int tile) const { return keys(tile) + Shape::kKeyTile; }
   PASS_EXT_DEVICE T* queries() const { return dynamic_shared<T>() + Shape::kStages * Shape::kTiles; }
-  // Addresses of the rows of a tile of K, then of V; null: there is nothing to read. The addresses of one thread's rows
-  // stand side by side, so that it loads two at a time: place_of_address.
-  PASS_EXT_DEVICE const T** addresses(int tile) const {
-    return reinterpret_cast<const T**>(dynamic_shared<char>() + Shape::kRingBytes + Shape::kQueryBytes) +
+  // Addresses of the rows of a tile of K, then of V; null: there is nothing to read. Of numbers the addresses of one
+  // thread's rows stand side by side, so that it loads two at a time: place_of_address.
+  PASS_EXT_DEVICE const typename Shape::Stored** addresses(int tile) const {
+    return reinterpret_cast<const typename Shape::Stored**>(dynamic_shared<char>() + Shape::kRingBytes +
+                                                            Shape::kQueryBytes) +
            tile % 2 * 2 * Shape::kKeys;
   }
   // For use after the ring is empty: the warps' parts of the result, and kBytesBehindParts.
@@ -125,6 +130,7 @@ struct SharedTiles {
 
 template <typename Shape>
 PASS_EXT_DEVICE unsigned place_of_address(unsigned row) {
+  if constexpr (Shape::kHasCodes) return row;
   return row % Shape::kRowsAtOnce * Shape::kCopies + row / Shape::kRowsAtOnce;
 }
 
@@ -147,13 +153,13 @@ struct AddressedKey {
 
   // Stores the address in shared memory.
   PASS_EXT_DEVICE void put(int tile, int64_t outer) const {
-    using T = typename Shape::T;
+    using Stored = typename Shape::Stored;
     if (!takes_part() || tile >= segment.end) return;
     const bool is_value = thread_rank() >= Shape::kKeys;
-    const T* row = nullptr;
+    const Stored* row = nullptr;
     if (key(tile) < segment.request.keys())
-      row = row_in<T>(problem, segment.request, is_value ? problem.v_cache : problem.k_cache,
-                      is_value ? problem.v_new : problem.k_new, outer, key(tile), segment.head);
+      row = row_in<Stored>(problem, segment.request, is_value ? problem.v_cache : problem.k_cache,
+                           is_value ? problem.v_new : problem.k_new, outer, key(tile), segment.head);
     SharedTiles<Shape>{}.addresses(
         tile)[(is_value ? Shape::kKeys : 0) + place_of_address<Shape>(thread_rank() % Shape::kKeys)] = row;
   }

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "core/attention.h"
+#include "cuda/attention_codes_tile.cuh"
 #include "cuda/attention_parts.cuh"
 #include "cuda/attention_schedule.cuh"
 #include "cuda/attention_tile.cuh"
@@ -107,19 +108,44 @@ PASS_EXT_DEVICE void multiply_queries_keys(Scores<Shape>& scores, const Queries<
   }
 }
 
+// The factors of codes (decode_codes) of the two columns of a block of scores that a lane holds.
+struct alignas(8) ColumnFactors {
+  float of[2];
+};
+
+// `first`: the factor of the tile's first key.
+template <typename Shape>
+PASS_EXT_DEVICE ColumnFactors column_factors(const float* first, int block) {
+  return *reinterpret_cast<const ColumnFactors*>(first + first_key_of_warp<Shape>() + 8 * block +
+                                                 2 * (lane_index() % 4));
+}
+
 // Scales scores to logarithms of base 2.
 template <typename Shape>
 PASS_EXT_DEVICE void scale_scores(Scores<Shape>& scores, const AttentionProblem& problem) {
   const float scale = problem.softcap > 0.0f ? problem.scale : problem.scale * kLog2E;
 #pragma unroll
-  for (auto& block : scores)
+  for (int block = 0; block < Shape::kWarpKeys / 8; ++block) {
+    ColumnFactors factor{{scale, scale}};
+    if constexpr (Shape::kHasCodes) factor = column_factors<Shape>(SharedCodes<Shape>{}.factors(), block);
 #pragma unroll
-    for (float& score : block) score *= scale;
+    for (int i = 0; i < 4; ++i) scores[block][i] *= factor.of[i % 2];
+  }
   if (!(problem.softcap > 0.0f)) return;
+  // Block by block the same code, while the blocks go round: two divisions for each score, written out, would be a
+  // fifth of the kernel.
+#pragma unroll 1
+  for (int turn = 0; turn < Shape::kWarpKeys / 8; ++turn) {
+    float capped[4];
 #pragma unroll
-  for (auto& block : scores)
+    for (int i = 0; i < 4; ++i) capped[i] = softcapped(scores[0][i], problem.softcap) * kLog2E;
 #pragma unroll
-    for (float& score : block) score = softcapped(score, problem.softcap) * kLog2E;
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int block = 1; block < Shape::kWarpKeys / 8; ++block) scores[block - 1][i] = scores[block][i];
+      scores[Shape::kWarpKeys / 8 - 1][i] = capped[i];
+    }
+  }
 }
 
 // The row whose bits a lane reads: of the two rows that four lanes share, lane t reads row g + 8 (t % 2). Each lane
@@ -161,7 +187,8 @@ PASS_EXT_DEVICE void hide_keys(Scores<Shape>& scores, const AttentionProblem& pr
 }
 
 // The sums of a warp's 16 rows so far. `rounded` adds the weights that multiplied values, and divides them in the end;
-// `exact` adds them before rounding, for the lse. Each lane has added its own columns only.
+// `exact` adds them before rounding, for the lse. Of codes the rounding has no total of its own, and `exact` divides.
+// Each lane has added its own columns only.
 template <typename Shape>
 struct RowState {
   struct alignas(8) Pair {  // one store
@@ -184,7 +211,7 @@ struct RowState {
   }
 
   // Turns scores into weights, packed in pairs: weights[block][half] of row g + 8 half. Scales all sums so far to the
-  // new maximum.
+  // new maximum. Weights of codes are packed times the factors of their values.
   PASS_EXT_DEVICE void add_weights(uint32_t (&weights)[Shape::kWarpKeys / 8][2], const Scores<Shape>& scores) {
     using T = typename Shape::T;
     float shrink[2];
@@ -198,16 +225,23 @@ struct RowState {
       highest = fmaxf(highest, shuffle_xor(highest, 2));
       shrink[half] = exp2_approximate(maximum[half] - highest);
       maximum[half] = highest;
-      rounded[half] *= shrink[half];
+      rounded[half] *= shrink[half];  // of codes it stays 0
       exact[half] *= shrink[half];
+    }
 #pragma unroll
-      for (int block = 0; block < Shape::kWarpKeys / 8; ++block) {
-        const float low = exp2_approximate(scores[block][2 * half] - highest);
-        const float high = exp2_approximate(scores[block][2 * half + 1] - highest);
-        const uint32_t pair = pack2<T>(low, high);
+    for (int block = 0; block < Shape::kWarpKeys / 8; ++block) {
+      ColumnFactors factor{};
+      if constexpr (Shape::kHasCodes)
+        factor = column_factors<Shape>(SharedCodes<Shape>{}.factors() + Shape::kKeys, block);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float low = exp2_approximate(scores[block][2 * half] - maximum[half]);
+        const float high = exp2_approximate(scores[block][2 * half + 1] - maximum[half]);
+        const uint32_t pair =
+            Shape::kHasCodes ? pack2<T>(low * factor.of[0], high * factor.of[1]) : pack2<T>(low, high);
         weights[block][half] = pair;
         exact[half] += low + high;
-        rounded[half] += unpack_low<T>(pair) + unpack_high<T>(pair);
+        if constexpr (!Shape::kHasCodes) rounded[half] += unpack_low<T>(pair) + unpack_high<T>(pair);
       }
     }
     if (!any(shrink[0] != 1.0f || shrink[1] != 1.0f)) return;
@@ -247,6 +281,13 @@ struct RowState {
     }
   }
 
+  PASS_EXT_DEVICE void scale(float factor) {
+#pragma unroll
+    for (auto& block : out)
+#pragma unroll
+      for (float& value : block) value *= factor;
+  }
+
   // Stores the rows in a part of the segment's result, in shared or global memory.
   PASS_EXT_DEVICE void store(float* part) {
     const int g = static_cast<int>(lane_index() / 4), t = static_cast<int>(lane_index() % 4);
@@ -260,7 +301,9 @@ struct RowState {
         rounded[half] += shuffle_xor(rounded[half], step);
         exact[half] += shuffle_xor(exact[half], step);
       }
-      if (t == 0) store_totals(row, Shape::kValueDim, {maximum[half], rounded[half], exact[half]});
+      if (t == 0)
+        store_totals(row, Shape::kValueDim,
+                     {maximum[half], Shape::kHasCodes ? exact[half] : rounded[half], exact[half]});
     }
   }
 };

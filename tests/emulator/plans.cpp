@@ -1,7 +1,7 @@
 // What accept, draft and attention plan on a GPU: numbers for tests.
 #include "cuda/accept.cuh"
-#include "cuda/attention_codes_plan.cuh"
 #include "cuda/attention_group_plan.cuh"
+#include "cuda/attention_plain.cuh"
 #include "cuda/attention_plan.cuh"
 #include "cuda/draft.cuh"
 #include "launches.h"
@@ -65,7 +65,9 @@ using pass_ext::gpu::TaskGrid;
 std::pair<TaskGrid, int64_t> plan_one_order(const Numbers& given, const pass_ext::AttentionProblem& problem) {
   const int32_t multiprocessors = given.narrow("multiprocessors");
   if (pass_ext::gpu::has_group_kernel(problem, pass_ext::CodeType::none)) {
-    const auto plan = pass_ext::gpu::plan_group_attention(problem, {}, multiprocessors);
+    const int64_t resident = pass_ext::gpu::with_group_shape(
+        problem, [&](auto shape) { return int64_t{decltype(shape)::kResidentBlocks} * multiprocessors; });
+    const auto plan = pass_ext::gpu::plan_group_attention(problem, {}, resident);
     return {plan.grid, plan.workspace};
   }
   const auto plan = pass_ext::gpu::plan_plain_attention(problem, {}, multiprocessors);
@@ -76,7 +78,9 @@ std::pair<TaskGrid, int64_t> plan_one_order(const Numbers& given, const pass_ext
 int64_t attention_workspace(const Numbers& given) {
   const pass_ext::AttentionProblem problem = attention_problem(given);
   if (given("most_blocks") == 0) return plan_one_order(given, problem).second;
-  return pass_ext::gpu::plan_attention(problem, given("most_blocks"), given.narrow("multiprocessors")).workspace;
+  return pass_ext::gpu::plan_attention(problem, pass_ext::CodeType::none, given("most_blocks"),
+                                       given.narrow("multiprocessors"))
+      .workspace;
 }
 
 using pass_ext::gpu::AttentionTasks;

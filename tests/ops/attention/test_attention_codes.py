@@ -1,8 +1,9 @@
 """Attention to keys and values in 8 bits: the numbers that are stored."""
 
+import emulator
 import pytest
 import torch
-from attention_cases import MASKS
+from attention_cases import MASKS, attention_case
 from attention_checks import FLOATS, assert_right, assert_same_runs, is_small, run, run_on_gpu, runs, solved, threads
 from support.pairwise import pairwise
 
@@ -125,6 +126,18 @@ def test_values_that_are_no_numbers_reach_the_rows_that_see_them(backend, codes)
                 for each in (out, was):
                     each[sees.nonzero()[:, :1], torch.arange(3, 6), columns] = 0.0
                 assert_same_runs([out], [was])
+
+
+def test_a_value_that_is_no_number_costs_no_more_than_reading_its_tile_again():
+    """The cost is not rows times keys: 64 rows, and all see it."""
+    case = quantized(attention_case([80], [16], heads=(1, 4), mask="bits"), torch.float8_e4m3fn)
+    case["visible"] = torch.full_like(case["visible"], -1)
+    run_on_gpu(case, multiprocessors=1, seed=0)
+    clean = emulator.load().count_accesses()
+    case["v_cache"][0, 90, 0].view(torch.uint8)[CODE_HEADER + 3] = 0x7F
+    out, _ = run_on_gpu(case, multiprocessors=1, seed=0)
+    assert out[:, :, 3].isnan().all() and not out[:, :, :3].isnan().any() and not out[:, :, 4:].isnan().any()
+    assert emulator.load().count_accesses() < 1.25 * clean
 
 
 @pytest.mark.parametrize("codes", CODES, ids=str)
