@@ -199,7 +199,7 @@ inline void add_value_vectors(const float* weights, int32_t width, const ColumnO
     const int32_t count = static_cast<int32_t>(minimum_of(kTileSide, rows - row)), numbers = count * dim;
     float *const sums = scratch.sums, *const even = sums + kTileSide * dim, *const odd = even + kTileSide * dim;
     {
-      const NoDenormals none{};
+      [[maybe_unused]] const NoDenormals none{};  // empty on ARM
       for (int32_t part = 0, begin = 0; part < 2 * kSpans; begin = order.end[part++]) {
         multiply(Product<float, ValuesInPlace<Singles<bfloat16>>>{ordered + begin * width + row,
                                                                   1,

@@ -9,6 +9,7 @@
 
 #include "cpu/adapter.h"
 #include "cpu/buffer.h"
+#include "cpu/linear_packed.h"
 #include "cpu/linear_tiles.h"
 #include "cpu/tiles.h"
 #include "cpu/unit.h"
@@ -108,6 +109,7 @@ struct Job {
   int64_t first, rows;  // of x; few enough to stay arranged while all weights are read
   uint64_t number = next_job();
   int64_t group = group_outputs();
+  bool crosses = packed() && crosses_codes();
 
   int64_t group_outputs() const {
     for (const int64_t large : {kGroupOutputs, kGroupOutputs / 2})
@@ -143,7 +145,7 @@ struct Job {
     float* const hidden = numbers[count] ? memory.hidden.at_least(numbers[count]) : nullptr;
     const bool is_new = memory.job != number;
     if (is_new && ready.arranged) arrange(product, first, rows, ready.arranged);
-    if (is_new && ready.digits) PASS_EXT_AT_ISA(write_digit_rows(product, first, rows, ready.digits));
+    if (is_new && ready.digits) write_digits(product, first, rows, crosses, ready.digits);
     for (int i = 0; i < count && hidden != nullptr; ++i) {
       const SlotAdapter<T>* const adapter = products[i]->adapter;
       if (!adapter) continue;
@@ -172,7 +174,7 @@ template <typename T>
 void multiply_outputs(const LinearRows<T>& product, const Job<T>& job, const ReadyRows& ready,
                       const LinearScratch& scratch, float* sums, int64_t begin, int64_t end) {
   if (product.packed)
-    PASS_EXT_AT_ISA(multiply_packed_group(product, job.rows, ready.digits, sums, begin, end));
+    multiply_packed(product.packed, product.form, product.in, job.rows, ready.digits, job.crosses, sums, begin, end);
   else
     multiply_arranged(product, job.rows, ready.arranged, scratch, sums, begin, end);
 }

@@ -16,7 +16,7 @@ inline Words add_products(Words sum, Words codes, const uint32_t* digits, int wo
 
 // From a block's digits of 16 bits: of each eight, the lower bytes of 0, 4, 1, 5, their upper bytes, and those of
 // 2, 6, 3, 7. This is how codes of 4 bits lie. Behind them 128 times the sum of all, and of either half.
-inline void finish_digits(int /*rows*/, uint32_t* digits) {
+inline void finish_digits(bool /*crosses*/, uint32_t* digits) {
   constexpr int kOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};
   int16_t digit[kPackedInputs];
   memcpy(digit, digits, sizeof digit);
@@ -66,6 +66,6 @@ constexpr bool kAreLess128 = Block::kBits == 8;
 template <typename Scale>
 constexpr bool kAreLess128<PackedTableBlock<Scale>> = true;
 template <typename Block>
-constexpr bool begins(int /*rows*/) {
+constexpr bool begins(bool /*crosses*/) {
   return kAreLess128<Block>;
 }

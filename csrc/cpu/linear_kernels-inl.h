@@ -4,6 +4,8 @@
 // has one order, lane by lane and step by step, whatever tile it is in: neither the other rows nor the threads change a
 // bit.
 
+#include "cpu/row_blocks-inl.h"
+
 constexpr int kStep = 2 * Floats::width;
 static_assert(kMostStep % kStep == 0 && kPiece % kStep == 0, "");
 inline int64_t padded_to_step(int64_t in) { return (in + kStep - 1) / kStep * kStep; }
@@ -41,16 +43,12 @@ struct Factors<bfloat16> {
 // The shape of a tile: its sums and a vector of each output's weights fit the registers. Pairs are multiplied so fast
 // that more rows at once pay.
 #if PASS_EXT_LEVEL == 3
-constexpr int kTileRows = 9;
 constexpr int tile_outputs(int rows) { return rows <= 6 ? 4 : 3; }
 #elif PASS_EXT_LEVEL == 2
-constexpr int kTileRows = 6;
 constexpr int tile_outputs(int) { return 4; }
 #elif PASS_EXT_LEVEL == 1
-constexpr int kTileRows = 6;
 constexpr int tile_outputs(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 3 : 2; }
 #else
-constexpr int kTileRows = 2;
 constexpr int tile_outputs(int) { return 4; }
 #endif
 static_assert(tile_outputs(1) <= kMostTileOutputs, "");
@@ -250,42 +248,6 @@ void multiply_block(const Piece<T, O>& piece, const Block<T>& block) {
   }
 }
 
-// Calls function(integral constant R).
-template <int R>
-struct RowCount {
-  static constexpr int value = R;
-};
-template <typename Function>
-inline void with_rows(int rows, Function&& function) {
-  switch (rows) {
-    case 1: return function(RowCount<1>{});
-    case 2: return function(RowCount<2>{});
-#if PASS_EXT_LEVEL >= 1
-    case 3: return function(RowCount<3>{});
-    case 4: return function(RowCount<4>{});
-    case 5: return function(RowCount<5>{});
-    case 6: return function(RowCount<6>{});
-#endif
-#if PASS_EXT_LEVEL == 3
-    case 7: return function(RowCount<7>{});
-    case 8: return function(RowCount<8>{});
-    case 9: return function(RowCount<9>{});
-#endif
-  }
-}
-
-// Cuts `rows` rows into blocks of nearly equal size, the larger ones first.
-struct RowBlocks {
-  int64_t rows, count;
-
-  explicit RowBlocks(int64_t rows) : rows(rows), count((rows + kTileRows - 1) / kTileRows) {}
-  int64_t begin(int64_t block) const {
-    const int64_t larger = rows % count;
-    return block * (rows / count) + (block < larger ? block : larger);
-  }
-  int size(int64_t block) const { return static_cast<int>(begin(block + 1) - begin(block)); }
-};
-
 // Arranges rows [first, first + rows) of x, block behind block.
 template <typename T>
 void arrange_rows(const LinearRows<T>& problem, int64_t first, int64_t rows, void* memory) {
@@ -345,8 +307,6 @@ void multiply_group(const LinearRows<T>& problem, int64_t rows, const void* arra
     default: return multiply_tiles<4>(problem, blocks, arranged, scratch, sums, begin, end);
   }
 }
-
-#include "cpu/linear_packed-inl.h"
 
 // A product of some neighbouring outputs, rounded: sums [count] and their biases, or null.
 template <typename T>

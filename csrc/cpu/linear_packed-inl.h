@@ -1,11 +1,15 @@
-// Packed weights times few rows (core/linear.h), at one instruction set. The 16 outputs of a block are lanes; a
-// pair of digits of a row, or four bytes of them, is one word for all of them. A row has sums of its own, so no
-// other row changes a bit.
+// Packed weights times few rows (core/linear.h), at one instruction set (see each_isa.h). The 16 outputs of a block are
+// lanes; a pair of digits of a row, or four bytes of them, is one word for all of them. A row has sums of its own, so
+// no other row changes a bit.
 //
-// Of several rows multiplying takes longer than reading. Then half of the codes are crossed: of pairs of codes p, q and
-// of digits x, y,
+// Of several rows multiplying takes longer than reading. Then half of the codes may be crossed: of pairs of codes p, q
+// and of digits x, y,
 //   p x + q y = (x + q) (y + p) - x y - p q
-// is one product in place of two; x y is the same for all outputs, p q for all rows. All of it modulo 2^32, exact.
+// is one product in place of two; x y is the same for all outputs, p q for all rows. All of it modulo 2^32, exact, so
+// that no bit tells which way it was. Two additions replace a product: faster where additions have units of their own
+// (Zen 4: 1.3 times fewer cycles), slower where they wait for those of the products (Emerald Rapids).
+
+#include "cpu/row_blocks-inl.h"
 
 constexpr int kDigitPairs = kPackedInputs / 2;
 // Behind the pairs what sums of codes times digits may begin with: of all digits, of either half.
@@ -23,8 +27,8 @@ struct DigitRows {
         numbers(static_cast<float*>(memory) + rows * in / kPackedInputs * kDigitWords) {}
 };
 
-// Whether tiles of so many rows cross: where additions wait for no multiplications, as with VNNI, and rows share p q.
-constexpr bool crosses(int rows) { return PASS_EXT_LEVEL == 3 && rows >= 4; }
+// Whether tiles of so many rows may cross: where a product and its sum are one instruction, and rows share p q.
+constexpr bool may_cross(int rows) { return PASS_EXT_LEVEL == 3 && rows >= 4; }
 // Two pairs of each four are crossed.
 constexpr bool is_crossed(int pair) { return pair % 4 >= 2; }
 
@@ -69,9 +73,9 @@ inline void write_digits(const T* x, int apart, uint32_t* digits, float* numbers
   numbers[3 * apart] = unit * second;
 }
 
-// Rows [first, first + rows) of x.
+// Rows [first, first + rows) of x; `crosses`: for tiles that cross where they may.
 template <typename T>
-void write_digit_rows(const LinearRows<T>& problem, int64_t first, int64_t rows, void* memory) {
+void write_digit_rows(const LinearRows<T>& problem, int64_t first, int64_t rows, bool crosses, void* memory) {
   const RowBlocks blocks(rows);
   const DigitRows to(memory, rows, problem.in);
   const int64_t steps = problem.in / kPackedInputs;
@@ -83,7 +87,7 @@ void write_digit_rows(const LinearRows<T>& problem, int64_t first, int64_t rows,
         uint32_t* const digits = to.digits + (begin * steps + s * size + r) * kDigitWords;
         write_digits(problem.x + (first + begin + r) * problem.x_row + s * kPackedInputs, size, digits,
                      to.numbers + (begin * steps + s * size) * kDigitNumbers + r);
-        finish_digits(size, digits);
+        finish_digits(crosses && may_cross(size), digits);
       }
   }
 }
@@ -93,7 +97,7 @@ void write_digit_rows(const LinearRows<T>& problem, int64_t first, int64_t rows,
 constexpr int kFarAhead = 6144, kAhead = 1024;
 
 // The sums of R rows and the 16 outputs of `blocks`, to [R, kGroupOutputs].
-template <int R, typename Block>
+template <int R, bool crosses, typename Block>
 void multiply_packed_tile(const Block* blocks, int64_t steps, const uint32_t* digits, const float* numbers, float* to) {
   constexpr int kVectors = kPackedOutputs / Floats::width, kWords = Block::kBits / Block::kParts;
   constexpr int kPairs = 16 / Block::kBits;  // in a word
@@ -133,7 +137,7 @@ void multiply_packed_tile(const Block* blocks, int64_t steps, const uint32_t* di
         for (int c = 0; c < kChains; ++c)
 #pragma GCC unroll 16
           for (int r = 0; r < R; ++r)
-            dot[c][r] = c == 0 && begins<Block>(R) ? digit(r, kDigitPairs + sums) : constant(Words{}, 0);
+            dot[c][r] = c == 0 && begins<Block>(crosses) ? digit(r, kDigitPairs + sums) : constant(Words{}, 0);
         const auto add = [&](Words code, int word) {
 #pragma GCC unroll 16
           for (int r = 0; r < R; ++r)
@@ -147,7 +151,7 @@ void multiply_packed_tile(const Block* blocks, int64_t steps, const uint32_t* di
             const int pair = word * kPairs + i;
             const auto p = read(block.codes[step], pair, v * Words::width);
             const auto q = read(block.codes[step], pair + 1, v * Words::width);
-            if constexpr (crosses(R))
+            if constexpr (crosses)
               if (is_crossed(pair)) {
                 crossed_codes = add_pairs(crossed_codes, p, q);
 #pragma GCC unroll 16
@@ -169,7 +173,7 @@ void multiply_packed_tile(const Block* blocks, int64_t steps, const uint32_t* di
         for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
           for (int c = 1; c < kChains; ++c) dot[0][r] = dot[0][r] + weighted(c, dot[c][r]);
-          if (crosses(R)) dot[0][r] = dot[0][r] - crossed_codes;
+          if (crosses) dot[0][r] = dot[0][r] - crossed_codes;
           const Floats unit = constant(Floats{}, numbers[r]), digit_sum = constant(Floats{}, sums_of_digits[r]);
           sum[v][r] = fused(offset, digit_sum, fused(scale * unit, float_of_signed(dot[0][r]), sum[v][r]));
         }
@@ -183,28 +187,30 @@ void multiply_packed_tile(const Block* blocks, int64_t steps, const uint32_t* di
 }
 
 template <typename Block>
-void multiply_packed_tiles(const Block* packed, int64_t in, int64_t rows, const DigitRows& from, float* sums,
-                           int64_t begin, int64_t end) {
+void multiply_packed_tiles(const Block* packed, int64_t in, int64_t rows, const DigitRows& from, bool crosses,
+                           float* sums, int64_t begin, int64_t end) {
   const RowBlocks blocks(rows);
   const int64_t steps = in / kPackedInputs;
   for (int64_t o = begin; o < end; o += kPackedOutputs) {
     const Block* const weights = packed + o / kPackedOutputs * steps / Block::kSteps;
     for (int64_t b = 0; b < blocks.count; ++b) {
       const int64_t row = blocks.begin(b);
+      const uint32_t* const digits = from.digits + row * steps * kDigitWords;
+      const float* const numbers = from.numbers + row * steps * kDigitNumbers;
+      float* const to = sums + row * kGroupOutputs + o - begin;
       with_rows(blocks.size(b), [&](auto count) {
-        multiply_packed_tile<decltype(count)::value>(weights, steps, from.digits + row * steps * kDigitWords,
-                                                     from.numbers + row * steps * kDigitNumbers,
-                                                     sums + row * kGroupOutputs + o - begin);
+        constexpr int R = decltype(count)::value;
+        if (may_cross(R) && crosses) return multiply_packed_tile<R, may_cross(R)>(weights, steps, digits, numbers, to);
+        multiply_packed_tile<R, false>(weights, steps, digits, numbers, to);
       });
     }
   }
 }
 
 // Computes the sums [rows, kGroupOutputs] of rows of digits for outputs [begin, end), whole blocks.
-template <typename T>
-void multiply_packed_group(const LinearRows<T>& problem, int64_t rows, void* memory, float* sums, int64_t begin,
-                           int64_t end) {
-  const DigitRows from(memory, rows, problem.in);
-  with_blocks(problem.packed, problem.form,
-              [&](const auto* blocks) { multiply_packed_tiles(blocks, problem.in, rows, from, sums, begin, end); });
+inline void multiply_packed_group(const void* packed, PackedForm form, int64_t in, int64_t rows, void* memory,
+                                  bool crosses, float* sums, int64_t begin, int64_t end) {
+  const DigitRows from(memory, rows, in);
+  with_blocks(packed, form,
+              [&](const auto* blocks) { multiply_packed_tiles(blocks, in, rows, from, crosses, sums, begin, end); });
 }

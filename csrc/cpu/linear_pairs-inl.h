@@ -10,13 +10,13 @@ inline Words add_products(Words sum, Words codes, const uint32_t* digits, int wo
 
 // Whether sums begin with a word behind the digits, else with 0.
 template <typename Block>
-constexpr bool begins(int rows) {
-  return crosses(rows);
+constexpr bool begins(bool crosses) {
+  return crosses;
 }
 
 // - sum of x y of the crossed digits, behind the digits.
-inline void finish_digits(int rows, uint32_t* digits) {
-  if (!crosses(rows)) return;
+inline void finish_digits(bool crosses, uint32_t* digits) {
+  if (!crosses) return;
   int16_t digit[kPackedInputs];
   memcpy(digit, digits, sizeof digit);
   uint32_t half[2] = {0, 0};

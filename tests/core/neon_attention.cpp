@@ -47,13 +47,13 @@ std::vector<float> attended(bool neon, AttentionProblem problem, CodeType type) 
   std::vector<float> lse(rows), values(padded * kDim), rest(3 * padded), row(2 * kDim), scale(kMostBlockRows);
   problem.out = out.data(), problem.lse = lse.data();
   std::vector<uint32_t> queries(kDim * kTaskRows), keys(kTileKeys * kDim), of_values(kTileKeys * kDim);
-  std::vector<uint32_t> scores(kTileKeys * kMostBlockRows);
-  std::vector<float> decoded(kTileKeys * 2 * kDim);
+  std::vector<uint32_t> scores(kTileKeys * kMostBlockRows), weights(scores.size());
+  std::vector<float> decoded(kTileKeys * 2 * kDim), sums(3 * 16 * kDim);
   const AttentionRequest request = request_of<true>(problem, 0);
   const AttentionTiles tiles(problem, request);
   const AttentionTask task{&problem, type, request, &tiles, 0, 0, rows, tiles.first_tile(), tiles.end_tile()};
-  const AttentionScratch scratch{queries.data(), keys.data(), of_values.data(), scores.data(),
-                                 scale.data(),   row.data(),  decoded.data()};
+  const AttentionScratch scratch{queries.data(), keys.data(), of_values.data(), scores.data(), weights.data(),
+                                 scale.data(),   sums.data(), row.data(),       decoded.data()};
   PartialRows result{values.data(), rest.data(), rest.data() + padded, rest.data() + 2 * padded};
   neon ? neon_dot::attend(task, scratch, result) : portable::attend(task, scratch, result);
   neon ? neon_dot::finish_rows(task, &result, 1) : portable::finish_rows(task, &result, 1);

@@ -3,6 +3,11 @@
 #include "cpu/linear_kernels-inl.h"
 #include "cpu/transpose-inl.h"
 
+// Of its own, since both have blocks of rows.
+namespace packed {
+#include "cpu/linear_packed-inl.h"
+}
+
 // The operations that core_kernels-inl.h leaves out, of `width` words at a time; returns how many numbers it wrote.
 int64_t rest(const uint32_t* in, uint32_t* out) {
   uint32_t* to = out;
@@ -38,8 +43,9 @@ int64_t rest(const uint32_t* in, uint32_t* out) {
 template <typename T>
 void product(const LinearRows<T>& problem, void* memory, float* scratch, float* sums) {
   if (problem.packed) {
-    write_digit_rows(problem, 0, problem.rows, memory);
-    multiply_packed_group(problem, problem.rows, memory, sums, 0, problem.outputs);
+    packed::write_digit_rows(problem, 0, problem.rows, false, memory);
+    packed::multiply_packed_group(problem.packed, problem.form, problem.in, problem.rows, memory, false, sums, 0,
+                                  problem.outputs);
   } else {
     arrange_rows(problem, 0, problem.rows, memory);
     multiply_group(problem, problem.rows, memory, LinearScratch(scratch, problem.rows, false), sums, 0,
