@@ -139,7 +139,8 @@ def contender_numbers(file: Path, result: Result, *, only_fastest: bool = False)
 
 
 def stored_numbers(root: Path) -> list[Number]:
-    """Tokens per second with the file's own bits, beside the fastest of llama.cpp's formats and builds, on each machine."""
+    """Tokens per second with the file's own bits, of PaSS with the faster of the shipped files, beside the fastest of
+    llama.cpp's formats and builds, on each machine."""
     shown = []
     for file, result in of_machines(root, STORED_RACE).items():
         rows, processor = counted(result), result["machine"]["cpu"]["model"]
@@ -147,7 +148,12 @@ def stored_numbers(root: Path) -> list[Number]:
         theirs = max(
             (name for name in speeds if name.startswith(LLAMA)), key=lambda name: speeds[name], default="llama.cpp"
         )
-        for name in (names.PLAIN, names.ADAPTED):
+        slots = max(
+            (name for name in (names.PASS, names.ADAPTED) if name in speeds),
+            key=lambda name: speeds[name],
+            default=names.PASS,
+        )
+        for name in (names.PLAIN, slots):
             ours, other = (found(file.name, speeds, contender) for contender in (name, theirs))
             ratios = ratios_of(rows, name, theirs)
             what = f"`generate`, {name}, the file's own bits, {processor}"

@@ -60,8 +60,11 @@ def stored_entries(places: Places, files: Mapping[str, Path]) -> list[Entry]:
     """The contenders with weights of few bits. files: the model for llama.cpp, by format."""
     ours = [
         _our(places, f"{name}{words}", name, weights=weights)
-        for weights, words in (("stored", ""), ("dense", ", bfloat16"))
-        for name in (names.PLAIN, names.ADAPTED)
+        for weights, words, raced in (
+            ("stored", "", (names.PLAIN, names.PASS, names.ADAPTED)),
+            ("dense", ", bfloat16", (names.PLAIN, names.ADAPTED)),
+        )
+        for name in raced
     ]
     return [
         *ours,

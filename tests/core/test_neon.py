@@ -52,9 +52,7 @@ def test_a_row_of_a_block_takes_64_dot_products(tmp_path):
     arguments = "const PackedFour*, int64_t, const uint32_t*, const float*, float*"
     tile = f"template void multiply_packed_tile<1, false, PackedFour>({arguments});"
     levels = "".join(f"namespace pass_ext::{level} {{ {tile} }}\n" for level in ("portable", "neon_dot"))
-    kernels = (
-        '#include "cpu/linear.h"\n#define PASS_EXT_KERNELS "cpu/linear_packed-inl.h"\n#include "cpu/each_isa.h"\n'
-    )
+    kernels = '#include "cpu/linear.h"\n#define PASS_EXT_KERNELS "cpu/linear_packed-inl.h"\n#include "cpu/each_isa.h"\n'
     code = tmp_path / "code.s"
     command = [COMPILER, *FLAGS, "-O3", "-S", "-x", "c++", "-", "-o", str(code)]
     subprocess.run(command, input=kernels + levels, text=True, check=True)

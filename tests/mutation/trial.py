@@ -27,7 +27,14 @@ from .table import TARGETS
 ROOT = Path(__file__).parents[2]
 _IMPORTS = ("numpy", "hypothesis", "torch", "torch.testing", "transformers.models.llama.modeling_llama")
 _PARTS = ("csrc", "pass_ext", "tests", "benchmarks", "examples", "pyproject.toml")
-_ONE_ISA = ("each_isa.h", "isa.h", "isa.cpp", "unit.cpp", "linear_packed.cpp", "core.cpp")  # x86's instruction sets are switched off there
+_ONE_ISA = (
+    "each_isa.h",
+    "isa.h",
+    "isa.cpp",
+    "unit.cpp",
+    "linear_packed.cpp",
+    "core.cpp",
+)  # x86's instruction sets are switched off there
 _SECONDS_OF_NEW = 60  # of the processor, for a test that has never passed here
 _SECONDS_ASLEEP = 300  # a deadlock uses no processor
 _PYTEST = ["-x", "-q", "--device", "cpu", "-m", "not slow", "-p", "no:cacheprovider", "--no-header"]

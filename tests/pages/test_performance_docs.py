@@ -92,6 +92,7 @@ def test_the_files_own_bits_are_shown_beside_the_fastest_of_llama_cpp(tree):
     race["settings"]["most_others"] = 0.2
     speeds = {
         "Plain": 200,
+        "PaSS": 250,
         "PaSS, adapters": 300,
         "Plain, bfloat16": 100,
         "llama.cpp, Q4_1": 90,
