@@ -281,12 +281,18 @@ void multiply_tiles(const LinearRows<T>& problem, const RowBlocks& blocks, const
                              are_counted ? Lines(lines, piece.whole * blocks.count, piece.whole * b) : Lines(0, 0, 0)};
         with_rows(blocks.size(b), [&](auto count) {
           constexpr int R = decltype(count)::value;
-          if constexpr (tile_outputs(R) >= O) {
-            if (b == 0 && (blocks.count == 1 || reads_again))
-              multiply_block<R, O, Weights::stored>(piece, block);
-            else if (b == 0)
-              multiply_block<R, O, Weights::copied>(piece, block);
-            else if (!reads_again)
+          // The first block, the largest, has chosen O; the others have one row less at most, and half a tile or more.
+          constexpr bool is_largest = tile_outputs(R) == O, is_less = R < kTileRows && tile_outputs(R + 1) == O;
+          constexpr bool is_of_several = 2 * R >= kTileRows;
+          if (b == 0) {
+            if constexpr (is_largest) {
+              if (blocks.count == 1 || reads_again)
+                multiply_block<R, O, Weights::stored>(piece, block);
+              else if constexpr (is_of_several)
+                multiply_block<R, O, Weights::copied>(piece, block);
+            }
+          } else if constexpr (is_of_several && (is_largest || is_less)) {
+            if (!reads_again)
               multiply_block<R, O, Weights::copy>(piece, block);
             else if constexpr (!kAreWidened<T>)
               multiply_block<R, O, Weights::again>(piece, block);

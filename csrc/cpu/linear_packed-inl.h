@@ -92,6 +92,10 @@ void write_digit_rows(const LinearRows<T>& problem, int64_t first, int64_t rows,
   }
 }
 
+// How often the loops over a block's codes are unrolled. A vector of the portable level is a loop itself: unrolled, all
+// forms took a minute to compile.
+constexpr int kUnrolled = PASS_EXT_LEVEL == 0 ? 1 : 8;
+
 // Bytes of weights that are asked for before they are needed: far ahead for the second cache, since memory answers
 // late, and a little for the first.
 constexpr int kFarAhead = 6144, kAhead = 1024;
@@ -125,10 +129,10 @@ void multiply_packed_tile(const Block* blocks, int64_t steps, const uint32_t* di
     }
     const auto read = reader_of(block);
     const auto digit = [&](int r, int word) { return constant(Words{}, digits[r * kDigitWords + word]); };
-#pragma GCC unroll 2
+#pragma GCC unroll kUnrolled
     for (int part = 0; part < Block::kParts; ++part) {
       const int sums = Block::kParts == 1 ? 0 : 1 + part;
-#pragma GCC unroll 2
+#pragma GCC unroll kUnrolled
       for (int v = 0; v < kVectors; ++v) {
         // Digits are read anew for each vector: AVX2's registers do not suffice to keep them.
         if (PASS_EXT_LEVEL == 1) asm volatile("" : : : "memory");
@@ -143,10 +147,10 @@ void multiply_packed_tile(const Block* blocks, int64_t steps, const uint32_t* di
           for (int r = 0; r < R; ++r)
             dot[word % kChains][r] = add_products(dot[word % kChains][r], code, digits + r * kDigitWords, word);
         };
-#pragma GCC unroll 8
+#pragma GCC unroll kUnrolled
         for (int w = 0; w < kWords; ++w) {
           const int word = part * kWords + w;
-#pragma GCC unroll 2
+#pragma GCC unroll kUnrolled
           for (int i = 0; i < kPairs; i += 2) {
             const int pair = word * kPairs + i;
             const auto p = read(block.codes[step], pair, v * Words::width);

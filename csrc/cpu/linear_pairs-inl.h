@@ -1,8 +1,8 @@
 // Codes and digits of packed weights (core/linear.h) as pairs of 16 bits, one to a word. The text belongs inside a
 // level's namespace, in that of linear_packed-inl.h.
 
-// Integer sums of a row side by side, else each waits for the one before.
-constexpr int chains(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+// Integer sums of a row side by side, else each waits for the one before. A vector of the portable level is several.
+constexpr int chains(int rows) { return PASS_EXT_LEVEL == 0 || rows > 3 ? 1 : rows == 1 ? 4 : 2; }
 inline Words weighted(int /*chain*/, Words sum) { return sum; }
 inline Words add_products(Words sum, Words codes, const uint32_t* digits, int word) {
   return add_pairs(sum, codes, constant(codes, digits[word]));
