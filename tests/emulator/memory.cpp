@@ -43,7 +43,7 @@ void Memory::add_buffer(const std::string& name, void* address, size_t bytes, Co
     memset(address, 0xff, bytes);
   }
   regions_.push_back(std::move(region));
-  last_ = nullptr;
+  recent_.fill(nullptr);
 }
 
 void Memory::tell_buffer(const std::string& name, void* address, size_t bytes, Content content) {
@@ -71,7 +71,7 @@ void Memory::add_shared(const std::string& name, void* address, size_t bytes) {
   regions_.push_back(std::make_unique<Region>(Region{name, begin, bytes, Content::uninitialised, true,
                                                      shared_stamps_ + (begin - shared_), std::vector<uint8_t>(bytes)}));
   memset(address, 0xff, bytes);
-  last_ = nullptr;
+  recent_.fill(nullptr);
 }
 
 void Memory::release_bytes(Region& region) {
@@ -81,7 +81,7 @@ void Memory::release_bytes(Region& region) {
 void Memory::forget_shared() {
   regions_.erase(std::remove_if(regions_.begin(), regions_.end(), [](const auto& r) { return r->is_shared; }),
                  regions_.end());
-  last_ = nullptr;
+  recent_.fill(nullptr);
   acquired_.clear();
 }
 
@@ -97,7 +97,7 @@ void Memory::forget_temporary() {
     release_bytes(*regions_.back());
     regions_.pop_back();
   }
-  last_ = nullptr;
+  recent_.fill(nullptr);
 }
 
 void Memory::forget_all() {
@@ -110,9 +110,10 @@ void Memory::forget_all() {
 Memory::Region* Memory::find(const void* address) {
   const char* a = static_cast<const char*>(address);
   const auto holds = [a](const Region* r) { return a >= r->begin && a < r->begin + r->size; };
-  if (last_ && holds(last_)) return last_;
+  Region*& recent = recent_[reinterpret_cast<uintptr_t>(address) >> 8 & (recent_.size() - 1)];
+  if (recent && holds(recent)) return recent;
   for (auto& region : regions_)
-    if (holds(region.get())) return last_ = region.get();
+    if (holds(region.get())) return recent = region.get();
   return nullptr;
 }
 

@@ -3,6 +3,7 @@
 // ran in.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -124,7 +125,7 @@ class Memory {
   std::vector<std::unique_ptr<Region>> regions_;
   size_t permanent_ = 0;
   size_t unnamed_ = 0;
-  Region* last_ = nullptr;
+  std::array<Region*, 256> recent_ = {};  // where an address was found last, by its bits above the lowest 8
   std::string wrong_;
   std::map<const void*, std::map<unsigned, Past>> published_;  // address -> block -> what it published there
   std::map<const void*, std::vector<Acquisition>> acquired_;   // by the running block
