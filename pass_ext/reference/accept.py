@@ -107,9 +107,8 @@ class PhiloxChance:
     def invert(self, weights: Tensor, depth: int) -> int:
         """The least v with F(v) > u. A relative change d of the weights moves a border F by at most 2 d F."""
         borders = weights.cumsum(0) / weights.sum()
-        zero = torch.zeros(1, dtype=torch.int64)
-        high, low = words(self.seed, self.position + depth, Purpose.inverse, zero, zero)[0, :2]
-        u = (int(high) * 2**32 + int(low)) * 2.0**-64
+        high, low, _, _ = words(self.seed, self.position + depth, Purpose.inverse, 0, 0)
+        u = (high * 2**32 + low) * 2.0**-64
         token = int((borders > u).int().argmax())
         for border in (borders[token - 1] if token else torch.zeros(()), borders[token]):
             if 0.0 < border < 1.0:

@@ -21,9 +21,9 @@ ANSWERS = [
 
 @pytest.mark.parametrize(("counter", "key", "result"), ANSWERS)
 def test_known_answers(counter, key, result):
-    assert tuple(philox4x32(torch.tensor(counter), key[1] << 32 | key[0]).tolist()) == result
-    blocks = philox4x32(torch.tensor([counter, counter]), key[1] << 32 | key[0])
-    assert blocks.tolist() == [list(result)] * 2
+    assert philox4x32(*counter, key[1] << 32 | key[0]) == result
+    blocks = philox4x32(*torch.tensor([counter, counter]).T, key[1] << 32 | key[0])
+    assert torch.stack(blocks, -1).tolist() == [list(result)] * 2
 
 
 def kolmogorov(sample, cumulative):

@@ -16,6 +16,7 @@ takes (word[0] 2^32 + word[1]) 2^-64.
 """
 
 from enum import IntEnum
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -41,12 +42,15 @@ class Level(IntEnum):
     token = 1
 
 
-def philox4x32(counter: Tensor, key: int) -> Tensor:
-    """Random words int64 [..., 4] from counters int64 [..., 4] of 32-bit words. Ten rounds of
+Word = TypeVar("Word", int, Tensor)
+"""A word of 32 bits, or int64 of many."""
+
+
+def philox4x32(c0: Word, c1: Word, c2: Word, c3: Word, key: int) -> tuple[Word, Word, Word, Word]:
+    """The four random words of a counter. Ten rounds of
 
     (c0, c1, c2, c3) <- (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)),  (k0, k1) += (W0, W1)
     """
-    c0, c1, c2, c3 = counter.unbind(-1)
     k0, k1 = key & WORD, key >> 32 & WORD
     for _ in range(10):
         # int64 products wrap, so they have all 64 bits of the unsigned products.
@@ -54,19 +58,21 @@ def philox4x32(counter: Tensor, key: int) -> Tensor:
         c0, c1 = (product1 >> 32 & WORD) ^ c1 ^ k0, product1 & WORD
         c2, c3 = (product0 >> 32 & WORD) ^ c3 ^ k1, product0 & WORD
         k0, k1 = k0 + 0x9E3779B9 & WORD, k1 + 0xBB67AE85 & WORD
-    return torch.stack([c0, c1, c2, c3], -1)
+    return c0, c1, c2, c3
 
 
 def words(
-    seed: int, position: int, purpose: Purpose, level: Tensor, block: Tensor, node: int = 0, draw: int = 0
-) -> Tensor:
-    """The four words of each block: int64 [blocks, 4]. `level` and `block` have one entry per block."""
-    counter = torch.empty(len(block), 4, dtype=torch.int64)
-    counter[:, 0] = (block | draw << 20) & WORD
-    counter[:, 1] = (purpose << 1 | level | node << 8) & WORD
-    counter[:, 2] = position & WORD
-    counter[:, 3] = position >> 32 & WORD
-    return philox4x32(counter, seed)
+    seed: int, position: int, purpose: Purpose, level: Word, block: Word, node: int = 0, draw: int = 0
+) -> tuple[Word, Word, Word, Word]:
+    """The four words of a block, or of each. `level` and `block` have one entry per block."""
+    none = block * 0
+    return philox4x32(
+        (block | draw << 20) & WORD,
+        (level | purpose << 1 | node << 8) & WORD,
+        none + (position & WORD),
+        none + (position >> 32 & WORD),
+        seed,
+    )
 
 
 def exponential(word: Tensor) -> Tensor:
@@ -80,7 +86,8 @@ def exponentials(seed: int, position: int, purpose: Purpose, vocabulary: int, no
     block = torch.cat([torch.arange(groups), torch.arange(groups * BLOCKS_PER_GROUP)])
     level = torch.full_like(block, Level.token)
     level[:groups] = Level.group
-    group_words, token_words = words(seed, position, purpose, level, block, node, draw).tensor_split([groups])
+    each = torch.stack(words(seed, position, purpose, level, block, node, draw), -1)
+    group_words, token_words = each.tensor_split([groups])
     first, leader = exponential(group_words[:, 0]) / GROUP, group_words[:, 1] % GROUP
     # Word w of block b belongs to token 16 w + b of the group.
     above = exponential(token_words.view(-1, BLOCKS_PER_GROUP, 4).transpose(1, 2).reshape(-1, GROUP))
@@ -90,5 +97,4 @@ def exponentials(seed: int, position: int, purpose: Purpose, vocabulary: int, no
 
 def coin(seed: int, position: int, node: int) -> float:
     """The coin of `node` in the step whose first token is at `position`: uniform in [0, 1)."""
-    block = torch.zeros(1, dtype=torch.int64)
-    return float(words(seed, position, Purpose.coin, block + Level.group, block, node)[0, 0]) * 2.0**-32
+    return words(seed, position, Purpose.coin, int(Level.group), 0, node)[0] * 2.0**-32
