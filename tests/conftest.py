@@ -96,17 +96,19 @@ def pytest_collection_modifyitems(config, items):
 
 
 def mark_repeated(items):
-    """``make test`` runs a case at the best instruction set and at one of the others, so that a test runs at all of them."""
-    others = [backend.name for backend in testing.cpu_backends()[:-1]]
-    tests = defaultdict(dict)
-    for item in items:
-        backend = item.callspec.params["backend"] if "backend" in item.fixturenames else None
-        if backend and backend.name in others and not item.get_closest_marker("slow"):
-            test, _, case = item.nodeid.partition("[")
-            tests[test][case.replace(backend.name, "", 1), backend.name] = item
-    for pairs in tests.values():
-        for pair in pairs.keys() - spread([case for case, _ in pairs], others):
-            pairs[pair].add_marker(pytest.mark.repeated)
+    """``make test`` runs a case at the best instruction set and at one of the others in turn, so that a test runs at all of
+    them; likewise by emulated tiles or by the processor's."""
+    for backends in (testing.cpu_backends()[:-1], testing.tile_backends()):
+        names = [backend.name for backend in backends]
+        tests = defaultdict(dict)
+        for item in items:
+            backend = item.callspec.params["backend"] if "backend" in item.fixturenames else None
+            if backend and backend.name in names and not item.get_closest_marker("slow"):
+                test, _, case = item.nodeid.partition("[")
+                tests[test][case.replace(backend.name, "", 1), backend.name] = item
+        for pairs in tests.values():
+            for pair in pairs.keys() - spread([case for case, _ in pairs], names):
+                pairs[pair].add_marker(pytest.mark.repeated)
 
 
 def is_quick(name, kinds):
