@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from benchmarks.architectures.models import tiny_config, tiny_model
 from pass_ext import EarlyExitDraft, MultiCandidate, NGram, PaSS, Plain, Speculative, Tree, generate
 
-NEW = 12
+NEW = 8
 END = 2  # the token that ends texts
 GREEDY = dict(eos_token_id=None, pad_token_id=0)
 
@@ -106,6 +106,13 @@ def by_latents(name: str, seed: int = 0, **changes: Any) -> Any:
     return small_model(name, seed, **dict(qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24) | changes)
 
 
+def of_two_layers(name: str, seed: int = 0, **changes: Any) -> Any:
+    """Qwen4 with one layer that keeps a state and one that chooses blocks and looks n-grams up."""
+    kinds = ["linear_attention", "indexed_attention"]
+    short = dict(num_hidden_layers=2, layer_types=kinds, ple_layer_ids=[1], hc_lowrank=32)
+    return tiny_model(name, seed=seed, **short | changes)
+
+
 def without_experts(model: Any) -> Any:
     """Qwen4 without experts."""
     from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextMLP
@@ -130,10 +137,11 @@ _TABLE = (
         long=({"index_topk": 100},),
         pieces=FEW_SCORES,
         graphless="choice of keys",
-        emulated=DENSE,
+        emulated=dict(num_hidden_layers=1, layer_types=["indexed_attention"], mlp_layer_types=["dense"]),
     ),
     Kind(
         "qwen4_exp_text",
+        of_two_layers,
         keeps_states=True,
         exits=False,
         for_bits=without_experts,
