@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 NAME = "deepseek_v4"
-NEW = 14
+NEW = 9
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 END = 2  # the token that ends texts
 
