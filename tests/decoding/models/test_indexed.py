@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 FAMILIES = ("deepseek_v32", "axk2", "dots3_note_text", "glm_moe_dsa", "hy_v4")
 CODES = tuple(MOST_OF_CODES)
-NEW = 12
+NEW = 8
 # A row attends to 4 tokens of up to 20. Of 16 numbers of a latent, 8 of a rotated key and 16 of an indexer's key.
 ROW = (48, 16)
 # A layer of another choice has no key of its own; one with a window has latents of 32 numbers and none either.

@@ -18,7 +18,7 @@ from pass_ext.decoding.models.features import indexed
 pytestmark = pytest.mark.skipif(not hasattr(transformers.models, "qwen4_exp"), reason="before transformers 5.24")
 
 NAME = "qwen4_exp_text"
-NEW = 12
+NEW = 8
 END = 2  # the token that ends texts, beyond which no n-gram reaches
 
 

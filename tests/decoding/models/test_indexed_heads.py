@@ -25,7 +25,7 @@ from pass_ext.decoding.models.features import indexed
 pytestmark = pytest.mark.skipif(not hasattr(transformers.models, "minimax_m3_vl"), reason="before transformers 5.24")
 
 NAME = "minimax_m3_vl_text"
-NEW = 14
+NEW = 9
 SPARSE = "minimax_m3_sparse"
 KIND = KINDS[NAME]
 model_with = partial(sparse, NAME)

@@ -25,7 +25,7 @@ FAMILIES = (
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu", "axk1"),
     *("kimi_linear", "bailing_hybrid"),
 )
-NEW = 12
+NEW = 8
 
 
 @pytest.fixture(scope="module")
