@@ -251,7 +251,8 @@ def test_a_chunk_far_after_the_start(backend, chunk):
         options = dict(chunk=chunk, heads=(1, 3), layout="paged 16", mask=CHAIN, new=chunk > 64)
         for dtype in sized(backend, [torch.bfloat16], FLOATS):
             for dim in (64, 128):  # on a GPU 128 has kernels of its own
-                check(backend, [prefix], [nodes], dtype=dtype, dim=dim, **options)
+                if dim == 64 or not backend.name.startswith("cpu"):
+                    check(backend, [prefix], [nodes], dtype=dtype, dim=dim, **options)
             check(backend, [prefix], [nodes], dtype=dtype, dim=128, window=50, **options)
 
 
