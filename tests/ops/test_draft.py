@@ -112,7 +112,8 @@ def test_rows_may_begin_at_any_element(backend, dtype):
 @pytest.mark.parametrize("slots", [5, 95, *(pytest.param(n, marks=pytest.mark.quick_on("cpu")) for n in (2, 32))])
 def test_scores_that_round_to_one_number_are_in_the_order_of_ids(backend, slots):
     """Far below the largest logit small differences vanish in a score, but not between logits."""
-    logits = 1e-6 * torch.randn(2, 40_000, generator=torch.Generator().manual_seed(2))
+    vocabulary = 9_000 if backend.name == "emulated" else 40_000
+    logits = 1e-6 * torch.randn(2, vocabulary, generator=torch.Generator().manual_seed(2))
     logits[:, 300] = 1000.0
     tokens, _ = draw(backend, logits, slots, mode="top")
     assert tokens.tolist() == [[300, *range(slots - 1)]] * 2
