@@ -77,7 +77,7 @@ def test_launches_of_a_step(steps, architecture, adapted):
         method = PaSS(slots, tree=Tree.from_branching((2,)).with_lookahead({0: 2, 1: 2, 2: 2}), rows=9)
         with EMULATED.active():
             session = Session(model, run_ahead=True)
-            generate(model, ragged_prompts(1, longest=9)[0], method, max_new_tokens=3, session=session, eos_token_id=[])
+            generate(model, ragged_prompts(1, longest=3)[0], method, max_new_tokens=2, session=session, eos_token_id=[])
         ops = steps[-1]
         assert layers <= ops.count("attention_tree") <= 2 * layers
         assert ops.count("layer_before_attention") + ops.count("layer_after_attention") == of_layer * layers
@@ -90,14 +90,14 @@ def test_launches_of_a_step(steps, architecture, adapted):
 def test_chosen_rows_take_one_launch_more_than_fixed_ones(steps):
     """``tree_prepare``, because trees are not known beforehand. That rows are chosen takes none."""
     model, found = small_model("llama", num_hidden_layers=1, head_dim=64), []
-    slots, ids = slots_for(model), ragged_prompts(1, longest=9)[0]
+    slots, ids = slots_for(model), ragged_prompts(1, longest=3)[0]
     tree = Tree.from_branching((2,)).with_lookahead({0: 2, 1: 2})
     for method in (PaSS(slots, rows=7, slots=2), PaSS(slots, tree=tree, rows=7)):
         steps.clear()
         with EMULATED.active():
             # Two texts: one on the CPU has a loop that is its own.
             session = Session(model, run_ahead=True)
-            generate(model, ids.repeat(2, 1), method, max_new_tokens=3, session=session, eos_token_id=[])
+            generate(model, ids.repeat(2, 1), method, max_new_tokens=2, session=session, eos_token_id=[])
         found.append(steps[-1])
     chosen, fixed = ({name: ops.count(name) for name in set(ops)} for ops in found)
     assert chosen["tree_prepare"] == chosen["next_tree_"] == fixed["next_tree_"] == 1
