@@ -15,10 +15,12 @@ _OF_STREAMS = dict(layer_types="sliding_attention", mlp_layer_types="moe")
 """The kinds of the layer after DeepSeek-V4's."""
 
 
-def model_with_mtp(folder, family, seed=0, texts=None, **changes):
+def model_with_mtp(folder, family, seed=0, texts=None, blank=None, **changes):
     """Writes a model and its MTP layer as its makers do -> the model, and the layer in plain PyTorch. texts: makes some for a
-    model, on which the layer is trained; None: it is random."""
+    model, on which the layer is trained; None: it is random. blank: a token whose embedding is zeros."""
     target = tiny_model(family, **changes)
+    if blank is not None:
+        target.get_input_embeddings().weight[blank] = 0
     text = target.config.get_text_config(decoder=True)
     count, width = text.num_hidden_layers, text.hidden_size
     more = dict(changes, num_hidden_layers=count + 1)

@@ -19,7 +19,7 @@ def packed_model(model: Any) -> Adapted:
         return EarlyExitModel(model)
     if hasattr(model, "get_input_embeddings") and hasattr(model, "config"):
         return TransformersModel(model)
-    if isinstance(model, Callable) and hasattr(model, "embedding"):  # type: ignore[arg-type]
+    if isinstance(model, Callable) and getattr(model, "embedding", None) is not None:  # type: ignore[arg-type]
         return Adapted(model)
     raise TypeError(
         "model must be a transformers model that writes text, or a callable with an attribute `embedding` "

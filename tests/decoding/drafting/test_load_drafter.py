@@ -227,6 +227,20 @@ def test_paths_that_are_nothing(tmp_path, target):
         load_drafter(tmp_path / "head.onnx", target)
 
 
+def test_what_is_no_path_is_named(folder, target):
+    with pytest.raises(TypeError, match="path must be a folder, a file of weights or a name on the Hub, got Llama"):
+        load_drafter(target, folder)
+    with pytest.raises(FileNotFoundError, match="path is empty"):
+        load_drafter("", target)
+
+
+def test_a_damaged_tokenizer(folder, target):
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is damaged") as error:
+        load_drafter(folder, target, words("a", "b"))
+    assert str(folder) in str(error.value)
+
+
 def test_a_head_is_used_with_its_model_alone(folder, target):
     method = load_drafter(folder, target)
     ids = torch.tensor([[3, 4, 5]])
@@ -238,6 +252,8 @@ def test_a_head_is_used_with_its_model_alone(folder, target):
         generate(small_model("llama"), ids, method, max_new_tokens=3)
     with pytest.raises(TypeError, match="head must be one that load_drafter"):
         generate(target, ids, Eagle3(target), max_new_tokens=3)
+    with pytest.raises(TypeError, match=r"draft_model: model must be .*got Eagle3Head"):
+        generate(target, ids, pass_ext.Speculative(method.head), max_new_tokens=3)
 
 
 @pytest.mark.parametrize(

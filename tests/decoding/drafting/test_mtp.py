@@ -1,5 +1,6 @@
 """MTP layers of models' own checkpoints: drafts are those of the formula, token by token, and texts are Plain's."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from support.recorded import Recorded
 from support.small_models import ragged_prompts
 
 from pass_ext import Plain, generate, load_drafter
+from pass_ext.__main__ import main
 from pass_ext.drafting import Mtp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -124,8 +126,25 @@ def test_chains_by_rules_that_divide_have_the_models_distribution(trained):
 def test_what_does_not_fit_is_refused(tmp_path):
     target, _ = model_with_mtp(tmp_path, "deepseek_v3")
     model_with_mtp(tmp_path / "other", "qwen3_next")
-    with pytest.raises(ValueError, match=r"has no tensors for .*kv_a_layernorm.weight.* of DeepseekV3ForCausalLM"):
+    words = (
+        r"no tensors for .*kv_a_layernorm.weight.* of DeepseekV3ForCausalLM; the checkpoint is of Qwen3NextForCausalLM$"
+    )
+    with pytest.raises(ValueError, match=words):
         load_drafter(tmp_path / "other", target)
+    llama, _ = model_with_mtp(tmp_path / "llama", "llama")
+    words = (
+        r"no tensors for model.layers.0.mlp.down_proj.weight, .* of LlamaForCausalLM; the checkpoint is of Qwen3NextFor"
+    )
+    with pytest.raises(ValueError, match=words):
+        load_drafter(tmp_path / "other", llama)
+    narrow, _ = model_with_mtp(tmp_path / "narrow", "llama", intermediate_size=80)
+    words = r"has model.layers.0.mlp.down_proj.weight of \[64, 96\], and a layer of LlamaForCausalLM of \[64, 80\]$"
+    with pytest.raises(ValueError, match=words):
+        load_drafter(tmp_path / "llama", narrow)
+    with pytest.raises(
+        ValueError, match="MTP head belongs to another model; class: it has 'DeepseekV3ForCausalLM', this"
+    ):
+        generate(llama, torch.tensor([[3, 4, 5]]), load_drafter(tmp_path, target), max_new_tokens=3)
     of_streams, _ = model_with_mtp(tmp_path / "streams", "deepseek_v4")
     with pytest.raises(ValueError, match=r"continues a model with streams \(hc_head\), and the model is a DeepseekV3"):
         load_drafter(tmp_path / "streams", target)
@@ -142,3 +161,49 @@ def test_what_does_not_fit_is_refused(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"has no tensors for model.layers.0.self_attn.o_proj.weight of DeepseekV3"):
         load_drafter(tmp_path, target)
+
+
+def test_a_part_that_was_not_fetched_is_named(tmp_path):
+    """The layer in a file of its own, of which all, or half, or nothing is there."""
+    target, _ = model_with_mtp(tmp_path, "qwen3_next")
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    layer = sorted(name for name in tensors if name.startswith("mtp."))
+    files = {name: f"{1 + (name in layer) + (name in layer[:5])}.safetensors" for name in tensors}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in tensors if files[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert isinstance(load_drafter(tmp_path, target), Mtp)
+    (tmp_path / "2.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"no tensors? .*its index names files that are not there: 2\.safetensors$"):
+        load_drafter(tmp_path, target)
+    (tmp_path / "3.safetensors").unlink()
+    words = r"none; its index names files that are not there: 2\.safetensors, 3\.safetensors\. A whole model"
+    with pytest.raises(ValueError, match=words):
+        load_drafter(tmp_path, target)
+    (tmp_path / "1.safetensors").unlink()
+    with pytest.raises(
+        ValueError, match=r"there are no tensors in .*: 1\.safetensors, 2\.safetensors, 3\.safetensors$"
+    ):
+        load_drafter(tmp_path, target)
+
+
+def test_a_layer_of_another_form_is_named(tmp_path):
+    target, _ = model_with_mtp(tmp_path, "qwen3_next")
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("mtp.", "model.mtp_layers.0."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    words = r"its MTP layer has a form that is not read, with a tensor model\.mtp_layers\.0\.fc\.weight: read are"
+    with pytest.raises(ValueError, match=words):
+        load_drafter(tmp_path, target)
+
+
+def test_info_says_whose_layer_it_is(tmp_path, capsys):
+    model_with_mtp(tmp_path, "qwen3_next")
+    capsys.readouterr()
+    assert main(["info", str(tmp_path), "--drafter", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "the model of this checkpoint (Qwen3NextForCausalLM)" in said
+        and "yes; it reads the model's states at last" in said
+    )

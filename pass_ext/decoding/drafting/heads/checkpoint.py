@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.arguments import type_of
 from pass_ext.weights.blocks import without_blocks
 from pass_ext.weights.folder import Read, layout_of, read_grouped, sorted_tensors
 from pass_ext.weights.form import INPUTS
@@ -54,6 +55,10 @@ class HeadCheckpoint:
     """
 
     def __init__(self, path: str | os.PathLike[str], bits: int | None = None) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(
+                f"load_drafter: path must be a folder, a file of weights or a name on the Hub, got {type_of(path)}"
+            )
         self.path, self._bits = os.fspath(path), bits
         self.folder, files = _files_of(self.path)
         is_gguf = any(file.suffix == _GGUF for file in files)
@@ -64,7 +69,8 @@ class HeadCheckpoint:
         for file in files:
             self._readers |= self._open(file)
         if not self._readers:
-            raise self.refusal(f"there are no tensors in {', '.join(file.name for file in files) or self.folder}")
+            names = ", ".join(file.name for file in files) or f"{self.folder}, in {' or '.join(_ENDINGS)} files"
+            raise self.refusal(f"there are no tensors in {names}{self.absent}")
         self._layers: dict[str, dict[str, Read]] = {}
         self.layout = self._take_quantised()
         """How its quantised layers are written, one of ``LAYOUTS``; None: it has none that can be read."""
@@ -79,6 +85,15 @@ class HeadCheckpoint:
     def refusal(self, problem: str) -> ValueError:
         """The error for a problem of this checkpoint."""
         return ValueError(f"load_drafter: {self.path}: {problem}")
+
+    @property
+    def absent(self) -> str:
+        """What to say about files that an index names and that are not there; "": all are."""
+        named: set[str] = set()
+        for index in self.folder.glob("*.index.json"):
+            named |= set(self._read_config(index).get("weight_map", {}).values())
+        absent = sorted(name for name in named if not (self.folder / name).is_file())
+        return f"; its index names files that are not there: {', '.join(absent)}" if absent else ""
 
     def name_unknown(self, settings: Collection[str], known: Collection[str]) -> None:
         """Names the settings that nothing reads in the log."""
@@ -160,20 +175,18 @@ class HeadCheckpoint:
         try:
             return torch.load(place, map_location="cpu", weights_only=True)
         except Exception as error:
-            raise self._damaged(file, error) from error
+            raise self.damaged(file, error) from error
 
     def _read(self, name: str) -> Tensor:
         if name not in self:
-            raise self.refusal(
-                f"it has no tensor {name!r}, which its config asks for: the download is incomplete, or the head is of "
-                "another form"
-            )
+            why = self.absent or ": the download is incomplete, or the head is of another form"
+            raise self.refusal(f"it has no tensor {name!r}, which its config asks for{why}")
         try:
             found = self._readers[name]()
         except ValueError as error:
             raise self.refusal(f"tensor {error}") from error
         except Exception as error:  # as each format says it
-            raise self._damaged(name, error) from error
+            raise self.damaged(name, error) from error
         if found.dtype in (torch.float8_e4m3fn, torch.int8):
             raise self.refusal(f"tensor {name!r} holds {str(found.dtype).removeprefix('torch.')} and has no scales")
         return found
@@ -245,14 +258,17 @@ class HeadCheckpoint:
             held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             return {name: partial(Tensor.detach, x) for name, x in held.items() if isinstance(x, Tensor)}
         except Exception as error:
-            raise self._damaged(file.name, error) from error
+            raise self.damaged(file.name, error) from error
 
-    def _damaged(self, what: str, error: Exception) -> ValueError:
+    def damaged(self, what: str, error: Exception) -> ValueError:
+        """The error for a part of this checkpoint that cannot be read."""
         return self.refusal(f"{what} is damaged, or was cut off: fetch it again ({type(error).__name__}: {error})")
 
 
 def _files_of(path: str) -> tuple[Path, list[Path]]:
     """The folder of a checkpoint and the files of its tensors."""
+    if not path:
+        raise FileNotFoundError("load_drafter: path is empty: give a folder, a file of weights or a name on the Hub")
     place = Path(path).expanduser()
     if place.is_file():
         if place.suffix not in (*_ENDINGS, _GGUF):

@@ -78,6 +78,8 @@ class HeadModule(nn.Module):
     """Those that attend."""
     target_vocabulary: int
     """Tokens that the target has."""
+    target_name: str = ""
+    """The class of the target that it is a layer of; "": it is none."""
     hit_rates: HitRates | None = None
     """How often its drafts are right, if that was counted."""
 
@@ -110,6 +112,7 @@ class HeadModule(nn.Module):
             others.append(f"layers: it reads the inputs of layers {known}, this model has {target.layers}")
         embedding_width = self.embedding_width if self.embedding is None else target.embedding_width
         facts = {
+            "class": (self.target_name, target.name),
             "hidden size": (self.target_width, target.width),
             "width of the embedding table": (embedding_width, target.embedding_width),
         }

@@ -59,6 +59,8 @@ FAMILIES: dict[str, Family] = {
     "gemma4_unified_assistant": _ASSISTANT,
 }
 """By ``speculators_model_type``, or by one of ``architectures``. An MTP layer is found by its tensors."""
+_COUNTS_OF_MTP = "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"
+"""How configs of models call the number of their MTP layers."""
 
 
 def load_drafter(
@@ -103,6 +105,11 @@ def about_drafter(path: str | os.PathLike[str], model: Any = None) -> dict[str, 
     checkpoint = HeadCheckpoint(path)
     method = family_of(checkpoint).method
     verifier = _verifier(checkpoint.config)
+    if method is Mtp:
+        verifier = {
+            "name_or_path": "the model of this checkpoint",
+            "architectures": checkpoint.config.get("architectures"),
+        }
     classes = ", ".join(verifier.get("architectures") or ["its class is not named"])
     proposed = _proposed(checkpoint.config).get("length")
     lines = {
@@ -110,7 +117,7 @@ def about_drafter(path: str | os.PathLike[str], model: Any = None) -> dict[str, 
         "method": method.__name__,
         "trained for": f"{verifier.get('name_or_path') or 'a model that is not named'} ({classes})",
         "drafts": "as the method says" if proposed is None else f"{proposed}, as the checkpoint proposes",
-        "tensors": f"{len(checkpoint.names)}",
+        "tensors": f"{len(checkpoint.names)}{checkpoint.absent}",
     }
     if model is not None:
         loaded = load_drafter(path, model)
@@ -125,11 +132,29 @@ def family_of(checkpoint: HeadCheckpoint) -> Family:
     types = list(_types_of(checkpoint.config))
     found = next((FAMILIES[name] for name in types if name in FAMILIES), None)
     if found is None:
-        raise checkpoint.refusal(
-            f"its config names the type {' or '.join(types) or 'of nothing'}, and heads can be of type {', '.join(FAMILIES)}. "
-            "A whole model drafts as Speculative(model)"
-        )
+        raise checkpoint.refusal(_without_a_head(checkpoint, types))
     return found
+
+
+def _without_a_head(checkpoint: HeadCheckpoint, types: list[str]) -> str:
+    """Why nothing in a checkpoint drafts, and what to do."""
+    parts = checkpoint.config, checkpoint.config.get("text_config") or {}
+    if other := sorted(name for name in checkpoint.names if "mtp" in name):
+        return (
+            f"its MTP layer has a form that is not read, with a tensor {other[0]}: read are those with mtp.fc, with "
+            f"mtp.0.hc_head_fn, or with eh_proj in a layer after the model's own{checkpoint.absent}"
+        )
+    if any(part.get(name) for part in parts for name in _COUNTS_OF_MTP):
+        lost = (
+            ": transformers leaves them out when it saves a model, and pass_ext.drafting.keep_mtp(path, folder) puts those of "
+            "the checkpoint that it came from into its folder"
+        )
+        return f"its config tells of an MTP layer, and it has no tensors of one{checkpoint.absent or lost}"
+    return (
+        f"its config names the type {' or '.join(types) or 'of nothing'}, and heads can be of type {', '.join(FAMILIES)}, or "
+        f"MTP layers in a model's own checkpoint, and this one has none{checkpoint.absent}. A whole model drafts as "
+        "Speculative(model)"
+    )
 
 
 def _types_of(config: Mapping[str, Any]) -> Iterator[str]:
@@ -165,7 +190,11 @@ def _check_tokenizer(checkpoint: HeadCheckpoint, tokenizer: Any) -> None:
         from transformers import PreTrainedTokenizerFast
 
         try:
-            check_tokenizers(tokenizer, PreTrainedTokenizerFast(tokenizer_file=str(file)))
+            own = PreTrainedTokenizerFast(tokenizer_file=str(file))
+        except Exception as error:  # tokenizers raises no narrower one
+            raise checkpoint.damaged(file.name, error) from error
+        try:
+            check_tokenizers(tokenizer, own)
         except ValueError as error:
             raise checkpoint.refusal(str(error)) from None
 

@@ -66,7 +66,7 @@ class MtpHead(HeadModule):
     ) -> None:
         super().__init__()
         self.target_width = self.state_width = self.embedding_width = target.width
-        self.target_vocabulary, self.num_layers = target.vocabulary, 1
+        self.target_vocabulary, self.target_name, self.num_layers = target.vocabulary, target.name, 1
         self.fc, self.embedding_norm, self.state_norm = fc, embedding_norm, state_norm
         self._layer = TransformersModel(layer)
         self._no_rows = torch.empty(0, dtype=torch.int64, device=target.device)

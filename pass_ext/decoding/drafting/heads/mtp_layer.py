@@ -51,7 +51,12 @@ def model_of_one_layer(
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     try:
         layer, report = kind.from_pretrained(
-            None, config=config, state_dict=dict(tensors), dtype=target.dtype, output_loading_info=True
+            None,
+            config=config,
+            state_dict=dict(tensors),
+            dtype=target.dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below
         )
         placed: set[str] = set()
         unknown: list[str] = []
@@ -59,7 +64,7 @@ def model_of_one_layer(
             is_dense = target.device.type != "cpu"
             placed, unknown = place_layers(layer, quantised, checkpoint.layout, dense=is_dense)
     except (RuntimeError, ValueError) as error:
-        raise checkpoint.refusal(f"its MTP layer does not fit a layer of {target.name}: {error}") from error
+        raise _misfit(checkpoint, target, f"does not fit a layer of {target.name}: {error}") from error
     places = layer.state_dict().keys() - placed
     missing = [
         name
@@ -67,11 +72,22 @@ def model_of_one_layer(
         if name in places and not name.endswith(("embed_tokens.weight", "lm_head.weight"))
     ]
     if missing:
-        raise checkpoint.refusal(f"its MTP layer has no tensors for {', '.join(sorted(missing))} of {target.name}")
+        raise _misfit(checkpoint, target, f"has no tensors for {', '.join(sorted(missing))} of {target.name}")
+    for name, found, wanted in sorted(report["mismatched_keys"]):
+        raise _misfit(
+            checkpoint, target, f"has {name} of {list(found)}, and a layer of {target.name} of {list(wanted)}"
+        )
     for name in sorted((*report["unexpected_keys"], *unknown)):
-        raise checkpoint.refusal(f"its MTP layer has a tensor {name}, and a layer of {target.name} has not")
+        raise _misfit(checkpoint, target, f"has a tensor {name}, and a layer of {target.name} has not")
     layer.requires_grad_(False).eval().to(target.device)
     layer.set_input_embeddings(model.get_input_embeddings())
     layer.set_output_embeddings(model.get_output_embeddings())
     layer.config._attn_implementation = model.config._attn_implementation
     return layer
+
+
+def _misfit(checkpoint: HeadCheckpoint, target: TargetFacts, problem: str) -> ValueError:
+    """The error for a layer that is none of the target's; it names the class of the checkpoint where that is another one."""
+    known = checkpoint.config.get("architectures") or [target.name]
+    whose = "" if target.name in known else f"; the checkpoint is of {' or '.join(known)}"
+    return checkpoint.refusal(f"its MTP layer {problem}{whose}{checkpoint.absent}")

@@ -55,6 +55,7 @@ class StreamsHead(HeadModule):
         super().__init__()
         self.target_width = self.embedding_width = target.width
         self.state_width, self.target_vocabulary, self.num_layers = streams * target.width, target.vocabulary, 1
+        self.target_name = target.name
         self.taps = (len(decoder_layers(unwrapped(target.model))),)
         self.e_proj, self.h_proj, self.enorm, self.hnorm = e_proj, h_proj, enorm, hnorm
         decoder = decoder_of(layer)
