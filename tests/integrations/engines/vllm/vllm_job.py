@@ -25,6 +25,7 @@ ENVIRONMENT = {
     # A region of two threads waits long beside other busy processes.
     "OMP_NUM_THREADS": "1",
     "NUMBA_NUM_THREADS": "1",  # n-grams
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(MOST_SECONDS),
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
