@@ -41,7 +41,7 @@ CPU_SOURCES.sort(key=LONGEST.__ne__)
 CUDA_SOURCES = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/cuda/*.cu"))
 # Compiled as one, the last with the others in front: torch's headers take nvcc six seconds, most of these files less.
 CUDA_JOINED = [
-    "adapter tree debug", "convolution cache", "quantize lookahead", "recurrent state", "step shard recall",
+    "adapter tree debug", "convolution cache", "quantize lookahead", "recurrent state", "step shard recall", "next draft",
 ]  # fmt: skip
 HEADERS = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*/*.*h"))
 DEBUG = os.environ.get("DEBUG", "0") == "1"
