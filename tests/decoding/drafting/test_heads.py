@@ -39,9 +39,9 @@ def head(request, tmp_path_factory):
     return head_of_kind(request.param, tmp_path_factory.mktemp("head"))
 
 
-def check_drafts(head, recorded, session=None, kernels=nullcontext(), **limits):  # noqa: B008
+def check_drafts(head, recorded, session=None, kernels=nullcontext(), longest=9, **limits):  # noqa: B008
     """Greedy texts of a ragged batch are the CPU's by Plain, and drafts the formulas'."""
-    ids, mask = head.prompts(2, longest=9)
+    ids, mask = head.prompts(2, longest=longest)
     options = dict(attention_mask=mask, **{**LIMITS, **limits})
     want = generate(head.target, ids, Plain(), **options).sequences
     with kernels:
@@ -75,7 +75,7 @@ SLOW = ("P-EAGLE", "MTP of a hybrid", "DFlash", "DSpark")  # the ops of EAGLE-3,
     "head", [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in KINDS], indirect=True
 )
 def test_drafts_are_those_of_the_formulas_on_the_kernels_of_a_gpu(on_a_gpu):
-    check_drafts(on_a_gpu, Recorded(on_a_gpu.method), kernels=EMULATED.active(), max_new_tokens=5)
+    check_drafts(on_a_gpu, Recorded(on_a_gpu.method), kernels=EMULATED.active(), longest=5, max_new_tokens=5)
 
 
 NO_GRAPH = {
