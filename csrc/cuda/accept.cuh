@@ -48,11 +48,12 @@ struct AcceptSource {
 
   PASS_EXT_DEVICE ScanSettings scan_settings(int64_t slot) const {
     const SamplingParameters parameters = parameters_of_row(slot);
-    ScanSettings settings{parameters.scale, is_sum_needed(parameters, needs_mass(slot)), false, {}};
+    ScanSettings settings{parameters.scale, is_sum_needed(parameters, needs_mass(slot)), false, false, {}};
     if (slot >= problem.nodes || problem.rule == Rule::coupled_inverse) return settings;
     const AcceptRequest request = request_of_row(slot);
     const int32_t node = node_of_row(slot, request);
     settings.races = holds(request, node) && !is_greedy_request(request.index);
+    settings.crowns = settings.races && !is_shortlisted(parameters);
     if (settings.races)
       settings.noise = noise_at(problem, request.index, expected_race(request, node), depth_of(request, node));
     return settings;
@@ -167,11 +168,7 @@ PASS_EXT_DEVICE void walk_request(const AcceptProblem& problem, const RowsWorksp
 }
 
 // A whole step in one launch. It is for few rows: its blocks have the registers of a walk, so that fewer are resident.
-// A switch of builds (benchmarks/gpu/variants.py): with fewer a walk has more registers.
-#ifndef PASS_EXT_STEPS_PER_MULTIPROCESSOR
-#define PASS_EXT_STEPS_PER_MULTIPROCESSOR 2
-#endif
-constexpr int kStepsPerMultiprocessor = PASS_EXT_STEPS_PER_MULTIPROCESSOR;  // blocks
+constexpr int kStepsPerMultiprocessor = 2;  // blocks
 
 template <Route route>
 PASS_EXT_KERNEL PASS_EXT_LAUNCH_BOUNDS(32 * kScanWarps, kStepsPerMultiprocessor)

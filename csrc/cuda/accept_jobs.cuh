@@ -277,9 +277,7 @@ class JobRows : public BlockRows<scan> {
               ->best_of_keys(this->workspace_.supports + judge.p_row.slot * kSupport,
                              this->workspace_.support_sizes[judge.p_row.slot], noise, score)
               .id;
-      const float* const maxima =
-          this->bound_race(judge.p_row, judge.p, &noise, is_drawn, is_plain ? 0.0f : -judge.p.log_mass);
-      return this->next_best(judge.p_row, maxima, judge.p, &noise, {kInfinity, -1}, score).id;
+      return this->race(judge.p_row, judge.p, noise, is_drawn, score, is_plain ? 0.0f : -judge.p.log_mass);
     };
     if constexpr (!has(JobKind::residual_sums)) return best(PlainScore{judge.p});
     const auto score = [&](int32_t id, float z, float log_e) {

@@ -20,7 +20,8 @@ struct DraftSource {
   }
   PASS_EXT_DEVICE ScanSettings scan_settings(int64_t slot) const {
     const SamplingParameters parameters = draft_parameters(problem, slot);
-    return {parameters.scale, is_sum_needed(parameters, true), is_race(problem.mode, is_greedy_draft(problem, slot)),
+    const bool races = is_race(problem.mode, is_greedy_draft(problem, slot));
+    return {parameters.scale, is_sum_needed(parameters, true), races, races && !is_shortlisted(parameters),
             draft_noise(problem, slot)};
   }
   // Not inlined: the scan would need registers for it.

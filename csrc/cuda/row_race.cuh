@@ -11,6 +11,7 @@
 #include "core/noise.h"
 #include "cuda/block.cuh"
 #include "cuda/primitives.cuh"
+#include "cuda/row_champion.cuh"
 #include "cuda/row_pieces.cuh"
 #include "cuda/row_scan.cuh"
 #include "cuda/row_select.cuh"
@@ -19,8 +20,6 @@ namespace pass_ext::gpu {
 
 constexpr int32_t kRacingGroups = 256;  // with more, warps score another group each: that dismisses more of them
 constexpr int32_t kRacingTokens = 256;
-constexpr float kBoundSlack = 0.001f;  // more than a score may exceed its bound by rounding
-
 constexpr int32_t kMostAtOnce = 32;        // winners that one race names
 constexpr int32_t kRoundsBeforeSpans = 4;  // then a span of the groups dismisses more than one more group of each warp
 
@@ -32,11 +31,10 @@ struct RacingToken {
 // In shared memory.
 struct RaceScratch {
   int32_t group_list[kRacingGroups];
-  union {
-    RacingToken token_list[kRacingTokens];
-    uint64_t keys[kRacingTokens + kMostAtOnce];  // of the scores of tokens that may win, and of `best`
-  };
-  uint64_t best[kMostAtOnce];  // keys of the best tokens so far, in order
+  RacingToken token_list[kRacingTokens];
+  uint64_t keys[kRacingTokens + kMostAtOnce];  // of the scores of tokens that may win, and of `best` or champions
+  uint64_t best[kMostAtOnce];                  // keys of the best tokens so far, in order
+  alignas(16) float champions[256];            // the best score of each thread's, read 16 bytes at a time
   float group_bests[kMostAtOnce];
   uint32_t reached;  // ordered_bits of the best score so far; 0: none
   int32_t groups, tokens, keyed;
@@ -250,6 +248,50 @@ PASS_EXT_DEVICE float ranked_of_few(const float* values, int32_t count, int32_t 
   return is_it == 0 ? -kInfinity : shuffle(value, first_set_bit(is_it));
 }
 
+// A block lists the tokens of the listed groups whose bounds reach `reached`; without those for which races(id) is
+// false.
+template <typename Races>
+PASS_EXT_DEVICE void list_tokens(RaceScratch& scratch, const LogitRow& row, const float* maxima, const float* bounds,
+                                 float scale, float reached, const Races& races) {
+  for_each_listed_piece(row, scratch.group_list, scratch.groups, [&](int32_t first, const float (&z)[kPiece]) {
+    const float bound = bounds[first / kGroup], largest = maxima[first / kGroup];
+    const auto can_win = [&](float logit) {
+      return logit > -kInfinity && bound_of_token(bound, (largest - logit) * scale) >= reached;
+    };
+    for_each_element(z, can_win, [&](int i, float logit) {
+      if (!races(first + i)) return;
+      const int32_t place = atomic_add(&scratch.tokens, 1);
+      if (place < kRacingTokens) scratch.token_list[place] = {first + i, logit};
+    });
+  });
+}
+
+// A block scores the listed tokens and ranks them with what scratch.keys has already; returns how many of the `count`
+// best there are. All of these reach `reached`, so of the tokens scored few are compared with each other.
+template <typename Score>
+PASS_EXT_DEVICE int32_t rank_tokens(RaceScratch& scratch, const Noise* noise, int32_t count, const Best& last,
+                                    const Score& score, float reached) {
+  const int32_t thread = static_cast<int32_t>(thread_rank()), threads = static_cast<int32_t>(block_size().x);
+#pragma unroll 1
+  for (int32_t i = thread; i < scratch.tokens; i += threads) {
+    const RacingToken token = scratch.token_list[i];
+    const Best best = score_token(noise, last, score, token.id, token.logit);
+    if (best.id >= 0 && best.score >= reached)
+      scratch.keys[atomic_add(&scratch.keyed, 1)] = key_of(best.score, best.id);
+  }
+  sync_block();
+  const int32_t racing = scratch.keyed;
+  for (int32_t i = thread; i < racing; i += threads) {
+    const uint64_t key = scratch.keys[i];
+    int32_t before = 0;
+#pragma unroll 4
+    for (int32_t k = 0; k < racing; ++k) before += scratch.keys[k] > key;
+    if (before < count) scratch.best[before] = key;
+  }
+  sync_block();
+  return racing < count ? racing : count;
+}
+
 // A block finds the `count` best tokens of a race behind `last`, up to kMostAtOnce. Their keys are in scratch.best, in
 // order; returns their number, less than `count` only if no more race. Arguments as for best_of_race. `count` groups or
 // more, those with the highest bounds, give their best tokens: so many tokens reach the `count`-th of these scores, and
@@ -303,16 +345,7 @@ PASS_EXT_DEVICE_CALL int32_t best_few_of_race(RaceScratch& scratch, const LogitR
     sync_block();
     const int32_t listed = scratch.groups;
     if (listed <= kRacingGroups)
-      for_each_listed_piece(row, scratch.group_list, listed, [&](int32_t first, const float (&z)[kPiece]) {
-        const float bound = bounds[first / kGroup], largest = maxima[first / kGroup];
-        const auto can_win = [&](float logit) {
-          return logit > -kInfinity && bound_of_token(bound, (largest - logit) * scale) >= reached;
-        };
-        for_each_element(z, can_win, [&](int i, float logit) {
-          const int32_t place = atomic_add(&scratch.tokens, 1);
-          if (place < kRacingTokens) scratch.token_list[place] = {first + i, logit};
-        });
-      });
+      list_tokens(scratch, row, maxima, bounds, scale, reached, [](int32_t) { return true; });
     sync_block();
     const int32_t tokens = scratch.tokens;
     if (listed > kRacingGroups || tokens > kRacingTokens) {
@@ -325,31 +358,8 @@ PASS_EXT_DEVICE_CALL int32_t best_few_of_race(RaceScratch& scratch, const LogitR
       sync_block();  // all have read the counters
       continue;
     }
-    // The `count`-th best reaches this score too, so of the tokens scored few are compared with each other. Their keys
-    // take the place of tokens that have been read.
-#pragma unroll 1
-    for (int32_t base = 0; base < tokens; base += threads) {
-      Best best{-kInfinity, -1};
-      if (base + thread < tokens) {
-        const RacingToken token = scratch.token_list[base + thread];
-        best = score_token(noise, last, score, token.id, token.logit);
-      }
-      sync_block();
-      if (best.id >= 0 && best.score >= reached)
-        scratch.keys[atomic_add(&scratch.keyed, 1)] = key_of(best.score, best.id);
-    }
     if (thread < found) scratch.keys[atomic_add(&scratch.keyed, 1)] = scratch.best[thread];
-    sync_block();
-    const int32_t racing = scratch.keyed;
-    for (int32_t i = thread; i < racing; i += threads) {
-      const uint64_t key = scratch.keys[i];
-      int32_t before = 0;
-#pragma unroll 4
-      for (int32_t k = 0; k < racing; ++k) before += scratch.keys[k] > key;
-      if (before < count) scratch.best[before] = key;
-    }
-    sync_block();
-    found = racing < count ? racing : count;
+    found = rank_tokens(scratch, noise, count, last, score, reached);
     if (found == count) reached = larger(reached, logit_of_key(scratch.best[count - 1]));
     if (2 * tokens <= kRacingTokens) span *= 2;
     begin = end;

@@ -2,7 +2,8 @@
 // of every group of 64 tokens, and the largest logit and share of the softmax sum of every chunk of 1,024. Races, top-k
 // and top-p then read only the groups that can matter. If the noise of the row's race is known and few
 // blocks scan (plan_rows), the scan also draws ln first_g of every group (core/noise.h) while the logits are being
-// loaded: one block would take longer for that than for the rest of the race. Sums use the processor's 2^x, within 2
+// loaded, and finds the champion of each chunk (row_champion.cuh): one block would take longer for that than for all
+// the rest of the row. Sums use the processor's 2^x, within 2
 // ulp; the probability of a single token never does.
 #pragma once
 
@@ -11,14 +12,16 @@
 #include "core/distribution.h"
 #include "core/noise.h"
 #include "cuda/primitives.cuh"
+#include "cuda/row_champion.cuh"
 #include "cuda/row_pieces.cuh"
 
 namespace pass_ext::gpu {
 
-constexpr int kChunk = 1024;                      // logits that a warp scans at once: four pieces per lane
-constexpr int kGroupsPerChunk = kChunk / kGroup;  // 16
-constexpr int kPieces = kChunk / kPiece / 32;     // 4
-constexpr int kLanesPerGroup = kGroup / kPiece;   // 8
+constexpr int kChunk = 1024;                          // logits that a warp scans at once: four pieces per lane
+constexpr int kGroupsPerChunk = kChunk / kGroup;      // 16
+constexpr int kPieces = kChunk / kPiece / 32;         // 4
+constexpr int kLanesPerGroup = kGroup / kPiece;       // 8
+constexpr int kGroupsPerPiece = 32 / kLanesPerGroup;  // of all lanes together: 4
 
 PASS_EXT_HOST_DEVICE int32_t chunks_of(int32_t vocabulary) { return (vocabulary + kChunk - 1) / kChunk; }
 
@@ -39,12 +42,18 @@ struct ScanSettings {
   float scale;
   bool needs_sum;
   bool races;   // true: also ln first_g of every group, if there is memory for it
+  bool crowns;  // true: also the champion of every chunk, over all tokens by their weights; else there is none
   Noise noise;  // the noise of the row's first race
 };
 
 // True if describing a row needs the softmax sum over all of it.
 PASS_EXT_DEVICE bool is_sum_needed(const SamplingParameters& parameters, bool needs_mass) {
   return has_filter(parameters) ? parameters.top_p < 1.0f && parameters.top_k == 0 : needs_mass;
+}
+
+// True if the tokens that a filter leaves are listed, and race without the scan's help.
+PASS_EXT_DEVICE bool is_shortlisted(const SamplingParameters& parameters) {
+  return parameters.top_k > 0 || parameters.top_p < 1.0f;
 }
 
 // The largest logit of a lane's piece, then of more lanes; NaN or +inf among them is seen. With `packed` two bfloat16
@@ -93,11 +102,54 @@ PASS_EXT_DEVICE void forbid_pairs(uint32_t allowed, RawPiece& raw) {
   }
 }
 
+// The token of a lane's pieces that has the highest bound. highest: the largest logit of each piece; first, log_first:
+// of the chunk's group `lane`.
+PASS_EXT_DEVICE LaneToken best_of_lane(int32_t chunk, const float (&z)[kPieces][kPiece],
+                                       const float (&highest)[kPieces], float peak, float scale,
+                                       const FirstOfGroup& first, float log_first) {
+  const int32_t lane = static_cast<int32_t>(lane_index());
+  const auto bound_of = [&](float logit, float log_e) {
+    return logit > -kInfinity ? race_score(logit, peak, scale, log_e) : -kInfinity;
+  };
+  LaneToken token{-kInfinity, 0, {}, -kInfinity};
+  float bound = -kInfinity, log_e = 0.0f;
+  int piece = 0;
+#pragma unroll
+  for (int k = 0; k < kPieces; ++k) {
+    const float log_e_k = shuffle(log_first, k * kGroupsPerPiece + lane / kLanesPerGroup);
+    const float bound_k = bound_of(highest[k], log_e_k);
+    token.others = larger(token.others, bound_k > bound ? bound : bound_k);
+    if (bound_k > bound) {
+      bound = bound_k;
+      log_e = log_e_k;
+      piece = k;
+    }
+  }
+  float behind = -kInfinity;
+  int place = 0;
+#pragma unroll
+  for (int i = 0; i < kPiece; ++i) {
+    float logit = z[0][i];
+#pragma unroll
+    for (int k = 1; k < kPieces; ++k) logit = piece == k ? z[k][i] : logit;  // an index would put z into local memory
+    behind = larger(behind, logit > token.logit ? token.logit : logit);
+    if (logit > token.logit) {
+      token.logit = logit;
+      place = i;
+    }
+  }
+  token.id = chunk * kChunk + (piece * 32 + lane) * kPiece + place;
+  token.others = larger(token.others, bound_of(behind, log_e));
+  token.first.value = shuffle(first.value, piece * kGroupsPerPiece + lane / kLanesPerGroup);
+  token.first.leader = shuffle(first.leader, piece * kGroupsPerPiece + lane / kLanesPerGroup);
+  return token;
+}
+
 // One warp: computes the summary of one chunk. read_settings() returns the ScanSettings; it is called after the loads
-// of the logits, so that both take place at the same time. If `races`, and log_firsts [groups] is not null, it gets ln
-// first_g of the chunk's groups.
+// of the logits, so that both take place at the same time. If `races`, and `race` has memory, it gets what the race
+// needs of the chunk.
 template <bool packed, typename ReadSettings>
-PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSummary& summary, float* log_firsts,
+PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSummary& summary, const RowRace& race,
                                 const ReadSettings& read_settings) {
   RawPiece raw[kPieces];
   uint32_t allowed[kPieces];
@@ -106,11 +158,16 @@ PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSum
 #pragma unroll
   for (int k = 0; k < kPieces; ++k) allowed[k] = load_allowed(row, chunk * kChunk + (k * 32 + lane) * kPiece);
   const ScanSettings settings = read_settings();
-  if (log_firsts != nullptr && settings.races) {
+  const bool races = race.log_firsts != nullptr && settings.races;
+  FirstOfGroup first{};
+  float log_first = 0.0f;  // of the chunk's group `lane`, if there is one
+  if (races) {
     const int32_t group = chunk * kGroupsPerChunk + lane;
-    if (lane < kGroupsPerChunk && group < summary.groups) log_firsts[group] = log_first(settings.noise, group);
+    first = first_of_group(settings.noise, group);
+    log_first = logarithm(first.value);
+    if (lane < kGroupsPerChunk && group < summary.groups) race.log_firsts[group] = log_first;
   }
-  float z[kPieces][kPiece];
+  float z[kPieces][kPiece], highest[kPieces];  // of each piece
   Peak<packed> peak;
 #pragma unroll
   for (int k = 0; k < kPieces; ++k) {
@@ -119,9 +176,10 @@ PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSum
     if (!packed && row.allowed != nullptr) forbid(allowed[k], z[k]);
     Peak<packed> piece;
     piece.take(raw[k], z[k]);
+    highest[k] = piece.value();
 #pragma unroll
     for (int step = kLanesPerGroup / 2; step > 0; step /= 2) piece.take_lane(step);
-    const int32_t group = chunk * kGroupsPerChunk + k * (32 / kLanesPerGroup) + lane / kLanesPerGroup;
+    const int32_t group = chunk * kGroupsPerChunk + k * kGroupsPerPiece + lane / kLanesPerGroup;
     if (lane % kLanesPerGroup == 0 && group < summary.groups) summary.maxima[group] = piece.value();
     peak.take(piece);
   }
@@ -140,21 +198,28 @@ PASS_EXT_DEVICE void scan_chunk(const LogitRow& row, int32_t chunk, const RowSum
   }
   const bool good = peak.is_good_everywhere();
   if (lane == 0) summary.chunks[chunk] = {largest, good ? sum : float_of(0x7fc00000u)};
+  if (!races) return;
+  if (!settings.crowns || !good) {
+    if (lane == 0) race.champions[chunk] = {-kInfinity, 0.0f, -1, 0.0f};
+    return;
+  }
+  const LaneToken token = best_of_lane(chunk, z, highest, largest, settings.scale, first, log_first);
+  crown_champion(token, settings.scale, largest, settings.noise, race.champions + chunk);
 }
 
 // The same with the type as a constant: each copy has the loads and registers of one type only.
 template <typename ReadSettings>
-PASS_EXT_DEVICE void scan_chunk_of_any_type(LogitRow row, int32_t chunk, const RowSummary& summary, float* log_firsts,
+PASS_EXT_DEVICE void scan_chunk_of_any_type(LogitRow row, int32_t chunk, const RowSummary& summary, const RowRace& race,
                                             const ReadSettings& read_settings) {
   if (row.type == LogitType::bfloat16) {
     row.type = LogitType::bfloat16;
-    scan_chunk<true>(row, chunk, summary, log_firsts, read_settings);
+    scan_chunk<true>(row, chunk, summary, race, read_settings);
   } else if (row.type == LogitType::float16) {
     row.type = LogitType::float16;
-    scan_chunk<false>(row, chunk, summary, log_firsts, read_settings);
+    scan_chunk<false>(row, chunk, summary, race, read_settings);
   } else {
     row.type = LogitType::float32;
-    scan_chunk<false>(row, chunk, summary, log_firsts, read_settings);
+    scan_chunk<false>(row, chunk, summary, race, read_settings);
   }
 }
 

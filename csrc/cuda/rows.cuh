@@ -12,6 +12,7 @@
 #include "core/noise.h"
 #include "cuda/block.cuh"
 #include "cuda/primitives.cuh"
+#include "cuda/row_crowned.cuh"
 #include "cuda/row_pieces.cuh"
 #include "cuda/row_race.cuh"
 #include "cuda/row_scan.cuh"
@@ -71,16 +72,6 @@ struct RowShared {
 
 PASS_EXT_DEVICE RowShared& row_shared() { return *dynamic_shared<RowShared>(); }
 
-// `index`: the summary's index in the workspace.
-PASS_EXT_DEVICE RowSummary summary_of(const RowsWorkspace& workspace, int64_t index) {
-  return {workspace.maxima + index * workspace.groups, workspace.chunks + index * workspace.chunks_per_row,
-          workspace.groups};
-}
-
-PASS_EXT_DEVICE float* log_firsts_of(const RowsWorkspace& workspace, int64_t index) {
-  return workspace.log_firsts == nullptr ? nullptr : workspace.log_firsts + index * workspace.groups;
-}
-
 // The time at which rows are scanned: all of them in a launch of their own, or each when a block first reads it. It is
 // a template parameter, so that a kernel has no code for the other way.
 enum class Scan { beforehand, on_the_way };
@@ -135,13 +126,19 @@ class BlockRows {
     if (listed >= 0) return best_of_shortlist(distribution, noise, listed, count, tokens, logprobs);
     const bool is_drawn =
         scan == Scan::beforehand && workspace_.log_firsts != nullptr && noise != nullptr && noise->draw == 0;
-    const float* const maxima = bound_race(row, distribution, noise, is_drawn, 0.0f);
+    const float* maxima = is_drawn ? nullptr : bound_race(row, distribution, noise, false, 0.0f);
     const RaceScratch& race = row_shared().race;
     Best last{kInfinity, -1};
     for (int32_t place = 0; place < count; place += kMostAtOnce) {
       const int32_t wanted = count - place < kMostAtOnce ? count - place : kMostAtOnce;
-      const int32_t found = best_few_of_race(row_shared().race, row, maxima, bounds(), workspace_.groups,
-                                             distribution.scale, noise, wanted, last, PlainScore{distribution});
+      int32_t found = -1;
+      if (is_drawn && place == 0)
+        found = best_of_champions(row, distribution, *noise, wanted, PlainScore{distribution}, 0.0f);
+      if (found < 0) {
+        if (is_drawn && maxima == nullptr) maxima = bound_race(row, distribution, noise, true, 0.0f);
+        found = best_few_of_race(row_shared().race, row, maxima, bounds(), workspace_.groups, distribution.scale, noise,
+                                 wanted, last, PlainScore{distribution});
+      }
       for (int32_t i = first_index(); i < found; i += stride()) {
         const int32_t id = id_of_key(race.best[i]);
         tokens[place + i] = id;
@@ -158,8 +155,7 @@ class BlockRows {
   PASS_EXT_DEVICE_CALL int32_t winner(const LogitRow& row, const Distribution& distribution, const Noise& noise) {
     static_assert(scan == Scan::beforehand, "a scan on the way draws no ln first_g");
     if (listed_ >= 0) return best_of_keys(row_shared().shortlist.keys, listed_, noise, PlainScore{distribution}).id;
-    const float* const maxima = bound_race(row, distribution, &noise, workspace_.log_firsts != nullptr, 0.0f);
-    return next_best(row, maxima, distribution, &noise, {kInfinity, -1}, PlainScore{distribution}).id;
+    return race(row, distribution, noise, workspace_.log_firsts != nullptr, PlainScore{distribution}, 0.0f);
   }
 
   // Lists the support of the row described last for draws in a later launch.
@@ -205,7 +201,7 @@ class BlockRows {
     sync_block();
     for (int32_t chunk = static_cast<int32_t>(warp_index()); chunk < workspace_.chunks_per_row;
          chunk += static_cast<int32_t>(warps_in_block()))
-      scan_chunk_of_any_type(row, chunk, summary, nullptr, [&] { return ScanSettings{scale, needs_sum, false, {}}; });
+      scan_chunk_of_any_type(row, chunk, summary, {}, [&] { return ScanSettings{scale, needs_sum, false, false, {}}; });
     sync_block();
     return summary;
   }
@@ -395,7 +391,7 @@ class BlockRows {
     const float* const maxima = summary_of_row(row, distribution.scale, false).maxima;
     if constexpr (scan == Scan::beforehand)
       if (is_drawn) {
-        bound_drawn_groups(maxima, log_firsts_of(workspace_, row.slot), workspace_.groups, bounds(), distribution,
+        bound_drawn_groups(maxima, race_of(workspace_, row.slot).log_firsts, workspace_.groups, bounds(), distribution,
                            offset);
         return maxima;
       }
@@ -403,12 +399,26 @@ class BlockRows {
     return maxima;
   }
 
-  // The best token of the race that was bounded last, behind `last`; id -1 if there is none.
+  // best_of_champions of a row whose race the scan has drawn; -1 also if the scan was on the way.
   template <typename Score>
-  PASS_EXT_DEVICE Best next_best(const LogitRow& row, const float* maxima, const Distribution& distribution,
-                                 const Noise* noise, const Best& last, const Score& score) {
+  PASS_EXT_DEVICE int32_t best_of_champions(const LogitRow& row, const Distribution& distribution, const Noise& noise,
+                                            int32_t count, const Score& score, float offset) {
+    if constexpr (scan == Scan::on_the_way) return -1;
+    return gpu::best_of_champions(row_shared().race, row, workspace_, bounds(), distribution, noise, count, score,
+                                  offset);
+  }
+
+  // The best token of a whole race, `is_drawn` by the scan or not; -1 if there is none. score and offset: see
+  // best_of_champions.
+  template <typename Score>
+  PASS_EXT_DEVICE int32_t race(const LogitRow& row, const Distribution& distribution, const Noise& noise, bool is_drawn,
+                               const Score& score, float offset) {
+    if (is_drawn && best_of_champions(row, distribution, noise, 1, score, offset) > 0)
+      return id_of_key(row_shared().race.best[0]);
+    const float* const maxima = bound_race(row, distribution, &noise, is_drawn, offset);
     return best_of_race(row_shared().race, row_shared().block, row, maxima, bounds(), workspace_.groups,
-                        distribution.scale, noise, last, score);
+                        distribution.scale, &noise, {kInfinity, -1}, score)
+        .id;
   }
 
   // The best token of a list of keys in a race. score: see best_of_group.
@@ -467,7 +477,7 @@ class BlockRows {
                                         const SamplingParameters& parameters, double& mass,
                                         Distribution& distribution) {
     const bool is_counted = parameters.top_k > 0, is_weighed = parameters.top_p < 1.0f;
-    if (!(is_counted || is_weighed) || parameters.top_k > kMostWanted) return false;
+    if (!is_shortlisted(parameters) || parameters.top_k > kMostWanted) return false;
     const Shortlist& list = row_shared().shortlist;
     const int32_t wanted = is_counted ? parameters.top_k : kWantedOfTopP;
     const ShortlistSize size = make_shortlist(row_shared().shortlist, row_shared().shortlist_scratch, row,
@@ -524,7 +534,7 @@ PASS_EXT_DEVICE bool scan_row(const Source& source, const RowsWorkspace& workspa
 #pragma unroll 1
   for (int32_t chunk = static_cast<int32_t>(block_index().x * kScanWarps + warp_index());
        chunk < workspace.chunks_per_row; chunk += static_cast<int32_t>(grid_size().x * kScanWarps))
-    scan_chunk_of_any_type(row, chunk, summary, log_firsts_of(workspace, slot), [&] {
+    scan_chunk_of_any_type(row, chunk, summary, race_of(workspace, slot), [&] {
       if (is_first) settings = source.scan_settings(slot);
       is_first = false;
       return settings;

@@ -9,6 +9,7 @@
 #include "core/distribution.h"
 #include "core/noise.h"
 #include "cuda/primitives.cuh"
+#include "cuda/row_champion.cuh"
 #include "cuda/row_scan.cuh"
 
 namespace pass_ext::gpu {
@@ -28,6 +29,7 @@ struct RowsWorkspace {
   float* maxima;                // [rows or 2 blocks, groups]
   ChunkSum* chunks;             // [rows or 2 blocks, chunks]
   float* log_firsts;            // [rows, groups] if the scan draws the noise of the races; else null
+  Champion* champions;          // [rows, chunks], the same
   float* bounds;                // [the larger of rows and blocks, groups] if shared memory is too small
   Distribution* distributions;  // [rows]
   int32_t* winners;             // [rows], rule coupled: the token that the target draws
@@ -43,6 +45,17 @@ struct RowsWorkspace {
   Stamp* stamps;  // [kStampedBlocks, Phase::count]
 #endif
 };
+
+// `index`: the summary's index in the workspace.
+PASS_EXT_DEVICE RowSummary summary_of(const RowsWorkspace& workspace, int64_t index) {
+  return {workspace.maxima + index * workspace.groups, workspace.chunks + index * workspace.chunks_per_row,
+          workspace.groups};
+}
+
+PASS_EXT_DEVICE RowRace race_of(const RowsWorkspace& workspace, int64_t index) {
+  if (workspace.log_firsts == nullptr) return {};
+  return {workspace.log_firsts + index * workspace.groups, workspace.champions + index * workspace.chunks_per_row};
+}
 
 // The sizes of a RowsWorkspace. All but that of `judges` are limited by what the GPU works on at once, not by the
 // number of requests.
@@ -82,6 +95,7 @@ struct RowsPlan {
     take(workspace.chunks, summaries() * chunks_per_row);
     take(workspace.maxima, summaries() * groups);
     take(workspace.log_firsts, draws ? rows * groups : 0);
+    take(workspace.champions, draws ? rows * chunks_per_row : 0);
     if (!draws) workspace.log_firsts = nullptr;
     take(workspace.bounds, bounds() * groups);
     take(workspace.winners, rows);

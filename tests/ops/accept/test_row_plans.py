@@ -9,9 +9,10 @@ import pass_ext
 
 VOCABULARY, GROUPS, CHUNKS = 128_256, 2004, 126
 SUMMARY = 4 * GROUPS + 8 * CHUNKS  # bytes of a row: the largest logit of each group, largest and sum of each chunk
-RACE = 4 * GROUPS  # where the scan draws a race's noise: the logarithm of the smallest exponential of each group
+RACE = 4 * GROUPS + 16 * CHUNKS
+"""Where the scan draws a race's noise: the logarithm of each group's smallest exponential, and each chunk's champion."""
 LAW, WINNER, JUDGE = 28, 4, 160
-ROUNDING = 16 * 8
+ROUNDING = 16 * 9
 
 
 def accept_bytes(requests, nodes=5, rule="rejection", has_draft=True):
@@ -119,7 +120,7 @@ def test_a_block_draws_the_noise_that_the_scan_has_not_drawn(vocabulary, draws):
     requests, nodes = 2, 4
     numbers = dict(requests=requests, nodes=nodes, vocabulary=vocabulary, multiprocessors=1)
     groups, chunks = -(-vocabulary // 64), -(-vocabulary // 1024)
-    row = 4 * groups + 8 * chunks + (4 * groups if draws else 0) + LAW + WINNER + JUDGE
+    row = 4 * groups + 8 * chunks + (4 * groups + 16 * chunks if draws else 0) + LAW + WINNER + JUDGE
     with emulator.session({}) as machine:
         assert requests * nodes * row <= machine.accept_workspace(numbers) <= requests * nodes * row + ROUNDING
     random = torch.Generator().manual_seed(0)
