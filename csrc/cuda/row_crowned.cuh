@@ -35,9 +35,9 @@ PASS_EXT_DEVICE int32_t count_at_least(const float* values, int32_t count, float
 }
 
 // A thread lists those groups of one chunk, from `first` on, whose bounds reach `reached`, and writes their bounds.
-PASS_EXT_DEVICE void list_groups(RaceScratch& scratch, const RowSummary& summary, const float* log_firsts,
-                                 float* bounds, const Distribution& distribution, float offset, int32_t first,
-                                 float reached) {
+PASS_EXT_DEVICE_CALL void list_groups(RaceScratch& scratch, const RowSummary& summary, const float* log_firsts,
+                                      float* bounds, const Distribution& distribution, float offset, int32_t first,
+                                      float reached) {
   constexpr int kAtOnce = 2;  // pairs of loads: more would not stay in registers
 #pragma unroll 1
   for (int32_t base = first; base < first + kGroupsPerChunk && base < summary.groups; base += 4 * kAtOnce) {
@@ -77,16 +77,19 @@ PASS_EXT_DEVICE_CALL int32_t best_of_champions(RaceScratch& scratch, const Logit
   const int32_t chunks = chunks_of(row.vocabulary);
   if (chunks > kChunks * threads) return -1;
   Champion champion[kChunks];
-  float scores[kChunks];
+  float scores[kChunks] = {};
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     champion[k].id = -1;
     if (thread + k * threads < chunks) champion[k] = load_champion(race.champions + thread + k * threads);
   }
-#pragma unroll
-  for (int k = 0; k < kChunks; ++k) {
-    scores[k] = -kInfinity;
-    if (champion[k].id >= 0) scores[k] = score(champion[k].id, champion[k].logit, champion[k].log_e);
+#pragma unroll 1
+  for (int k = 0; k < kChunks; ++k) {  // each champion moves to the front in turn: one copy of the code below
+    const Champion front = champion[0];
+    champion[0] = champion[1];
+    champion[1] = front;
+    scores[0] = scores[1];
+    scores[1] = front.id < 0 ? -kInfinity : score(front.id, front.logit, front.log_e);
   }
   const float best = larger(scores[0], scores[1]);
   sync_block();
@@ -103,7 +106,7 @@ PASS_EXT_DEVICE_CALL int32_t best_of_champions(RaceScratch& scratch, const Logit
   const float reached = float_of_ordered(scratch.reached);
   if (!(reached > -kInfinity)) return -1;
 #pragma unroll 1
-  for (int k = 0; k < kChunks; ++k) {  // each champion moves to the front in turn: one copy of the code below
+  for (int k = 0; k < kChunks; ++k) {  // again
     const int32_t chunk = thread + k * threads;
     if (chunk < chunks) {
       if (scores[0] >= reached) {
@@ -122,8 +125,7 @@ PASS_EXT_DEVICE_CALL int32_t best_of_champions(RaceScratch& scratch, const Logit
   sync_block();
   if (scratch.groups > kRacingGroups || scratch.keyed > kMostAtOnce) return -1;
   if (scratch.groups > 0) {
-    list_tokens(scratch, row, summary.maxima, bounds, distribution.scale, reached,
-                [&](int32_t id) { return race.champions[id / kChunk].id != id; });
+    list_tokens(scratch, row, summary.maxima, bounds, distribution.scale, reached, race.champions);
     sync_block();
     if (scratch.tokens > kRacingTokens) return -1;
   }

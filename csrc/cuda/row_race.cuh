@@ -248,18 +248,18 @@ PASS_EXT_DEVICE float ranked_of_few(const float* values, int32_t count, int32_t 
   return is_it == 0 ? -kInfinity : shuffle(value, first_set_bit(is_it));
 }
 
-// A block lists the tokens of the listed groups whose bounds reach `reached`; without those for which races(id) is
-// false.
-template <typename Races>
-PASS_EXT_DEVICE void list_tokens(RaceScratch& scratch, const LogitRow& row, const float* maxima, const float* bounds,
-                                 float scale, float reached, const Races& races) {
+// A block lists the tokens of the listed groups whose bounds reach `reached`; but for those of `champions`, of each
+// chunk, unless it is null.
+PASS_EXT_DEVICE_CALL void list_tokens(RaceScratch& scratch, const LogitRow& row, const float* maxima,
+                                      const float* bounds, float scale, float reached, const Champion* champions) {
   for_each_listed_piece(row, scratch.group_list, scratch.groups, [&](int32_t first, const float (&z)[kPiece]) {
     const float bound = bounds[first / kGroup], largest = maxima[first / kGroup];
+    const int32_t champion = champions == nullptr ? -1 : champions[first / kChunk].id;
     const auto can_win = [&](float logit) {
       return logit > -kInfinity && bound_of_token(bound, (largest - logit) * scale) >= reached;
     };
     for_each_element(z, can_win, [&](int i, float logit) {
-      if (!races(first + i)) return;
+      if (first + i == champion) return;
       const int32_t place = atomic_add(&scratch.tokens, 1);
       if (place < kRacingTokens) scratch.token_list[place] = {first + i, logit};
     });
@@ -344,8 +344,7 @@ PASS_EXT_DEVICE_CALL int32_t best_few_of_race(RaceScratch& scratch, const LogitR
     });
     sync_block();
     const int32_t listed = scratch.groups;
-    if (listed <= kRacingGroups)
-      list_tokens(scratch, row, maxima, bounds, scale, reached, [](int32_t) { return true; });
+    if (listed <= kRacingGroups) list_tokens(scratch, row, maxima, bounds, scale, reached, nullptr);
     sync_block();
     const int32_t tokens = scratch.tokens;
     if (listed > kRacingGroups || tokens > kRacingTokens) {
