@@ -31,9 +31,9 @@ def numbers(rows):
     return dict(temperature=0.8, seeds=torch.arange(rows), positions=torch.arange(rows) + 3)
 
 
-def groups_looked_at(op, rows, buffer, /, **arguments):
+def groups_looked_at(op, rows, buffer, /, multiprocessors=132, **arguments):
     """How many groups of 64 logits blocks read after the scan, for each of these rows on average; and the op's result."""
-    with on_gpu(multiprocessors=132), EMULATED.active():
+    with on_gpu(multiprocessors=multiprocessors), EMULATED.active():
         result = op(**arguments)
     loaded, _ = emulator.load().count_bytes()[buffer]
     return (loaded / rows / 4 - VOCABULARY) / 64, result
@@ -47,13 +47,16 @@ def groups_looked_at(op, rows, buffer, /, **arguments):
     ids=str,
 )  # fmt: skip
 def test_few_groups_are_looked_at_after_the_scan(logits, mode, slots, fewest, most):
-    """Without champions each of four warps looks at one at least, and all those that these do not dismiss follow."""
+    """On one multiprocessor the scan has no time for champions, and the block that finishes a row looks at many groups."""
     rows = 8
     arguments = dict(logits=logits(rows, 1), k=slots, mode=mode, **numbers(rows))
     expected = pass_ext.draft_sample(**arguments)
     looked_at, result = groups_looked_at(pass_ext.draft_sample, rows, "logits", **arguments)
     assert torch.equal(result[0], expected[0])
     assert fewest <= looked_at < most
+    without, result = groups_looked_at(pass_ext.draft_sample, rows, "logits", multiprocessors=1, **arguments)
+    assert torch.equal(result[0], expected[0])
+    assert without > 8 * max(looked_at, 2)
 
 
 def test_an_accept_step_looks_at_no_group_after_the_scan():
