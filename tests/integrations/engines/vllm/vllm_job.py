@@ -2,6 +2,7 @@
 
     {"model": folder, "options": of LLM, "calls": [{"prompts": [[ids]], "sampling": of SamplingParams, or a list, "batch": n}]}
     a call may have "sounds": a seed for each prompt, or null
+    a job may have "drafts": true: the result has those of each step, prompt by prompt
 
 vLLM holds global state, and one process takes one engine.
 """
@@ -24,6 +25,7 @@ ENVIRONMENT = {
     # A region of two threads waits long beside other busy processes.
     "OMP_NUM_THREADS": "1",
     "NUMBA_NUM_THREADS": "1",  # n-grams
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(MOST_SECONDS),
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -48,11 +50,12 @@ def run_alone(arguments, log, environment=None, seconds=MOST_SECONDS, **options)
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def run_engine(folder, model, calls, environment=None, **options):
-    """The result of a job: ``texts`` of each call, ``counters``, ``log``."""
+def run_engine(folder, model, calls, environment=None, drafts=False, **options):
+    """The result of a job: ``texts`` of each call, ``counters``, ``log``, ``drafts``."""
     folder.mkdir(parents=True, exist_ok=True)
     options = {"max_model_len": 1024, "enforce_eager": True, "skip_tokenizer_init": True, **options}
-    (folder / "job.json").write_text(json.dumps({"model": str(model), "options": options, "calls": calls}))
+    job = {"model": str(model), "options": options, "calls": calls, "drafts": drafts}
+    (folder / "job.json").write_text(json.dumps(job))
     status = run_alone([__file__, folder / "job.json", folder / "result.json"], folder / "log", environment)
     log = (folder / "log").read_text()
     if not (folder / "result.json").exists():
@@ -76,10 +79,29 @@ def sound(seed):
     return np.random.default_rng(seed).standard_normal(16000).astype(np.float32)
 
 
+def record_drafts():
+    """The drafts that this process will propose, filled step by step: prompt -> of each step."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    propose, found = GPUModelRunner.propose_draft_token_ids, {}
+
+    def recorded(runner, *given, **named):
+        drafts = propose(runner, *given, **named)
+        for request, ids in zip(runner.input_batch.req_ids, drafts.tolist(), strict=True):
+            found.setdefault(request, []).append(ids)
+        return drafts
+
+    GPUModelRunner.propose_draft_token_ids = recorded
+    return found
+
+
 def main():
+    job = json.loads(Path(sys.argv[1]).read_text())
+    if job["drafts"]:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the proposer is in this process
     from vllm import LLM
 
-    job = json.loads(Path(sys.argv[1]).read_text())
+    drafts = record_drafts() if job["drafts"] else {}
     llm = LLM(job["model"], disable_log_stats=False, **job["options"])
     texts, logprobs = [], []
     for call in job["calls"]:
@@ -108,7 +130,7 @@ def main():
         for metric in llm.get_metrics()
         if "spec_decode" in metric.name
     }
-    result = {"texts": texts, "logprobs": logprobs, "counters": counters}
+    result = {"texts": texts, "logprobs": logprobs, "counters": counters, "drafts": list(drafts.values())}
     Path(sys.argv[2]).write_text(json.dumps(result))
 
 
