@@ -105,7 +105,7 @@ template <int R, bool crosses, typename Block>
 void multiply_packed_tile(const Block* blocks, int64_t steps, const uint32_t* digits, const float* numbers, float* to) {
   constexpr int kVectors = kPackedOutputs / Floats::width, kWords = Block::kBits / Block::kParts;
   constexpr int kPairs = 16 / Block::kBits;  // in a word
-  constexpr int kChains = chains(R);
+  constexpr int kChains = crosses ? 1 : chains(R);
   constexpr size_t kBytes = kPackedBytes<Block>;
   Floats sum[kVectors][R], scales[kVectors], offsets[kVectors];
 #pragma GCC unroll 2
