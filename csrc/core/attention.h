@@ -189,9 +189,11 @@ PASS_EXT_HOST_DEVICE uint64_t visible_keys(const AttentionProblem& problem, cons
     const int32_t window = window_at<has_chunks>(problem, request.prefix + depth);
     const int64_t lowest = int64_t{request.prefix} + depth - window + 1;  // position of the first key in reach
     seen &= ~ones_below(lowest - first);
-    if (depth >= window)
-      for (int32_t i = 0; i < 64; ++i)
-        if (nodes >> i & 1 && depth - depth_of(problem, request, start + i) >= window) nodes &= ~(uint64_t{1} << i);
+    if (depth >= window) {  // rare: no loop of 64 turns, which compilers write out wherever this is inlined
+      int32_t other = start;
+      for (uint64_t left = nodes, bit = 1; left != 0; left >>= 1, bit <<= 1, ++other)
+        if (left & 1 && depth - depth_of(problem, request, other) >= window) nodes &= ~bit;
+    }
   }
   return seen | nodes;
 }
@@ -225,9 +227,9 @@ PASS_EXT_HOST_DEVICE float share_beside_sink(float sum, float sink) {
   return scaled / (scaled + (is_large ? 1.0f : power));
 }
 
-// The sink of row `row` of [rows, heads], relative to a total in powers of 2^maximum.
-PASS_EXT_HOST_DEVICE float sink_of_row(const AttentionProblem& problem, int64_t row, float maximum) {
-  return fused(problem.sinks[row % problem.heads], kLog2E, -maximum);
+// The sink of row `row` of [rows, heads], relative to a total in powers of 2^maximum. `sinks`: [heads].
+PASS_EXT_HOST_DEVICE float sink_of_row(const float* sinks, int32_t heads, int64_t row, float maximum) {
+  return fused(sinks[row % heads], kLog2E, -maximum);
 }
 
 // The factors of two results in their merge. A side of weight 0 does not count and may hold anything.

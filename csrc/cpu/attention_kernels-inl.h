@@ -400,7 +400,8 @@ inline void finish_rows(const AttentionTask& task, PartialRows* parts, int32_t c
     const float total = parts[0].total[r];
     float factor = total == 0.0f ? 0.0f : 1.0f / total;
     if (problem.sinks)
-      factor *= share_beside_sink(parts[0].exact_total[r], sink_of_row(problem, row, parts[0].maximum[r]));
+      factor *= share_beside_sink(parts[0].exact_total[r],
+                                  sink_of_row(problem.sinks, problem.heads, row, parts[0].maximum[r]));
     switch (problem.type) {
       case FloatType::bfloat16: write_row(static_cast<bfloat16*>(problem.out) + row * dim, values, factor, dim); break;
       case FloatType::float16: write_row(static_cast<float16*>(problem.out) + row * dim, values, factor, dim); break;

@@ -58,7 +58,7 @@ PASS_EXT_DEVICE void restore_non_finite(const AttentionProblem& problem, CodeTyp
 #pragma unroll 1
     for (int column = thread; column < value_dim_of<Shape::kIsOneWidth>(problem); column += kAttentionThreads) {
       uint64_t non_finite = 0;  // keys whose value in this column is not finite
-#pragma unroll 8
+#pragma unroll(Shape::kHasCodes ? 2 : 8)
       for (int i = 0; i < Shape::kKeys; ++i) {
         const float number = value(i, column);
         if (!(number - number == 0.0f)) non_finite |= uint64_t{1} << i;
@@ -166,7 +166,9 @@ PASS_EXT_DEVICE void write_unowned_rows(const AttentionProblem& problem) {
   const auto clear_row = [&](int64_t row) {
     T* const out = static_cast<T*>(problem.out) + row * problem.heads * value_dim_of<Shape::kIsOneWidth>(problem);
     const int64_t elements = int64_t{problem.heads} * value_dim_of<Shape::kIsOneWidth>(problem);
+#pragma unroll 1
     for (int64_t i = 8 * thread_rank(); i < elements; i += 8 * kAttentionThreads) store16(out + i, Bytes16{});
+#pragma unroll 1
     for (int64_t i = thread_rank(); i < problem.heads; i += kAttentionThreads)
       problem.lse[row * problem.heads + i] = float_of(0xff800000u);
   };

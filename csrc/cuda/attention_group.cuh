@@ -18,7 +18,6 @@
 #include "cuda/attention_group_tile.cuh"
 #include "cuda/attention_parts.cuh"
 #include "cuda/attention_places.cuh"
-#include "cuda/attention_shares.cuh"
 #include "cuda/primitives.cuh"
 
 namespace pass_ext::gpu {

@@ -24,15 +24,36 @@ PASS_EXT_DEVICE void store_totals(float* part_row, int dim, const RowTotals& tot
   store16(part_row + dim, {{bits_of(totals.maximum), bits_of(totals.rounded), bits_of(totals.exact), 0}});
 }
 
-// Called, because a thread writes several rows.
-PASS_EXT_DEVICE_CALL float share_of_row(float sum, float sink) { return share_beside_sink(sum, sink); }
+// What a sink leaves of row `row` of [rows, heads]. Called, because a thread writes several rows.
+PASS_EXT_DEVICE_CALL float share_of_row(const float* sinks, int32_t heads, int64_t row, float maximum, float sum) {
+  return share_beside_sink(sum, sink_of_row(sinks, heads, row, maximum));
+}
 
 // What makes the result of row `row` of [rows, heads] of its weighted values.
 PASS_EXT_DEVICE float factor_of_row(const AttentionProblem& problem, int64_t row, const RowTotals& totals) {
   const float factor = totals.rounded == 0.0f ? 0.0f : 1.0f / totals.rounded;
   if (problem.sinks == nullptr) return factor;
-  return factor * share_of_row(totals.exact, sink_of_row(problem, row, totals.maximum));
+  return factor * share_of_row(problem.sinks, problem.heads, row, totals.maximum, totals.exact);
 }
+
+// The totals and the weights of sums of all shares before (attention_places.cuh) and of one more. The first has none
+// before it.
+struct ShareWeights {
+  RowTotals totals;
+  float before, share;
+};
+
+PASS_EXT_DEVICE ShareWeights weights_of_share(const RowTotals& before, const RowTotals& share) {
+  const float highest = larger(before.maximum, share.maximum);
+  const float shrink = exp2_approximate(before.maximum - highest), weight = exp2_approximate(share.maximum - highest);
+  return {{highest, fused(before.rounded, shrink, share.rounded * weight),
+           fused(before.exact, shrink, share.exact * weight)},
+          shrink,
+          weight};
+}
+
+// Floats of a row in a part.
+PASS_EXT_HOST_DEVICE int64_t part_stride(int32_t value_dim) { return value_dim + int64_t{4}; }
 
 // Writes four columns of a result.
 template <typename T>

@@ -38,18 +38,15 @@ PASS_EXT_HOST_DEVICE int32_t shares_of(int64_t places) {
   return places <= 0 ? 0 : share_with(static_cast<uint32_t>(places - 1)) + 1;
 }
 
-PASS_EXT_HOST_DEVICE int32_t count_bits(uint64_t bits) {
-  bits -= bits >> 1 & 0x5555555555555555u;  // of pairs, then of four, then of bytes, which the product adds up
-  bits = (bits & 0x3333333333333333u) + (bits >> 2 & 0x3333333333333333u);
-  bits = (bits + (bits >> 4)) & 0x0f0f0f0f0f0f0f0fu;
-  return static_cast<int32_t>(bits * 0x0101010101010101u >> 56);
+PASS_EXT_DEVICE int32_t count_bits(uint64_t bits) {
+  return count_set_bits(static_cast<uint32_t>(bits)) + count_set_bits(static_cast<uint32_t>(bits >> 32));
 }
 
-PASS_EXT_HOST_DEVICE int32_t lowest_bit(uint64_t bits) { return count_bits((bits & -bits) - 1); }
+PASS_EXT_DEVICE int32_t lowest_bit(uint64_t bits) { return count_bits((bits & -bits) - 1); }
 
 // The places of a row.
-PASS_EXT_HOST_DEVICE int32_t places_of(const AttentionProblem& problem, const AttentionRequest& request,
-                                       const KeyLists& lists, int32_t node) {
+PASS_EXT_DEVICE int32_t places_of(const AttentionProblem& problem, const AttentionRequest& request,
+                                  const KeyLists& lists, int32_t node) {
   if (lists.keys) return lists.size;
   int32_t places = request.prefix;
   for (int32_t i = 0; 64 * i < request.nodes; ++i) places += count_bits(named_nodes(problem, request, node, i));
@@ -57,8 +54,8 @@ PASS_EXT_HOST_DEVICE int32_t places_of(const AttentionProblem& problem, const At
 }
 
 // The key at a place of a row, or -1: it is not seen.
-PASS_EXT_HOST_DEVICE int32_t key_at(const AttentionProblem& problem, const AttentionRequest& request,
-                                    const KeyLists& lists, int32_t node, int32_t place) {
+PASS_EXT_DEVICE int32_t key_at(const AttentionProblem& problem, const AttentionRequest& request, const KeyLists& lists,
+                               int32_t node, int32_t place) {
   if (lists.keys) return listed_key(problem, request, lists, node, place);
   int32_t key = place;
   if (place >= request.prefix) {
@@ -75,7 +72,7 @@ PASS_EXT_HOST_DEVICE int32_t key_at(const AttentionProblem& problem, const Atten
 }
 
 // The first place of a step that a row of the request may see.
-PASS_EXT_HOST_DEVICE int32_t first_place_in_reach(const AttentionRequest& request, const KeyLists& lists) {
+PASS_EXT_DEVICE int32_t first_place_in_reach(const AttentionRequest& request, const KeyLists& lists) {
   return lists.keys ? 0 : request.begin / kPlacesOfStep * kPlacesOfStep;
 }
 

@@ -1,7 +1,7 @@
 // Attention on the GPU without matrix fragments: in fp32, which has none, at widths for which no kernel with them is
 // compiled, to listed keys, and where a row must have the bits that it has alone. Keys and values may be in 8 bits.
 //   step of 128 places:   m' = max(m, its scores)    total, sums = 2^(m - m') (total, sums) + those of the step
-//   row:                  over its shares (attention_shares.cuh)          out = sums / total
+//   row:                  the same over its shares, in their order        out = sums / total
 // A block takes some heads of one row that share a key head, and a step at a time: for the scores a thread has a place,
 // for the result some columns. Keys, steps and shares are those of cuda/attention_places.cuh, so the order in which a
 // row is added up is its own, whatever else the call has and whatever GPU it is. Where there are few rows, blocks take

@@ -1,7 +1,6 @@
-// The sums of attention in one order: a row's shares (attention_places.cuh), added one after the other.
-//   m' = max(m, the share's m)     totals, sums = 2^(m - m') (totals, sums) + 2^(the share's m - m') the share's
-// Shares that several blocks take are parts, rows of value_dim sums and their RowTotals in global memory; a second
-// launch adds them, so that a row has the same bits whoever computes its shares.
+// The launch that adds a row's shares (attention_places.cuh) where several blocks took them: parts in global memory,
+// rows of value_dim sums and their RowTotals. One after the other, as a block adds shares that it takes itself
+// (weights_of_share), so that a row has the same bits whoever computes them.
 #pragma once
 
 #include <cstdint>
@@ -12,24 +11,6 @@
 #include "cuda/primitives.cuh"
 
 namespace pass_ext::gpu {
-
-// The totals and the weights of sums of all shares before and of one more. The first has none before it.
-struct ShareWeights {
-  RowTotals totals;
-  float before, share;
-};
-
-PASS_EXT_DEVICE ShareWeights weights_of_share(const RowTotals& before, const RowTotals& share) {
-  const float highest = larger(before.maximum, share.maximum);
-  const float shrink = exp2_approximate(before.maximum - highest), weight = exp2_approximate(share.maximum - highest);
-  return {{highest, fused(before.rounded, shrink, share.rounded * weight),
-           fused(before.exact, shrink, share.exact * weight)},
-          shrink,
-          weight};
-}
-
-// Floats of a row in a part.
-PASS_EXT_HOST_DEVICE int64_t part_stride(int32_t value_dim) { return value_dim + int64_t{4}; }
 
 // Adds the parts of a row and head. A thread has four columns. `parts`: [most_parts, heads, part_stride].
 template <typename T>
