@@ -35,7 +35,7 @@ from ninja_build import Ninja, build_file, find_ninja, quote  # noqa: E402
 from toolkit import choose_architectures, covers, cuda_wish, find_nvcc, gencode, version_of  # noqa: E402
 
 TORCH_TARGET = "0x020a000000000000"  # the oldest torch that may load the libraries: 2.10
-LONGEST = "csrc/cpu/linear_packed.cpp"  # of all; it begins first, so that it does not compile alone at the end
+LONGEST = "csrc/cpu/attention.cpp"  # of all; it begins first, so that it does not compile alone at the end
 CPU_SOURCES = ["csrc/schema.cpp", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/cpu/*.cpp"))]
 CPU_SOURCES.sort(key=LONGEST.__ne__)
 CUDA_SOURCES = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/cuda/*.cu"))
