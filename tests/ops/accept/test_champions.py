@@ -44,7 +44,6 @@ def groups_looked_at(op, rows, buffer, /, multiprocessors=132, **arguments):
     [
         (peaked, "coupled", 1, 0, 0.5), (peaked, "without", 4, 0, 2), (flat, "coupled", 1, 0, 4), (flat, "coupled", 4, 4, 40),
     ],
-    ids=str,
 )  # fmt: skip
 def test_few_groups_are_looked_at_after_the_scan(logits, mode, slots, fewest, most):
     """On one multiprocessor the scan has no time for champions, and the block that finishes a row looks at many groups."""
