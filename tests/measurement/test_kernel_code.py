@@ -99,7 +99,7 @@ SCAN = "scan_rows_kernel<pass_ext::gpu::DraftSource>"
     ("kernel", "file", "old", "new", "number"),
     [
         (ATTENTION, "attention.cuh", "Shape::kResidentBlocks)", "4)", "stack"),
-        (ATTENTION, "attention_warp.cuh", "#pragma unroll\n", "", "stack"),
+        (ATTENTION, "attention_warp.cuh", "#pragma unroll\n", "#pragma unroll 1\n", "stack"),
         (SCAN, "rows.cuh", "(32 * kScanWarps, kScansPerMultiprocessor)", "(32 * kScanWarps)", "registers"),
         (SCAN, "row_scan.cuh", "#pragma unroll\n", "#pragma unroll 1\n", "stack"),
         (SCAN, "row_pieces.cuh", "#pragma unroll\n", "#pragma unroll 1\n", LOADS),
