@@ -7,7 +7,7 @@
 //   p x + q y = (x + q) (y + p) - x y - p q
 // is one product in place of two; x y is the same for all outputs, p q for all rows. All of it modulo 2^32, exact, so
 // that no bit tells which way it was. Two additions replace a product: faster where additions have units of their own
-// (Zen 4: 1.3 times fewer cycles), slower where they wait for those of the products (Emerald Rapids).
+// (Zen 4), slower where they wait for those of the products (Emerald Rapids).
 
 #include "cpu/row_blocks-inl.h"
 

@@ -8,7 +8,7 @@ constexpr int chains(int rows) {
 inline Words weighted(int /*chain*/, Words sum) { return sum; }
 inline Words add_products(Words sum, Words codes, const uint32_t* digits, int word) {
 #if PASS_EXT_LEVEL == 3
-  // GCC loads and spreads the word by an instruction of its own: a fifth more time.
+  // GCC loads and spreads the word by an instruction of its own, which takes longer.
   asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum.lanes) : "v"(codes.lanes), "m"(digits[word]));
   return sum;
 #else
