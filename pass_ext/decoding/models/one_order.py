@@ -53,7 +53,7 @@ class OneOrder(TorchDispatchMode):
 def _served(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
     ours = _OURS.get(func._opname) if func.namespace in ("aten", "transformers") else None
     if ours is not None and any(map(_is_float, args)):
-        if not _takes(ours, args, named):
+        if not _takes(ours, len(args), frozenset(named)):
             raise _Other
         return ours(*args, **named)
     if _copies(func, named):
@@ -96,15 +96,13 @@ def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
-def _takes(ours: Callable[..., Tensor], args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+@cache
+def _takes(ours: Callable[..., Tensor], count: int, names: frozenset[str]) -> bool:
     try:
-        _signature(ours).bind(*args, **named)
+        inspect.signature(ours).bind(*range(count), **dict.fromkeys(names))
     except TypeError:
         return False
     return True
-
-
-_signature = cache(inspect.signature)
 
 
 def _written(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
@@ -159,12 +157,15 @@ def _is_of_single_numbers(func: Any) -> bool:
 
 def _by_whole_vectors(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
     tensors = [x for x in args if isinstance(x, Tensor)]
-    shape, name = torch.broadcast_shapes(*(x.shape for x in tensors)), func._opname.rstrip("_")
+    name = func._opname.rstrip("_")
     is_exact = name in _ROUNDED_ONCE and not ({"alpha", "rounding_mode", "decimals"} & named.keys())
     is_exact = is_exact and not any(x.is_complex() for x in tensors)
     is_on_cpu = all(x.is_cpu for x in tensors) and any(map(_is_float, tensors))
+    if is_exact or not is_on_cpu:
+        return func(*args, **named)
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
     count = math.prod(shape)
-    if is_exact or not is_on_cpu or not shape or not count:
+    if not shape or not count:
         return func(*args, **named)
     flat = [  # copies, into which a function may write; of a single number the dtype does not count as others' does
         functional.pad(x.expand(shape).reshape(-1), (0, -count % _VECTORS), value=1) if _has_axes(x) else x

@@ -18,7 +18,7 @@ from pass_ext.decoding.models.module_ops import most_few_rows
 MOST = most_few_rows(torch.bfloat16, True)
 FEW = min(MOST, 128)
 LENGTHS = (1, 37, 62, 64, 65, FEW - 2, FEW + 1)
-NEW = 40
+NEW = 30
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "mistral", "gemma2"])

@@ -35,11 +35,11 @@ def assert_theirs_but_for_near_ties(model, ids, text):
 def test_texts_are_those_of_transformers(architecture):
     model = small_model(architecture)
     same = 0
-    for length in (3, 6, 9, 12):
+    for length in (3, 9):
         ids = prompts(1, length)[0]
         text = generate(model, ids, Plain(), max_new_tokens=NEW, eos_token_id=[]).sequences[0]
         same += assert_theirs_but_for_near_ties(model, ids, text)
-    assert same >= 2
+    assert same >= 1
 
 
 @pytest.mark.parametrize("method", [NGram(), MultiCandidate(None, branching=(2, 2))], ids=lambda x: type(x).__name__)

@@ -167,21 +167,21 @@ def test_transformers_caches_go_in_and_out(kind):
     ids, mask = ragged_prompts(4, longest=12)
     if kind.keeps_states or kind.alone:  # a state is after some tokens of each prompt
         ids, mask = prompts(4, 7)
-    want = greedy_of_transformers(model, ids, mask, 2 * NEW, **GREEDY)
-    assert torch.equal(greedy_of_transformers(model, ids, mask, 2 * NEW, **GREEDY, custom_generate=custom), want)
+    want, half = greedy_of_transformers(model, ids, mask, NEW, **GREEDY), NEW // 2
+    assert torch.equal(greedy_of_transformers(model, ids, mask, NEW, **GREEDY, custom_generate=custom), want)
     options = dict(**GREEDY, return_dict_in_generate=True)
     if kind.exchange:
         with pytest.raises(ValueError, match=rf"^custom_generate: .* {kind.exchange}"):
-            greedy_of_transformers(model, ids, mask, NEW, custom_generate=custom, **options)
+            greedy_of_transformers(model, ids, mask, half, custom_generate=custom, **options)
         return
     for first, second in ((custom, None), (custom, custom), *([(None, custom)] if kind.is_read else [])):
         cache = None
-        for how, given in ((first, ids), (second, want[:, : ids.shape[1] + NEW])):
+        for how, given in ((first, ids), (second, want[:, : ids.shape[1] + half])):
             seen = torch.cat((mask, mask.new_ones(len(mask), given.shape[1] - ids.shape[1])), 1)
             more = {} if cache is None else {cache_name(type(model).forward): cache}
             if how is not None:
                 more["custom_generate"] = how
-            result = greedy_of_transformers(model, given, seen, NEW, **more, **options)
+            result = greedy_of_transformers(model, given, seen, half, **more, **options)
             cache = result.past_key_values
         assert torch.equal(result.sequences, want), (first, second)
 

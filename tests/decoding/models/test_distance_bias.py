@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from support.kinds import KINDS, check_texts, some_methods
+from support.kinds import KINDS, check_texts, few_methods
 from support.small_models import ragged_prompts
 
 from benchmarks.architectures.models import tiny_model
@@ -49,7 +49,7 @@ def model_with(**changes):
 def test_texts_are_transformers_own(changes):
     """Biases of 5 and 6 distances, the second in a window of 6; queries and biases grow with the position from 8 on."""
     model = model_with(**changes)
-    check_texts(KINDS[NAME], model, *ragged_prompts(6), some_methods(model))
+    check_texts(KINDS[NAME], model, *ragged_prompts(6), few_methods(model))
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,8 @@ def test_texts_differ_by_ties_alone(family, heads, monkeypatch):
     ids, mask = ragged_prompts(8)
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "topk", earliest_of_equals)  # of indexers; experts are chosen by torch.topk
-        want = greedy_of_transformers(model, ids, mask, 2 * NEW, **GREEDY)
-    options = dict(max_new_tokens=2 * NEW, attention_mask=mask, eos_token_id=[])
+        want = greedy_of_transformers(model, ids, mask, NEW, **GREEDY)
+    options = dict(max_new_tokens=NEW, attention_mask=mask, eos_token_id=[])
     for method in (Plain(), NGram(shortest=1)):
         assert torch.equal(generate(model, ids, method, **options).sequences, want), method
 
