@@ -9,6 +9,7 @@ the functions: ``import pass_ext`` works without it.
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import json
 import logging
@@ -16,6 +17,8 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,17 +27,32 @@ import torch
 
 from pass_ext.huge_pages import to_huge_pages
 from pass_ext.weights.folder import folder_model, layout_of
-from pass_ext.weights.gguf import config_of, is_oss, read_once, refuse_unread, stored_model, tokenizer_of
+from pass_ext.weights.gguf import config_of, is_oss, opened, read_once, refuse_unread, stored_model, tokenizer_of
 from pass_ext.weights.torchao import pack_torchao
 
 _CONVERSION = 2
 """One more whenever a file gives another model than before: conversions that were kept are made anew."""
 MAX_CACHED_BYTES = 2 << 30
+_NEVER = 1 << 30
 _log = logging.getLogger("pass_ext")
 _NAME_ON_THE_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _SIZES = "sizes.json"  # file name -> bytes, of a cached model
 
 
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Inside, Python does not walk through all its objects in search of cycles. Loading makes half a million that stay, as
+    transformers' modules and a vocabulary, and would have them walked through again and again."""
+    limits = gc.get_threshold()
+    gc.set_threshold(*limits[:2], _NEVER)
+    try:
+        yield
+    finally:
+        if limits[2] != _NEVER:  # else another call's, which is not over
+            gc.set_threshold(*limits)
+
+
+@_few_collections()
 def load_checkpoint(
     path: str | os.PathLike[str], dtype: torch.dtype = torch.bfloat16, *, weights: str = "stored", **model_args: Any
 ) -> tuple[Any, Any]:
@@ -81,8 +99,8 @@ def load_checkpoint(
         return to_huge_pages(model), tokenizer
     if weights == "stored":
         with read_once():
-            model, tokenizer = stored_model(file, dtype), tokenizer_of(file)
-        return to_huge_pages(model), tokenizer
+            parts, tokenizer = opened(file, dtype), tokenizer_of(file)
+        return to_huge_pages(stored_model(parts, dtype)), tokenizer
     cached = _cache_entry(file, dtype)
     if cached.exists() and (loaded := _load_cached(cached, dtype)) is not None:
         return loaded
@@ -90,7 +108,7 @@ def load_checkpoint(
         refuse_unread(file)
         tokenizer = tokenizer_of(file)
         if is_oss(file):
-            model = stored_model(file, dtype, is_dense=True)
+            model = stored_model(opened(file, dtype), dtype, is_dense=True)
         else:
             source: dict[str, Any] = {"gguf_file": file.name, "config": config_of(file), "dtype": dtype}
             theirs = AutoModelForCausalLM.from_pretrained(file.parent, **source)

@@ -49,6 +49,7 @@ def to_huge_pages(model: Model) -> Model:
         and parameter.is_contiguous()
         and users[parameter.untyped_storage().data_ptr()] == 1
         and parameter.untyped_storage().nbytes() == parameter.nbytes > 0
+        and (parameter.data_ptr() % _PAGE or parameter.nbytes < _PAGE)
     ]
     places, size = [], 0
     for parameter in moved:
@@ -65,6 +66,21 @@ def to_huge_pages(model: Model) -> Model:
         copy = torch.frombuffer(memory, dtype=parameter.dtype, count=parameter.numel(), offset=place)
         parameter.data = copy.view(parameter.shape).copy_(parameter.data)
     return model
+
+
+def mapped(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Zeros in a mapping of their own, its whole pages of 2 MiB huge ones, where ``to_huge_pages`` leaves them.
+
+    They take memory when they are written to, and the system has it back with the tensor. What ``malloc`` gives stays with the
+    process, in pieces between others.
+    """
+    size, place = shape.numel() * dtype.itemsize, 0
+    pages = size // _PAGE if _has_huge_pages() else 0
+    memory = mmap.mmap(-1, size + _PAGE * bool(pages), flags=mmap.MAP_PRIVATE)
+    if pages:
+        place = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _PAGE
+        memory.madvise(mmap.MADV_HUGEPAGE, place, pages * _PAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=shape.numel(), offset=place).view(shape)
 
 
 def _is_plain(tensor: Tensor) -> bool:

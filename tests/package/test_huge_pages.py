@@ -73,6 +73,22 @@ def test_numbers_stay_and_memory_is_asked_for_as_huge_pages():
 
 
 @needs_pages
+def test_mapped_memory_is_there_already():
+    model = nn.Module()
+    model.mapped = nn.Parameter(huge_pages.mapped(torch.Size((3, 1000, 1000)), torch.uint8), requires_grad=False)
+    model.small = nn.Parameter(huge_pages.mapped(torch.Size((30, 7)), torch.bfloat16), requires_grad=False)
+    model.other = nn.Parameter(torch.randn(1000, 1000))
+    assert not model.mapped.any() and not model.small.any()
+    model.mapped.fill_(7)
+    at = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    flags = [flags_of(part) for part in (model.mapped, model.mapped.flatten()[-1:], model.small)]
+    assert ["hg" in each for each in flags] == [True, False, False], "its end is no whole page"
+    to_huge_pages(model)
+    stays = [name for name, parameter in model.named_parameters() if parameter.data_ptr() == at[name]]
+    assert stays == ["mapped"] and (model.mapped == 7).all()
+
+
+@needs_pages
 def test_a_moved_model_is_an_ordinary_one(tmp_path):
     from safetensors.torch import load_file, save_file
 
