@@ -47,7 +47,13 @@ def test_a_saved_model_has_the_mtp_layer_of_its_checkpoint(family, shard, tmp_pa
 def test_what_has_no_mtp_layer_is_refused(tmp_path):
     target, _ = model_with_mtp(tmp_path / "own", "deepseek_v3")
     target.save_pretrained(tmp_path / "without")
-    with pytest.raises(ValueError, match="it has no MTP layers: give the checkpoint that the model came from"):
+    with pytest.raises(ValueError, match=r"^keep_mtp: .*it has no MTP layers: give the checkpoint that the model came"):
         keep_mtp(tmp_path / "without", tmp_path / "own")
     with pytest.raises(ValueError, match="folder must be that of a saved model"):
         keep_mtp(tmp_path / "own", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"^keep_mtp: no such file or folder"):
+        keep_mtp(tmp_path / "none", tmp_path / "own")
+    with pytest.raises(ValueError, match=r"^keep_mtp: .* there are no tensors in"):
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "empty" / "config.json").write_text("{}")
+        keep_mtp(tmp_path / "empty", tmp_path / "own")

@@ -52,15 +52,16 @@ class HeadCheckpoint:
 
     Args:
         bits: linear layers are rounded to so many, 4 or 8; None: they are as the checkpoint has them.
+        call: the function whose name errors begin with.
     """
 
-    def __init__(self, path: str | os.PathLike[str], bits: int | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], bits: int | None = None, call: str = "load_drafter") -> None:
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(
-                f"load_drafter: path must be a folder, a file of weights or a name on the Hub, got {type_of(path)}"
+                f"{call}: path must be a folder, a file of weights or a name on the Hub, got {type_of(path)}"
             )
-        self.path, self._bits = os.fspath(path), bits
-        self.folder, files = _files_of(self.path)
+        self.path, self._bits, self._call = os.fspath(path), bits, call
+        self.folder, files = _files_of(self.path, call)
         is_gguf = any(file.suffix == _GGUF for file in files)
         self.config: dict[str, Any] = (
             {"model_type": "a GGUF file"} if is_gguf else self._read_config(self.folder / _CONFIG)
@@ -84,7 +85,7 @@ class HeadCheckpoint:
 
     def refusal(self, problem: str) -> ValueError:
         """The error for a problem of this checkpoint."""
-        return ValueError(f"load_drafter: {self.path}: {problem}")
+        return ValueError(f"{self._call}: {self.path}: {problem}")
 
     @property
     def absent(self) -> str:
@@ -98,7 +99,7 @@ class HeadCheckpoint:
     def name_unknown(self, settings: Collection[str], known: Collection[str]) -> None:
         """Names the settings that nothing reads in the log."""
         if unknown := sorted(set(settings).difference(known, _ABOUT)):
-            _log.warning("load_drafter: %s: settings that pass_ext does not know: %s", self.path, ", ".join(unknown))
+            _log.warning("%s: %s: settings that pass_ext does not know: %s", self._call, self.path, ", ".join(unknown))
 
     def _take_quantised(self) -> str | None:
         """Takes quantised layers out of the tensors, and what tells of them out of the config; those in blocks stay, as
@@ -265,21 +266,21 @@ class HeadCheckpoint:
         return self.refusal(f"{what} is damaged, or was cut off: fetch it again ({type(error).__name__}: {error})")
 
 
-def _files_of(path: str) -> tuple[Path, list[Path]]:
+def _files_of(path: str, call: str) -> tuple[Path, list[Path]]:
     """The folder of a checkpoint and the files of its tensors."""
     if not path:
-        raise FileNotFoundError("load_drafter: path is empty: give a folder, a file of weights or a name on the Hub")
+        raise FileNotFoundError(f"{call}: path is empty: give a folder, a file of weights or a name on the Hub")
     place = Path(path).expanduser()
     if place.is_file():
         if place.suffix not in (*_ENDINGS, _GGUF):
-            raise ValueError(f"load_drafter: a file must end in {', '.join(_ENDINGS)} or {_GGUF}, got {path}")
+            raise ValueError(f"{call}: a file must end in {', '.join(_ENDINGS)} or {_GGUF}, got {path}")
         return place.parent, [place]
     if place.is_dir():
         return place, _weights_in(place)
     if place.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
-        raise FileNotFoundError(f"load_drafter: no such file or folder: {path}")
-    folder = _downloaded(path, "*.safetensors")
-    return folder, _weights_in(folder) or _weights_in(_downloaded(path, "*.bin"))
+        raise FileNotFoundError(f"{call}: no such file or folder: {path}")
+    folder = _downloaded(path, "*.safetensors", call)
+    return folder, _weights_in(folder) or _weights_in(_downloaded(path, "*.bin", call))
 
 
 def _weights_in(folder: Path) -> list[Path]:
@@ -287,7 +288,7 @@ def _weights_in(folder: Path) -> list[Path]:
     return next((found for end in _ENDINGS if (found := sorted(folder.glob(f"*{end}")))), [])
 
 
-def _downloaded(name: str, files: str) -> Path:
+def _downloaded(name: str, files: str, call: str) -> Path:
     """The local folder of a repository on the Hub."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -296,5 +297,5 @@ def _downloaded(name: str, files: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "mask_embedding.pt", files]))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
-            f"load_drafter: {name} is no file, no folder, and nothing that the Hub gives: {error}"
+            f"{call}: {name} is no file, no folder, and nothing that the Hub gives: {error}"
         ) from error

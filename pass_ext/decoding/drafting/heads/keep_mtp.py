@@ -29,13 +29,13 @@ def keep_mtp(path: str | os.PathLike[str], folder: str | os.PathLike[str]) -> li
     Returns:
         Their names.
     """
-    checkpoint, place = HeadCheckpoint(path), Path(folder)
+    checkpoint, place = HeadCheckpoint(path, call="keep_mtp"), Path(folder)
     layers = {name.removesuffix(end) for name in checkpoint.names for end in _ENDS if name.endswith("." + end)}
     names = sorted(
         name for name in checkpoint.names if re.search(r"(^|\.)mtp\.", name) or name.startswith(tuple(layers))
     )
     if not names:
-        raise ValueError(f"keep_mtp: {path}: it has no MTP layers: give the checkpoint that the model came from")
+        raise checkpoint.refusal("it has no MTP layers: give the checkpoint that the model came from")
     if not (place / "config.json").is_file():
         raise ValueError(f"keep_mtp: folder must be that of a saved model, and {place} has no config.json")
     tensors = {name: checkpoint.any_tensor(name).contiguous() for name in names}
