@@ -11,7 +11,7 @@ import torch
 
 import pass_ext
 from pass_ext import bench, demo, training
-from pass_ext.checkpoint import demo_model, load_checkpoint, safetensors_folder
+from pass_ext.checkpoint import demo_model, load_checkpoint, safetensors_folder, shapes_of
 from pass_ext.decoding.drafting.heads.load import about_drafter
 from pass_ext.training.decision import command as decision_command
 from pass_ext.training.draft import command as draft_command
@@ -51,19 +51,16 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _model_of(folder: str) -> Any:
-    if folder.endswith(".gguf"):
-        return load_checkpoint(folder, torch.bfloat16)[0]
-    found = safetensors_folder(folder, torch.float32)
-    from transformers import AutoModelForCausalLM  # which takes seconds: a path to nothing is named before
-
-    return AutoModelForCausalLM.from_pretrained(found)
-
-
 def how_run(folder: str) -> str:
     """How ``generate`` runs a model, from a folder, a GGUF file or a hub's name: in two steps of a text; and what its weights
     are."""
-    model = _model_of(folder)
+    if folder.endswith(".gguf"):
+        model = load_checkpoint(folder, torch.bfloat16)[0]
+    else:
+        found = safetensors_folder(folder, torch.float32)
+        from transformers import AutoModelForCausalLM  # which takes seconds: a path to nothing is named before
+
+        model = AutoModelForCausalLM.from_pretrained(found)
     stats = pass_ext.generate(model, torch.tensor([[1, 2, 3, 4]]), max_new_tokens=2, eos_token_id=[]).stats
     weights = ", ".join(f"{size / 1e6:,.1f} MB in {kind}" for kind, size in formats_of(model).items())
     return f"{model.config.model_type}: {stats.backend}\nweights: {weights}"
@@ -71,7 +68,7 @@ def how_run(folder: str) -> str:
 
 def about_head(drafter: str, folder: str | None) -> str:
     """What the checkpoint of a head is; with a model's folder, GGUF file or name also whether it fits."""
-    lines = about_drafter(drafter, None if folder is None else _model_of(folder))
+    lines = about_drafter(drafter, None if folder is None else shapes_of(folder))
     return "\n".join(f"{name:<{max(map(len, lines))}}  {words}" for name, words in lines.items())
 
 

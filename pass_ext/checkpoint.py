@@ -28,6 +28,7 @@ import torch
 from pass_ext.huge_pages import to_huge_pages
 from pass_ext.weights.folder import folder_model, layout_of
 from pass_ext.weights.gguf import config_of, is_oss, opened, read_once, refuse_unread, stored_model, tokenizer_of
+from pass_ext.weights.model import empty_model
 from pass_ext.weights.torchao import pack_torchao
 
 _CONVERSION = 2
@@ -115,6 +116,22 @@ def load_checkpoint(
             model = plain_copy(theirs, dtype)
     _cache(model, tokenizer, cached)
     return to_huge_pages(model), tokenizer
+
+
+def shapes_of(path: str | os.PathLike[str]) -> Any:
+    """The model of a path as ``load_checkpoint`` takes it, for its shapes: zeros, which take no memory.
+
+    Raises what ``load_checkpoint`` raises.
+    """
+    _check_is_there(path)
+    from transformers import AutoConfig
+
+    if Path(path).suffix == ".gguf":
+        with read_once():
+            config = config_of(Path(path))
+    else:
+        config = AutoConfig.from_pretrained(path)
+    return empty_model(config, torch.bfloat16).eval().requires_grad_(False)
 
 
 def demo_model() -> Path:

@@ -1,7 +1,7 @@
 """SmolLM2's own file with its 4 and 8 bits (``load_checkpoint``: "stored") beside its conversion to bfloat16 ("dense").
 
-    load           seconds and most megabytes of a process that imports, loads and ends; for "dense" with and without a kept
-                   conversion
+    load           seconds of the call, transformers' imports among them and torch's not, and most megabytes of a process that
+                   imports, loads and ends; for "dense" with and without a kept conversion
     tokens/s       whole texts, prompts included, by Plain and PaSS with the shipped slots: medians of the rounds, the weights
                    in turn
     prompt         tokens/s of a call that reads a prompt; a long one in turn too

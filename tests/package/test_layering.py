@@ -65,7 +65,7 @@ MAY_IMPORT = {
     "distributed": ("_library", "ops"),
     "testing": ("_library",),
     "huge_pages": (),
-    "weights": ("ops",),
+    "weights": ("huge_pages", "ops"),
     "checkpoint": ("huge_pages", "weights"),
     "tree": ("ops",),
     "modules": ("ops",),
