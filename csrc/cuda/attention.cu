@@ -67,13 +67,13 @@ void attention_on_cuda(const AttentionProblem& problem, CodeType codes, const Ke
         CounterSlots::of_device(scope.device()).slot_for("attention_tree", scope.stream(), memory));
   };
   if (is_group) {
-    const int64_t resident = gpu::with_group_shape(problem, [&](auto shape) {
+    const int64_t resident = gpu::with_group_shape(problem, codes, [&](auto shape) {
       using Shape = decltype(shape);
       return resident_blocks<Shape>(scope, gpu::group_kernel_of<Shape>(), gpu::kGroupThreads);
     });
-    const gpu::GroupPlan plan = gpu::plan_group_attention(problem, lists, resident);
+    const gpu::GroupPlan plan = gpu::plan_group_attention(problem, codes, lists, resident);
     with_workspace(plan.workspace, [&](float* memory, int32_t* counter) {
-      gpu::launch_group_attention(problem, lists, plan, memory, counter, scope.stream());
+      gpu::launch_group_attention(problem, codes, lists, plan, memory, counter, scope.stream());
     });
   } else if (is_plain) {
     const gpu::PlainPlan plan = gpu::plan_plain_attention(problem, lists, scope.multiprocessors());

@@ -7,6 +7,7 @@
 
 #include "core/attention.h"
 #include "core/quantize.h"
+#include "cuda/attention_codes.cuh"
 #include "cuda/attention_codes_tile.cuh"
 #include "cuda/attention_parts.cuh"
 #include "cuda/attention_places.cuh"

@@ -10,6 +10,7 @@
 
 #include "core/attention.h"
 #include "core/quantize.h"
+#include "cuda/attention_codes.cuh"
 #include "cuda/attention_schedule.cuh"
 #include "cuda/attention_tile.cuh"
 #include "cuda/primitives.cuh"
@@ -41,11 +42,6 @@ struct CodesShape : Numbers {
   static_assert(2 * Numbers::kKeys <= kAttentionThreads, "a thread has one address and one scale");
   static_assert(Numbers::kKeys * kCodeChunks % kAttentionThreads == 0, "threads copy equally much");
 };
-
-// 2^k: the largest power of two by which no scale of fp16 numbers becomes too large for a weight in fp16.
-PASS_EXT_DEVICE float weight_unit(CodeType codes) {
-  return codes == CodeType::int8 ? 0x1p6f : codes == CodeType::float8_e4m3 ? 0x1p8f : 0x1p15f;
-}
 
 // The parts of shared memory that shapes of codes add to SharedTiles.
 template <typename Shape>
@@ -92,39 +88,6 @@ PASS_EXT_DEVICE void copy_codes(const AttentionProblem& problem, int tile) {
                 row != nullptr);
 }
 
-// Four codes as two pairs of T, exactly. In fp8 a code without sign, shifted to the place of float32's exponent, is its
-// value but for the bias of that. One that is no number, or infinite, is rare and goes the long way.
-template <typename T, CodeType type>
-PASS_EXT_DEVICE void numbers_of_codes(uint32_t (&pairs)[2], uint32_t codes) {
-  float number[4];
-  if constexpr (type == CodeType::int8) {
-    const uint32_t shifted = codes ^ 0x80808080u;  // 128 more than the code
-#pragma unroll
-    for (int i = 0; i < 4; ++i) number[i] = float_of(0x4b000000u | (shifted >> 8 * i & 0xffu)) - 8388736.0f;
-  } else {
-    constexpr bool is_e4m3 = type == CodeType::float8_e4m3;
-    constexpr int kShift = is_e4m3 ? 4 : 3;
-    const uint32_t sizes = codes & 0x7f7f7f7fu;
-    const bool all_finite = ((sizes + (is_e4m3 ? 0x01010101u : 0x04040404u)) & 0x80808080u) == 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t top = codes << 8 * (3 - i);
-      number[i] = float_of((top & 0x80000000u) | (top & 0x7f000000u) >> kShift) * (is_e4m3 ? 0x1p120f : 0x1p112f);
-    }
-    if (!all_finite) {
-#pragma unroll 1
-      for (int i = 0; i < 4; ++i) {
-        const float value = value_of_code(type, static_cast<uint8_t>(codes >> 8 * i));
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-          if (k == i) number[k] = value;
-      }
-    }
-  }
-  pairs[0] = pack2<T>(number[0], number[1]);
-  pairs[1] = pack2<T>(number[2], number[3]);
-}
-
 // Turns one tile of codes, of K or of V, into a tile of numbers.
 template <typename Shape, CodeType type>
 PASS_EXT_DEVICE void decode_tile_of(typename Shape::T* to, const uint8_t* codes) {
@@ -133,15 +96,8 @@ PASS_EXT_DEVICE void decode_tile_of(typename Shape::T* to, const uint8_t* codes)
   for (int i = 0; i < Shape::kCodeCopies; ++i) {
     const unsigned place = thread_rank() + i * kAttentionThreads;
     const unsigned row = place / Shape::kCodeChunks, chunk = place % Shape::kCodeChunks;
-    const Bytes16 from = load16(codes + place * 16);
     Bytes16 halves[2];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      uint32_t pairs[2];
-      numbers_of_codes<T, type>(pairs, from.word[k]);
-      halves[k / 2].word[k % 2 * 2] = pairs[0];
-      halves[k / 2].word[k % 2 * 2 + 1] = pairs[1];
-    }
+    numbers_of_codes<T, type>(halves, load16(codes + place * 16));
     // Eight threads that store together reach all banks if every second four of them begin with their second half.
     const unsigned first = chunk / 4 % 2;
 #pragma unroll

@@ -6,7 +6,9 @@
 // A key may be 576 numbers wide, and 512 sums of 32 rows fill the registers of four warps. So a warp has a slice of all
 // keys and values, a quarter: it copies it, multiplies it with its slice of q, which it keeps, and adds up its columns
 // of the result. Only scores and weights cross over, through shared memory: the slices' parts of a score are added
-// there. If values are the first numbers of the keys, both products read one copy.
+// there. If values are the first numbers of the keys, both products read one copy. Codes of 8 bits are multiplied
+// without their scales: that of a key multiplies its scores, that of a value its weights before they are rounded, and
+//   out = sum of weight (2^k scale) value of code / (2^k sum of weights)      2^k: weight_unit
 // 128 heads do 2 * 128 * (576 + 512) operations with a latent of 1152 bytes, 242 a byte; vector arithmetic keeps up
 // with about 20.
 #pragma once
@@ -84,10 +86,21 @@ PASS_EXT_DEVICE void multiply_keys(const GroupQueries<Shape>& queries, const typ
 template <typename Shape>
 constexpr int kLanesOfRow = kGroupThreads / Shape::kRows;
 
+template <int count>
+PASS_EXT_DEVICE void load_scales(float (&scales)[count], const float* from) {
+#pragma unroll
+  for (int i = 0; i < count; i += 4) {
+    const Bytes16 four = load16(from + i);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) scales[i + j] = float_of(four.word[j]);
+  }
+}
+
 // Turns scores into weights. Bit i of `seen`: the row sees key i. `totals`: the thread's own, but for the maximum.
 template <typename Shape>
-PASS_EXT_DEVICE void weigh(const AttentionProblem& problem, uint32_t seen, RowTotals& totals) {
+PASS_EXT_DEVICE void weigh(const GroupAttention& group, uint32_t seen, int turn, RowTotals& totals) {
   using T = typename Shape::T;
+  const AttentionProblem& problem = group.problem;
   constexpr int kLanes = kLanesOfRow<Shape>, kScores = kGroupKeys / kLanes;
   typename Shape::Scratch& scratch = group_scratch<Shape>();
   const int thread = static_cast<int>(thread_rank()), row = thread / kLanes, first = thread % kLanes * kScores;
@@ -107,6 +120,12 @@ PASS_EXT_DEVICE void weigh(const AttentionProblem& problem, uint32_t seen, RowTo
   const float scale = problem.softcap > 0.0f ? problem.scale : problem.scale * kLog2E;
 #pragma unroll
   for (float& score : scores) score *= scale;
+  if constexpr (Shape::kHasCodes) {
+    float scales[kScores];
+    load_scales(scales, scales_of_tile<Shape>(turn, false) + first);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] *= scales[i];
+  }
   if (problem.softcap > 0.0f) {
 #pragma unroll
     for (float& score : scores) score = softcapped(score, problem.softcap) * kLog2E;
@@ -121,15 +140,22 @@ PASS_EXT_DEVICE void weigh(const AttentionProblem& problem, uint32_t seen, RowTo
 #pragma unroll
   for (int step = 1; step < kLanes; step *= 2) highest = larger(highest, shuffle_xor(highest, step));
   const float shrink = exp2_approximate(totals.maximum - highest);
-  float rounded = 0.0f, exact = 0.0f;
+  float rounded = 0.0f, exact = 0.0f, factors[kScores];
+  if constexpr (Shape::kHasCodes) load_scales(factors, scales_of_tile<Shape>(turn, !group.has_latents) + first);
+  const float unit = Shape::kHasCodes ? weight_unit(group.codes) : 1.0f;
   uint32_t pairs[kScores / 2];
 #pragma unroll
   for (int i = 0; i < kScores / 2; ++i) {
     const float low = exp2_approximate(scores[2 * i] - highest), high = exp2_approximate(scores[2 * i + 1] - highest);
-    pairs[i] = pack2<T>(low, high);
     exact += low + high;
-    rounded += unpack_low<T>(pairs[i]) + unpack_high<T>(pairs[i]);
+    if constexpr (Shape::kHasCodes) {
+      pairs[i] = pack2<T>(low * (unit * factors[2 * i]), high * (unit * factors[2 * i + 1]));
+    } else {
+      pairs[i] = pack2<T>(low, high);
+      rounded += unpack_low<T>(pairs[i]) + unpack_high<T>(pairs[i]);
+    }
   }
+  if constexpr (Shape::kHasCodes) rounded = unit * exact;
   totals = {highest, fused(totals.rounded, shrink, rounded), fused(totals.exact, shrink, exact)};
   if constexpr (kScores == 8)
     store16(&scratch.weights[row][first], {{pairs[0], pairs[1], pairs[2], pairs[3]}});
@@ -192,47 +218,55 @@ PASS_EXT_DEVICE void add_places(const GroupAttention& group, const PlacedRow& ro
                                 const PlaceRange& places, GroupSums<Shape>& sums, RowTotals& totals) {
   const int32_t from = places.begin, end = places.end;
   const int32_t lane = static_cast<int32_t>(lane_index());
-  PlacedKey placed = placed_key(group, row, from + lane, end);
-  copy_keys<Shape>(group, row, placed, 0);
-  copy_async_commit();
-  if (!group.has_latents) {
-    copy_values<Shape>(group, row, placed, 1);
+  PlacedKey placed;
+  uint32_t seen;
+  int turn = 0;   // of the tile
+#pragma unroll 1  // the key of a place takes much code
+  for (int32_t ahead = 0; ahead < 2; ++ahead) {
+    placed = placed_key(group, row, from + ahead * kGroupKeys + lane, end);
+    if (ahead > 0) break;
+    seen = ballot(placed.key >= 0);
+    copy_keys<Shape>(group, row, placed, 0, turn);
     copy_async_commit();
+    if (!group.has_latents) {
+      copy_values<Shape>(group, row, placed, 1, turn);
+      copy_async_commit();
+    }
   }
-  uint32_t seen = ballot(placed.key >= 0);
-  placed = placed_key(group, row, from + kGroupKeys + lane, end);
-  int which = 0;  // the tile with the keys
 #pragma unroll 1
   for (int32_t place = from; place < end; place += kGroupKeys) {
     const bool has_next = place + kGroupKeys < end;
     const uint32_t seen_now = seen;
+    const int which = group.has_latents ? turn : 0;  // the tile with the keys
     if (group.has_latents) {
-      if (has_next) copy_keys<Shape>(group, row, placed, which ^ 1);
+      if (has_next) copy_keys<Shape>(group, row, placed, which ^ 1, turn ^ 1);
       copy_async_commit();
       seen = ballot(placed.key >= 0);
       placed = placed_key(group, row, place + 2 * kGroupKeys + lane, end);
     }
     copy_async_wait<1>();
     sync_warp();  // the keys are there
-    multiply_keys<Shape>(queries, slices_of_warp<Shape>(which));
+    const typename Shape::T* numbers = arrived_numbers<Shape>(group, which, true);
+    multiply_keys<Shape>(queries, numbers);
     if (!group.has_latents) {
       sync_warp();  // the keys are read
-      if (has_next) copy_keys<Shape>(group, row, placed, 0);
+      if (has_next) copy_keys<Shape>(group, row, placed, 0, turn ^ 1);
       copy_async_commit();
+      if (Shape::kHasCodes) copy_async_wait<1>();  // the scales of the values are there
     }
     sync_block();  // all slices' scores are there, and the weights of the tile before are read
-    weigh<Shape>(group.problem, seen_now, totals);
+    weigh<Shape>(group, seen_now, turn, totals);
     sync_block();  // the weights are there, and the scores are read
     if (!group.has_latents) {
       copy_async_wait<1>();
       sync_warp();  // the values are there
+      numbers = arrived_numbers<Shape>(group, 1, false);
     }
-    add_values<Shape>(sums, slices_of_warp<Shape>(group.has_latents ? which : 1));
+    add_values<Shape>(sums, numbers);
     sync_warp();  // the values are read
-    if (group.has_latents) {
-      which ^= 1;
-    } else {
-      if (has_next) copy_values<Shape>(group, row, placed, 1);
+    turn ^= 1;
+    if (!group.has_latents) {
+      if (has_next) copy_values<Shape>(group, row, placed, 1, turn);
       copy_async_commit();
       seen = ballot(placed.key >= 0);
       placed = placed_key(group, row, place + 2 * kGroupKeys + lane, end);

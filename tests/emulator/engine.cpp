@@ -596,6 +596,30 @@ uint32_t larger_bfloat16s(uint32_t a, uint32_t b) {
   return larger(a & 0xffff, b & 0xffff) | larger(a >> 16, b >> 16) << 16;
 }
 
+// Each half of a product of two numbers of 16 bits is exact in float64, and so is its sum with a third unless they are
+// far apart.
+uint32_t fused_pair(uint32_t a, uint32_t b, uint32_t c, bool are_bfloat16) {
+  const auto number = [&](uint32_t bits) -> double {
+    const uint16_t half = static_cast<uint16_t>(bits);
+    return are_bfloat16 ? pass_ext::to_float(pass_ext::bfloat16{half}) : pass_ext::to_float(pass_ext::float16{half});
+  };
+  const auto fused = [&](uint32_t x, uint32_t y, uint32_t z) -> uint32_t {
+    const float sum = static_cast<float>(number(x) * number(y) + number(z));
+    return are_bfloat16 ? pass_ext::to_bfloat16(sum).bits : pass_ext::to_float16(sum).bits;
+  };
+  return fused(a, b, c) | fused(a >> 16, b >> 16, c >> 16) << 16;
+}
+
+uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = a | uint64_t{b} << 32;
+  uint32_t picked = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t which = selector >> 4 * i & 0xf, byte = static_cast<uint32_t>(bytes >> 8 * (which & 7)) & 0xff;
+    picked |= (which < 8 ? byte : byte < 0x80 ? 0 : 0xff) << 8 * i;
+  }
+  return picked;
+}
+
 float exp2_approximate(float x) {
   constexpr int32_t kUlps = 2;
   const float rounded = static_cast<float>(std::exp2(static_cast<double>(x)));

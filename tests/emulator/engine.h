@@ -88,7 +88,10 @@ enum class Access { read, write, atomic };
 // Checks an access that the compiler does not report itself, or one that must be aligned to its size.
 void check_access(const void* address, size_t bytes, Access access, bool aligned);
 float exp2_approximate(float x);
-uint32_t larger_bfloat16s(uint32_t a, uint32_t b);  // here, so that a path counts few instructions for it
+// Here, so that a path counts few instructions for them.
+uint32_t larger_bfloat16s(uint32_t a, uint32_t b);
+uint32_t fused_pair(uint32_t a, uint32_t b, uint32_t c, bool are_bfloat16);
+uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector);
 // Copies without a check; the caller has made its own.
 void copy_bytes(void* to, const void* from, size_t bytes);
 extern bool enters_code;                                  // paths are recorded

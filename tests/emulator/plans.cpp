@@ -65,9 +65,10 @@ using pass_ext::gpu::TaskGrid;
 std::pair<TaskGrid, int64_t> plan_one_order(const Numbers& given, const pass_ext::AttentionProblem& problem) {
   const int32_t multiprocessors = given.narrow("multiprocessors");
   if (pass_ext::gpu::has_group_kernel(problem, pass_ext::CodeType::none)) {
-    const int64_t resident = pass_ext::gpu::with_group_shape(
-        problem, [&](auto shape) { return int64_t{decltype(shape)::kResidentBlocks} * multiprocessors; });
-    const auto plan = pass_ext::gpu::plan_group_attention(problem, {}, resident);
+    const int64_t resident = pass_ext::gpu::with_group_shape(problem, pass_ext::CodeType::none, [&](auto shape) {
+      return int64_t{decltype(shape)::kResidentBlocks} * multiprocessors;
+    });
+    const auto plan = pass_ext::gpu::plan_group_attention(problem, pass_ext::CodeType::none, {}, resident);
     return {plan.grid, plan.workspace};
   }
   const auto plan = pass_ext::gpu::plan_plain_attention(problem, {}, multiprocessors);

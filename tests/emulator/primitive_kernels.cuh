@@ -219,6 +219,17 @@ PASS_EXT_KERNEL larger_pairs_kernel(const uint32_t* in, uint32_t* out) {
   out[i] = larger_bfloat16s(in[2 * i], in[2 * i + 1]);
 }
 
+PASS_EXT_KERNEL fused_pairs_kernel(const uint32_t* in, uint32_t* bfloats, uint32_t* halves) {
+  const unsigned i = thread_index().x;
+  bfloats[i] = fused2<bfloat16>(in[3 * i], in[3 * i + 1], in[3 * i + 2]);
+  halves[i] = fused2<float16>(in[96 + 3 * i], in[96 + 3 * i + 1], in[96 + 3 * i + 2]);
+}
+
+PASS_EXT_KERNEL pick_bytes_kernel(const uint32_t* in, uint32_t* out) {
+  const unsigned i = thread_index().x;
+  out[i] = pick_bytes(in[3 * i], in[3 * i + 1], in[3 * i + 2]);
+}
+
 // positions[2 i] = leading_zeros(in[i]), positions[2 i + 1] = last_set_bit(the low half of in[i])
 PASS_EXT_KERNEL bits_kernel(const uint64_t* in, int* positions) {
   const unsigned i = thread_index().x;

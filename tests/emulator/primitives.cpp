@@ -58,6 +58,10 @@ void run_primitive(const std::string& name, Address in, Address out, Address out
     launch("larger", larger_kernel, {{1}, {32}}, {}, as<float>(in), as<float>(out));
   } else if (name == "larger_pairs") {
     launch("larger_pairs", larger_pairs_kernel, {{1}, {32}}, {}, as<uint32_t>(in), as<uint32_t>(out));
+  } else if (name == "fused_pairs") {
+    launch("fused_pairs", fused_pairs_kernel, {{1}, {32}}, {}, as<uint32_t>(in), as<uint32_t>(out), as<uint32_t>(out2));
+  } else if (name == "pick_bytes") {
+    launch("pick_bytes", pick_bytes_kernel, {{1}, {32}}, {}, as<uint32_t>(in), as<uint32_t>(out));
   } else if (name == "bits") {
     launch("bits", bits_kernel, {{1}, {unsigned(a)}}, {}, as<uint64_t>(in), as<int>(out));
   } else if (name == "philox") {

@@ -297,6 +297,38 @@ def test_the_larger_of_pairs_is_nan_where_one_is():
     assert torch.equal(got.view(torch.bfloat16).nan_to_num(9), pairs.amax(1).flatten().nan_to_num(9))
 
 
+def test_pairs_are_multiplied_and_added():
+    """By powers of two and numbers with few bits, of which the results have all; subnormal ones are not lost."""
+    given, expected = [], []
+    for dtype, small in ((torch.bfloat16, 2.0**-130), (torch.float16, 2.0**-20)):
+        numbers = torch.randint(-16, 16, (32, 3, 2), generator=generator).float()
+        numbers[:4, 0] *= small
+        numbers[:4, 1] = 2.0**12
+        numbers[:4, 2] = -0.0
+        numbers[4] = torch.tensor([[-0.0, 0.0], [2.0, 2.0], [-0.0, -0.0]])
+        numbers[5] = torch.tensor([[NONE, torch.nan], [2.0, 1.0], [1.0, 1.0]])
+        given.append(numbers.to(dtype).view(torch.int32).flatten())
+        expected.append((numbers[:, 0] * numbers[:, 1] + numbers[:, 2]).to(dtype))
+    outputs = run("fused_pairs", torch.cat(given), [torch.zeros(32, dtype=torch.int32) for _ in range(2)])
+    for got, want in zip(outputs, expected, strict=True):
+        got = got.view(want.dtype).view(32, 2)
+        assert got.isnan()[5].tolist() == [False, True]
+        keep = torch.arange(32) != 5
+        assert torch.equal(got[keep].view(torch.int16), want[keep].view(torch.int16)) and got[5, 0] == NONE
+
+
+def test_bytes_are_picked_and_signs_repeated():
+    words = np.random.default_rng(1).integers(0, 2**32, (32, 3), dtype=np.uint64)
+    got = run(
+        "pick_bytes", torch.from_numpy(words.astype(np.uint32).view(np.int32)), [torch.zeros(32, dtype=torch.int32)]
+    )
+    for (a, b, selector), picked in zip(words.tolist(), got.tolist(), strict=True):
+        eight = (a | b << 32).to_bytes(8, "little")
+        four = [(which, eight[which & 7]) for which in (selector >> 4 * i & 15 for i in range(4))]
+        expected = bytes(byte if which < 8 else 0xFF * (byte >> 7) for which, byte in four)
+        assert (picked % 2**32).to_bytes(4, "little") == expected
+
+
 def test_positions_of_bits():
     numbers = [0, 1, 2, 3, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1, *(2**k + 1 for k in range(1, 64, 3))]
     numbers += [0] * (-len(numbers) % 32)

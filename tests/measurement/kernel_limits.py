@@ -75,7 +75,7 @@ LIMITS = (
     Limit("attention_kernel<CodesShape*256, 4>> >", "sm_90", "stack", 8, "one spilled register beside 128 sums of a thread"),
     Limit("attention_kernel<CodesShape*256, 4>> >", "sm_100", "stack", 16, "three of them"),
     Limit("attention_kernel<AttentionShape*bfloat16, 64, 4>>", "sm_100", "stack", 8, "one spilled register"),
-    Limit("group_attention_kernel*512, 512, 2>*", ALL, "stack", 16, "four spilled registers beside 128 sums of a thread"),
+    Limit("group_attention_kernel*512, 512, 2, *", ALL, "stack", 16, "four spilled registers beside 128 sums of a thread"),
     Limit("*", ALL, "stack", 0, "local memory is device memory: one access costs as much as a miss"),
 
     # Registers: 65,536 of a multiprocessor over the threads that should be resident at once.
@@ -91,8 +91,8 @@ LIMITS = (
     Limit("plain_attention_kernel*8, 4>", ALL, "registers", 232, "the same"),
     Limit("plain_attention_kernel*4, ?>", ALL, "registers", 168, "three blocks of 128 threads, with 16 loads each"),
     Limit("plain_attention_kernel*", ALL, "registers", 128, "four of them"),
-    Limit("group_attention_kernel*512, ?>*", ALL, "registers", 255, "two blocks of 128 threads; shared memory holds no third"),
-    Limit("group_attention_kernel*256, ?>*", ALL, "registers", 168, "three blocks of 128 threads"),
+    Limit("group_attention_kernel*512, ?, *", ALL, "registers", 255, "two blocks of 128 threads; shared memory holds no third"),
+    Limit("group_attention_kernel*256, ?, *", ALL, "registers", 168, "three blocks of 128 threads"),
     Limit("group_attention_kernel*", ALL, "registers", 128, "four blocks of 128 threads"),
     Limit("add_parts_kernel*", ALL, "registers", 96, "five blocks of 128 threads, 80 KB of loads in flight"),
     Limit("attention_combine_kernel*", ALL, "registers", 128, "four blocks of 128 threads, 144 KB of loads in flight"),

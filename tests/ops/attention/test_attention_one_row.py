@@ -35,7 +35,10 @@ def one_row(case, node, bits):
 
 
 def assert_rows_are_alone(backend, prefix, nodes, **options):
-    case, exact = solved([prefix], [nodes], new=True, **options)
+    assert_rows_of_case_are_alone(backend, *solved([prefix], [nodes], new=True, **options), nodes)
+
+
+def assert_rows_of_case_are_alone(backend, case, exact, nodes):
     case = case | {"batch_invariant": True}
     bits = attention_mask(0, case["visible"])[:, :nodes]
     together = run(backend, case)
