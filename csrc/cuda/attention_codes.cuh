@@ -11,6 +11,7 @@
 
 #include "core/half.h"
 #include "core/quantize.h"
+#include "cuda/pairs.cuh"
 #include "cuda/primitives.cuh"
 
 namespace pass_ext::gpu {

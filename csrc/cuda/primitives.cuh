@@ -271,31 +271,6 @@ PASS_EXT_DEVICE uint32_t larger_bfloat16s(uint32_t a, uint32_t b) {
   return pair;
 }
 
-// Half by half a b + c, rounded once.
-template <typename T>
-PASS_EXT_DEVICE uint32_t fused2(uint32_t a, uint32_t b, uint32_t c);
-
-template <>
-PASS_EXT_DEVICE uint32_t fused2<bfloat16>(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t pair;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
-  return pair;
-}
-template <>
-PASS_EXT_DEVICE uint32_t fused2<float16>(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t pair;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
-  return pair;
-}
-
-// Four bytes of eight, those of `a` and behind them those of `b`. Each four bits of the selector, the lowest for the
-// lowest byte, are the number of one; plus 8: its sign, eight times.
-PASS_EXT_DEVICE uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) {
-  uint32_t bytes;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
-  return bytes;
-}
-
 // ---- matrix fragments; every lane of the warp must call it ----
 
 // Loads `count` (1, 2 or 4) 8x8 matrices of 16-bit values from shared memory. Lane 8m + r gives the 16-byte aligned

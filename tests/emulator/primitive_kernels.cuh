@@ -2,7 +2,8 @@
 // only: nvcc compiles this file too.
 #pragma once
 
-#include <cuda/primitives.cuh>  // not in quotes: nvcc must find the one in csrc/, not the one beside this file
+#include <cuda/pairs.cuh>  // not in quotes: nvcc must find those in csrc/, not those beside this file
+#include <cuda/primitives.cuh>
 #include "core/half.h"
 #include "core/philox.h"
 

@@ -202,12 +202,6 @@ float unpack_high(uint32_t pair) {
 }
 
 using emulator::larger_bfloat16s;
-template <typename T>
-uint32_t fused2(uint32_t a, uint32_t b, uint32_t c) {
-  static_assert(std::is_same_v<T, bfloat16> || std::is_same_v<T, float16>);
-  return emulator::fused_pair(a, b, c, std::is_same_v<T, bfloat16>);
-}
-using emulator::pick_bytes;
 
 // ---- matrix fragments ----
 
