@@ -29,6 +29,7 @@ LONG = (
     "test_attention_one_row.py",
     "test_ranks.py",
     "test_attention_codes.py",
+    "test_attention_group_codes.py",
     "test_batch_invariant.py",
     "test_hybrid_models.py",
     "test_next_tree.py",
