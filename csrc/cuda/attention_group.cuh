@@ -219,7 +219,7 @@ PASS_EXT_DEVICE void add_places(const GroupAttention& group, const PlacedRow& ro
   const int32_t from = places.begin, end = places.end;
   const int32_t lane = static_cast<int32_t>(lane_index());
   PlacedKey placed;
-  uint32_t seen;
+  uint32_t seen = 0;
   int turn = 0;   // of the tile
 #pragma unroll 1  // the key of a place takes much code
   for (int32_t ahead = 0; ahead < 2; ++ahead) {
