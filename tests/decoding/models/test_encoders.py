@@ -36,6 +36,7 @@ if Version(transformers.__version__) < Version("5.24"):
 
 BEGUN = torch.tensor([[1, 5, 6], [1, 7, 8]])
 NEW = OPTIONS["max_new_tokens"]
+ALL_METHODS = ("whisper", "bart", "t5")  # the others are decoders like these: a chain, and a tree with slots
 model_of = cache(tiny_model)
 
 
@@ -51,9 +52,9 @@ def ours(model, inputs, method=None, ids=BEGUN, **options):
 def test_texts_are_transformers_own(name):
     model = model_of(name)
     inputs = inputs_of(model)
-    want = own(model, inputs)
-    for kind, method in methods(name, model).items():
-        assert torch.equal(own(model, inputs, custom_generate=custom_generate(method)), want), kind
+    want, known = own(model, inputs), methods(name, model)
+    for kind in known if name in ALL_METHODS else ("NGram", "PaSS"):
+        assert torch.equal(own(model, inputs, custom_generate=custom_generate(known[kind])), want), kind
     texts = torch.cat([want, own(model, inputs_of(model, seed=1))])  # which begin alike
     assert len(texts.unique(dim=0)) > 1, "the encoder's input changes nothing"
 
