@@ -34,7 +34,9 @@ FAMILIES = {"llama": {}, "gemma2": {}, "qwen3": {}, "deepseek_v3": LATENT, "gpt_
 
 
 @pytest.mark.parametrize("codes", CODES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if family != "deepseek_v3"]
+)  # a kind of test_contract.py
 def test_every_method_writes_plains_text(family, codes):
     model = small_model(family, **FAMILIES[family])
     ids, mask = ragged_prompts(6)

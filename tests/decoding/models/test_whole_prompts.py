@@ -83,9 +83,9 @@ def test_texts_after_a_picture_are_transformers_own(name):
     own = own_text(model, inputs)
     changed = prompts(model, [*BEFORE, PICTURE, *AFTER], seed=1)
     assert not torch.equal(*map(partial(first_logits, model), (inputs, changed))), "the picture changes nothing"
-    for method in (Plain(), NGram(longest=2, shortest=1)):
-        assert torch.equal(own, own_text(model, inputs, custom_generate=custom_generate(method)))
-        assert torch.equal(own, ours(model, inputs, method))
+    method = NGram(longest=2, shortest=1)
+    assert torch.equal(own, own_text(model, inputs, custom_generate=custom_generate(method)))
+    assert torch.equal(own, ours(model, inputs)) and torch.equal(own, ours(model, inputs, method))
     assert torch.equal(own_text(model, changed), ours(model, changed))
 
 
