@@ -62,6 +62,14 @@ PASS_EXT_DEVICE uint32_t pair_of_codes(uint32_t codes) {
   }
 }
 
+// Eight threads that store numbers of sixteen codes each reach all banks if every second four of them begin with their
+// second half: which half is the first, and the codes in that order.
+PASS_EXT_DEVICE unsigned first_half_of(unsigned chunk) { return chunk / 4 % 2; }
+PASS_EXT_DEVICE Bytes16 in_order(const Bytes16& codes, unsigned first_half) {
+  return first_half == 0 ? codes : Bytes16{{codes.word[2], codes.word[3], codes.word[0], codes.word[1]}};
+}
+
+// The numbers of sixteen codes.
 template <typename T, CodeType type>
 PASS_EXT_DEVICE void numbers_of_codes(Bytes16 (&numbers)[2], const Bytes16& codes) {
 #pragma unroll

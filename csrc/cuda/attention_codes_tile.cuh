@@ -92,19 +92,16 @@ PASS_EXT_DEVICE void copy_codes(const AttentionProblem& problem, int tile) {
 template <typename Shape, CodeType type>
 PASS_EXT_DEVICE void decode_tile_of(typename Shape::T* to, const uint8_t* codes) {
   using T = typename Shape::T;
-#pragma unroll 2
+#pragma unroll 1
   for (int i = 0; i < Shape::kCodeCopies; ++i) {
     const unsigned place = thread_rank() + i * kAttentionThreads;
     const unsigned row = place / Shape::kCodeChunks, chunk = place % Shape::kCodeChunks;
+    const unsigned first = first_half_of(chunk);
     Bytes16 halves[2];
-    numbers_of_codes<T, type>(halves, load16(codes + place * 16));
-    // Eight threads that store together reach all banks if every second four of them begin with their second half.
-    const unsigned first = chunk / 4 % 2;
+    numbers_of_codes<T, type>(halves, in_order(load16(codes + place * 16), first));
 #pragma unroll
-    for (unsigned turn = 0; turn < 2; ++turn) {
-      const unsigned half = turn ^ first;
-      store16(to + chunk_offset<Shape, Shape::kKeyStride>(row, 2 * chunk + half), half == 0 ? halves[0] : halves[1]);
-    }
+    for (unsigned turn = 0; turn < 2; ++turn)
+      store16(to + chunk_offset<Shape, Shape::kKeyStride>(row, 2 * chunk + (turn ^ first)), halves[turn]);
   }
 }
 

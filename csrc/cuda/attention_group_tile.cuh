@@ -204,14 +204,13 @@ PASS_EXT_DEVICE void decode_tile(int which, bool are_keys) {
     const bool is_own = kOwnUnits > 0 && turn >= Shape::kValueUnits;
     const int key = is_own ? own.key + (turn - Shape::kValueUnits) * own.kAtOnce : both.key + turn * both.kAtOnce;
     const int unit = is_own ? own.unit : both.unit;
+    const unsigned first = first_half_of(unit);
     Bytes16 numbers[2];
     numbers_of_codes<typename Shape::T, type>(
-        numbers, load16(arrivals_of_warp<Shape>(which) + key * Shape::kArrivalStride + 16 * unit));
-    // Eight threads that store together reach all banks if every second four of them begin with their second half.
-    const int first = unit / 4 % 2;
+        numbers, in_order(load16(arrivals_of_warp<Shape>(which) + key * Shape::kArrivalStride + 16 * unit), first));
     typename Shape::T* const to = slices_of_warp<Shape>(0) + key * Shape::kStride + 16 * unit;
-    store16(to + 8 * first, first == 0 ? numbers[0] : numbers[1]);
-    store16(to + 8 * (first ^ 1), first == 0 ? numbers[1] : numbers[0]);
+    store16(to + 8 * first, numbers[0]);
+    store16(to + 8 * (first ^ 1), numbers[1]);
   }
 }
 
