@@ -114,8 +114,12 @@ Tensor layer_pack(const std::vector<Tensor>& weights, int64_t parts, int64_t hea
     check_rows(op, "q_weight", *first.q_weight, "[out, in]");
   else
     check_packed_weight(op, "q_weight", *first.q_weight);
-  const int64_t width = inputs_of(*first.q_weight);
-  CheckedLayers layers = check_layers(op, weights, parts, head_dim, width, like);
+  if (is_packed(*first.o_weight))
+    check_packed_weight(op, "o_weight", *first.o_weight);
+  else
+    check_rows(op, "o_weight", *first.o_weight, "[out, in]");
+  const int64_t width = outputs_of(*first.o_weight), reads = inputs_of(*first.q_weight);
+  CheckedLayers layers = check_layers(op, weights, parts, head_dim, width, reads, like);
   const int64_t count = static_cast<int64_t>(layers.tensors.size());
   const Tensor key = empty_of_shape(op, like, {count, kLayerParts}, ScalarType::Long);
   int64_t* numbers = output_of<int64_t>(key);
@@ -125,7 +129,7 @@ Tensor layer_pack(const std::vector<Tensor>& weights, int64_t parts, int64_t hea
     numbers[i] = has_part(parts, static_cast<LayerPart>(i % kLayerParts)) ? (next++)->numel() : 0;
   for (size_t i = 0; i < weights.size(); ++i) placements.push_back(placement_of(op, WeightName{parts, i}, weights[i]));
   auto packed = std::make_shared<PackedLayers>(
-      PackedLayers{key, weights, {}, std::move(placements), parts, head_dim, width, like.scalar_type()});
+      PackedLayers{key, weights, {}, std::move(placements), parts, head_dim, width, reads, like.scalar_type()});
   packed->layers = {layer_tensors_of(op, packed->weights, parts), std::move(layers.pointers)};
   Registry::get().add(numbers, std::move(packed));
   return key;
@@ -139,10 +143,11 @@ bool Placement::operator==(const Placement& other) const {
 }
 
 CheckedLayers check_layers(const char* op, const std::vector<Tensor>& weights, int64_t parts, int64_t head_dim,
-                           int64_t width, const Tensor& like) {
+                           int64_t width, int64_t reads, const Tensor& like) {
   CheckedLayers layers{layer_tensors_of(op, weights, parts), {}};
   const int64_t count = static_cast<int64_t>(layers.tensors.size());
-  for (int64_t l = 0; l < count; ++l) check_layer(op, l, layers.tensors[l], layers.tensors[0], width, head_dim, like);
+  for (int64_t l = 0; l < count; ++l)
+    check_layer(op, l, layers.tensors[l], layers.tensors[0], width, l == 0 ? reads : width, head_dim, like);
   dispatch_up_to_float32(like.scalar_type(), [&](auto value) {
     using T = type_of<decltype(value)>;
     StackedLayers<T>& pointers = layers.pointers.emplace<StackedLayers<T>>();

@@ -26,9 +26,10 @@ struct CheckedLayers {
   std::variant<StackedLayers<bfloat16>, StackedLayers<float16>, StackedLayers<float>> pointers;
 };
 
-// Refuses layers that do not fit each other, rows of `width` numbers or the dtype and device of `like`.
+// Refuses layers that do not fit each other, rows of `width` numbers or the dtype and device of `like`. reads: the
+// numbers of a row that the first layer's q, k and v multiply.
 CheckedLayers check_layers(const char* op, const std::vector<Tensor>& weights, int64_t parts, int64_t head_dim,
-                           int64_t width, const Tensor& like);
+                           int64_t width, int64_t reads, const Tensor& like);
 
 // Where a weight lay when it was packed, and as what. A weight has one to three dimensions.
 struct Placement {
@@ -45,7 +46,7 @@ struct PackedLayers {
   std::vector<Tensor> weights;
   CheckedLayers layers;
   std::vector<Placement> placements;  // of the weights
-  int64_t parts, head_dim, width;
+  int64_t parts, head_dim, width, reads;
   ScalarType type;
 };
 

@@ -2,6 +2,7 @@
 // layer_before_attention, attention_tree, layer_after_attention, step_rms_norm and linear_rows called one by one.
 //   x <- x + deep[l][slot of the row]                        for rows of slots
 //   x <- layer_after_attention(attention_tree(q, k, v), x)   q, k, v = layer_before_attention(x)
+//        with q, k, v of first_input, not normed             in layer 0, if there is one
 //        with quantize_rows of k and v                       if the caches are in 8 bits
 //        with adapter_rows_ behind each product              for rows of slots
 //   states[i] = x                                            in front of layer taps[i]; taps[i] = layers: behind the
@@ -164,9 +165,11 @@ std::vector<T> wanted_rows(const char* op, const T* x, int64_t rows, int64_t wid
 }
 
 // Refuses rows and options that the layers were not packed for.
-void check_packed(const char* op, const PackedLayers& packed, int64_t parts, int64_t head_dim, const Tensor& x) {
+void check_packed(const char* op, const PackedLayers& packed, int64_t parts, int64_t head_dim, const Tensor& x,
+                  const Tensor& first_input) {
   check_dtype(op, "x", x, {packed.type});
   check_size(op, "x", x, 1, packed.width, "d, of the packed layers");
+  check_size(op, "first_input", first_input, 1, packed.reads, "in, of layer 0's q_weight");
   const auto check_same = [&](const char* argument, int64_t got, int64_t expected) {
     if (got != expected) refuse(op, argument, " must be ", expected, ", of the packed layers, got ", got);
   };
@@ -174,8 +177,8 @@ void check_packed(const char* op, const PackedLayers& packed, int64_t parts, int
   check_same("head_dim", head_dim, packed.head_dim);
 }
 
-Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int64_t parts,
-                    const TensorList& cache_list, const Tensor& prefix_lens, const Tensor& cu_nodes,
+Stacked layer_stack(const Tensor& input, const OptionalTensor& first_input, const std::vector<Tensor>& weights,
+                    int64_t parts, const TensorList& cache_list, const Tensor& prefix_lens, const Tensor& cu_nodes,
                     const Tensor& visible, int64_t max_nodes, const OptionalTensor& depths, const OptionalTensor& cos,
                     const OptionalTensor& sin, const OptionalTensor& positions, const std::vector<int64_t>& rotates,
                     const std::vector<int64_t>& windows, const OptionalTensor& ids, const OptionalTensor& deep,
@@ -189,9 +192,17 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
   if (head_dim < 1) refuse(op, "head_dim must be at least 1, got ", head_dim);
   check_norm_options(op, eps, form);
   check_activation(op, activation, scale, has_part(parts, kAttentionNorm) || has_part(parts, kOutputNorm));
+  if (first_input) {
+    check_rows(op, "first_input", *first_input, "[N, in]");
+    check_dtype(op, "first_input", *first_input, {input.scalar_type()});
+    check_size(op, "first_input", *first_input, 0, rows, "N, the rows of x");
+    check_same_device(op, "first_input", *first_input, "x", input);
+  }
+  const Tensor& first = first_input ? *first_input : input;
   const std::shared_ptr<const PackedLayers> packed = is_key(weights) ? packed_layers_of(op, weights[0]) : nullptr;
-  if (packed) check_packed(op, *packed, parts, head_dim, input);
-  const CheckedLayers listed = packed ? CheckedLayers{} : check_layers(op, weights, parts, head_dim, width, input);
+  if (packed) check_packed(op, *packed, parts, head_dim, input, first);
+  const CheckedLayers listed =
+      packed ? CheckedLayers{} : check_layers(op, weights, parts, head_dim, width, first.size(1), input);
   const CheckedLayers& checked = packed ? packed->layers : listed;
   const std::vector<LayerTensors>& layers = checked.tensors;
   const int64_t count = static_cast<int64_t>(layers.size());
@@ -218,6 +229,7 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
   const int64_t kv_heads = outputs_of(*layers[0].k_weight) / head_dim;
 
   const Tensor x = contiguous_of(op, "x", input);
+  const Tensor first_rows = contiguous_of(op, "first_input", first);
   const int64_t out_rows = wanted ? wanted->size(0) : rows;
   const Tensor out = empty_of_shape(op, x, {out_rows, head ? outputs_of(*head) : width});
   const CodeType codes = codes_of(caches.tensor(0).scalar_type());
@@ -306,7 +318,14 @@ Stacked layer_stack(const Tensor& input, const std::vector<Tensor>& weights, int
       T* const v = k + new_numbers;
       if (deep) deep_rows.add(l, const_cast<T*>(stream), width);
       keep_state(l);
-      before_attention(stack[l].before, added[l], options, rotations[rotates[l]], stream, rows, queries, k, v);
+      if (l == 0 && first_input) {
+        LayerBefore<T> of_given = stack[0].before;
+        of_given.input_norm = {};
+        before_attention(of_given, added[0], options, rotations[rotates[0]], data_of<T>(op, "first_input", first_rows),
+                         rows, queries, k, v);
+      } else {
+        before_attention(stack[l].before, added[l], options, rotations[rotates[l]], stream, rows, queries, k, v);
+      }
       problem.k_cache = cache_rows[2 * l];
       problem.v_cache = cache_rows[2 * l + 1];
       if (numbers)

@@ -76,9 +76,10 @@ inline std::vector<LayerTensors> layer_tensors_of(const char* op, const std::vec
   return layers;
 }
 
-// Refuses a layer's tensors that do not fit each other, or heads of other numbers than the first layer's.
+// Refuses a layer's tensors that do not fit each other, or heads of other numbers than the first layer's. reads: the
+// numbers of a row that q, k and v multiply.
 inline void check_layer(const char* op, int64_t index, const LayerTensors& layer, const LayerTensors& first,
-                        int64_t width, int64_t head_dim, const Tensor& x) {
+                        int64_t width, int64_t reads, int64_t head_dim, const Tensor& x) {
   const std::string place = std::string(op) + ": layer " + std::to_string(index);
   const char* const where = place.c_str();
   const auto linear = [&](const char* name, const Tensor* weight, const Tensor* bias, int64_t outputs, int64_t in,
@@ -94,9 +95,9 @@ inline void check_layer(const char* op, int64_t index, const LayerTensors& layer
   if (queries % head_dim != 0 || keys % head_dim != 0)
     refuse(where, "q_weight and k_weight must have multiples of ", head_dim, " (head_dim) in dimension 0, got ",
            describe(*first.q_weight), " and ", describe(*first.k_weight));
-  linear("q", layer.q_weight, layer.q_bias, queries, width, "as in layer 0");
-  linear("k", layer.k_weight, layer.k_bias, keys, width, "as in layer 0");
-  linear("v", layer.v_weight, layer.v_bias, keys, width, "as k_weight of layer 0");
+  linear("q", layer.q_weight, layer.q_bias, queries, reads, "as in layer 0");
+  linear("k", layer.k_weight, layer.k_bias, keys, reads, "as in layer 0");
+  linear("v", layer.v_weight, layer.v_bias, keys, reads, "as k_weight of layer 0");
   linear("o", layer.o_weight, layer.o_bias, width, queries, "d, the width of x");
   linear("gate", layer.gate_weight, layer.gate_bias, inner, width, "its own");
   linear("up", layer.up_weight, layer.up_bias, inner, width, "the rows of gate_weight");

@@ -296,6 +296,7 @@ def layer_stack(
     max_nodes: int,
     *,
     head_dim: int,
+    first_input: Tensor | None = None,
     depths: Tensor | None = None,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
@@ -329,6 +330,8 @@ def layer_stack(
             ``[..., 16 + D]`` as ``quantize_rows`` makes them.
         prefix_lens, cu_nodes, visible, max_nodes, depths: the step's trees, as in ``attention_tree``.
         head_dim: D.
+        first_input: ``[N, in]``, what q, k and v of layer 0 multiply in place of its normed input, as in drafters' heads that
+            read an embedding and a state: their weights there are ``[heads * D, in]``. None: x, as in the other layers.
         cos, sin: ``[N, D']`` as in ``step_rotary``, or ``[K, N, D']`` of K rotary embeddings; None: no rotary embedding.
         positions: ``[N]`` int64, each row's place in ``cos`` and ``sin``, which then have P rows in place of N; None: its own
             number.
@@ -378,10 +381,10 @@ def layer_stack(
         listed, parts = _listed(op, layers)
         weights = listed
     adapted, added = adapter_list(op, adapters)
-    refuse_gradients(op, x, cos, sin, deep, final_norm, head, *listed, *flat, *added)
+    refuse_gradients(op, x, first_input, cos, sin, deep, final_norm, head, *listed, *flat, *added)
     count = len(layers)
     out, new, states = call(
-        _stack_op, x, weights, parts, flat, prefix_lens, cu_nodes, visible, max_nodes, depths, cos, sin, positions,
+        _stack_op, x, first_input, weights, parts, flat, prefix_lens, cu_nodes, visible, max_nodes, depths, cos, sin, positions,
         [1] * count if rotates is None else [int(each) for each in rotates],
         [-1] * count if windows is None else list(windows), ids, deep, added, adapted, adapter_scale,
         final_norm, head, wanted, list(taps), head_dim, eps, index_of(op, "form", form, NORM_FORMS),
@@ -431,8 +434,8 @@ def _key_shape(weights: list[Tensor], parts: int, head_dim: int) -> Tensor:
 
 @fake_kernel("layer_stack")
 def _stack_shape(
-    x: Tensor, weights: list[Tensor], parts: int, caches: list[Tensor], prefix_lens: Tensor, cu_nodes: Tensor,
-    visible: Tensor, max_nodes: int, depths: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    x: Tensor, first_input: Tensor | None, weights: list[Tensor], parts: int, caches: list[Tensor], prefix_lens: Tensor,
+    cu_nodes: Tensor, visible: Tensor, max_nodes: int, depths: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     positions: Tensor | None, rotates: list[int], windows: list[int], ids: Tensor | None, deep: Tensor | None,
     adapters: list[Tensor], adapted: int, adapter_scale: float, final_norm: Tensor | None, head: Tensor | None,
     wanted: Tensor | None, taps: list[int], head_dim: int, eps: float, form: int, activation: int, scale: float,

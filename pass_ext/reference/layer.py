@@ -121,6 +121,7 @@ def layer_stack(
     max_nodes: int,
     *,
     head_dim: int,
+    first_input: Tensor | None = None,
     depths: Tensor | None = None,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
@@ -146,7 +147,8 @@ def layer_stack(
 
     Keys and values are as the caches are, in 8 bits too. States: x in front of each layer, and after the last one.
 
-    layers: ``LayerWeights`` of each. adapters: what ``adapter_rows_`` adds after each product, by its linear layer's name.
+    layers: ``LayerWeights`` of each. first_input: what q, k and v of layer 0 are of, in place of its normed x. adapters: what
+    ``adapter_rows_`` adds after each product, by its linear layer's name.
     """
 
     pairs = list(caches.unflatten(0, (-1, 2))) if isinstance(caches, Tensor) else caches
@@ -164,9 +166,11 @@ def layer_stack(
         cos, sin = rotations[1 if rotates is None else rotates[index]]
         of_layer = {name: (down[index], up[index]) for name, (down, up) in (adapters or {}).items()}
         added: dict[str, Any] = dict(ids=ids, adapters=of_layer, adapter_scale=adapter_scale)
+        given = first_input if index == 0 else None
         q, k, v = layer_before_attention(
-            x, weights.q_weight, weights.k_weight, weights.v_weight, head_dim=head_dim, q_bias=weights.q_bias,
-            k_bias=weights.k_bias, v_bias=weights.v_bias, input_norm=weights.input_norm, q_norm=weights.q_norm,
+            x if given is None else given, weights.q_weight, weights.k_weight, weights.v_weight, head_dim=head_dim,
+            q_bias=weights.q_bias, k_bias=weights.k_bias, v_bias=weights.v_bias,
+            input_norm=weights.input_norm if given is None else None, q_norm=weights.q_norm,
             k_norm=weights.k_norm, cos=cos, sin=sin, **added, **norm,
         )  # fmt: skip
         k, v = quantized(k, k_cache.dtype), quantized(v, v_cache.dtype)

@@ -216,7 +216,7 @@ _PYTHON: dict[str, list[str]] = {
     ],
     "models/any_model": ["tests/decoding/models/test_adapted_models.py", "tests/decoding/test_wrong_types.py"],
     "models/early_exit": ["tests/decoding/models/test_early_exit.py", "-k", "not train and not guides_command"],
-    **{f"models/{name}": _FUSED_FORWARD for name in ("fused_forward", "parts", "backend")},
+    **{f"models/{name}": _FUSED_FORWARD for name in ("fused_forward", "parts", "backend", "rotation_table")},
     **{
         f"models/{name}": ["tests/decoding/models/test_hybrid_models.py"]
         for name in ("features/states", "step_states", "features/lightning", "layer_kinds")

@@ -22,7 +22,7 @@ MASKED = dict(speculators_model_type="peagle", architectures=["PEagleSpeculator"
 
 def eagle3_checkpoint(
     folder, target, form="speculators", *, drafted=DRAFT_VOCABULARY, taps=TAPS, layers=1, model_type="llama", biases=False,
-    embeds=False, dim=16, key_heads=2, inner=80, seed=0, sharpness=3.0, **settings,
+    embeds=False, dim=64, key_heads=2, inner=80, seed=0, sharpness=3.0, **settings,
 ):  # fmt: skip
     """Writes a head for a target -> ``(config, tensors)`` in the speculators form. drafted: tokens; None: all, without d2t."""
     generator = torch.Generator().manual_seed(seed)

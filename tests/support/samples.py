@@ -360,26 +360,28 @@ def layer_stack(device):
         ends = (64, 1e-6, 0, 0, 0.5, 0.1, 0.0)
         no_adapters = ([], 0, 1.0)
         yield (
-            random(5, 12), weights, parts, caches, *shared, *[None] * 4, (1, 1), (-1, -1), None, None, *no_adapters,
+            random(5, 12), None, weights, parts, caches, *shared, *[None] * 4, (1, 1), (-1, -1), None, None, *no_adapters,
             *[None] * 3, (), *ends,
         )  # fmt: skip
         rotation = [random(9, 64) for _ in range(2)]
         places, ids, wanted = (torch.tensor(v, device=device) for v in ([3, 4, 0, 1, 1], [7, -2, 5, 6, -1], [4, 0]))
         deep, head = random(2, 2, 12), random(30, 12)
-        sides = ((12, 128), (20, 12))  # of q and down
+        sides = ((128, 12), (20, 12))  # of o and down
         adapters = [random(2, 2, 3, numbers) for pair in sides for numbers in pair]
+        given = [weights[0], *(random(n, 20) for n in sizes), *weights[4:]]
         yield (
-            random(5, 12), weights, parts, [torch.stack(caches)], *shared, depths, *rotation, places, (1, 0), (2, -1), ids,
-            deep, adapters, 1 | 1 << 6, 0.5, random(12), head, wanted, (2, 0), *ends[:3], 0, 1.0, *ends[5:-1], 5.0,
+            random(5, 12), random(5, 20), given, parts, [torch.stack(caches)], *shared, depths, *rotation, places, (1, 0),
+            (2, -1), ids, deep, adapters, 1 << 3 | 1 << 6, 0.5, random(12), head, wanted, (2, 0), *ends[:3], 0, 1.0,
+            *ends[5:-1], 5.0,
         )  # fmt: skip
     rotations = [random(2, 9, 64) for _ in range(2)]
     yield (
-        random(5, 12), weights, parts, caches, *shared, depths, *rotations, places, (2, 1), (-1, -1), None, None, *no_adapters,
-        *[None] * 3, (), *ends,
+        random(5, 12), None, weights, parts, caches, *shared, depths, *rotations, places, (2, 1), (-1, -1), None, None,
+        *no_adapters, *[None] * 3, (), *ends,
     )  # fmt: skip
     nothing = (prefixes, bounds * 0, visible[:0], 3)
     yield (
-        random(0, 12), weights, parts, caches, *nothing, *[None] * 4, (1, 1), (-1, -1), None, None, *no_adapters,
+        random(0, 12), None, weights, parts, caches, *nothing, *[None] * 4, (1, 1), (-1, -1), None, None, *no_adapters,
         *[None] * 3, (), *ends,
     )  # fmt: skip
 

@@ -19,21 +19,15 @@ from torch import Tensor, nn
 from pass_ext.decoding.models.module_ops import is_autocast_enabled
 from pass_ext.decoding.models.packed import StepAttend
 from pass_ext.decoding.models.parts import ModelPlan, StackArguments, decoder_of, text_parts
+from pass_ext.decoding.models.rotation_table import RotationTable
 from pass_ext.decoding.models.slots import CallSlots, Pair, PlacedAdapters
 from pass_ext.ops.layer import ADAPTED_AFTER, ADAPTED_BEFORE, PackedLayers, adapter_list
-from pass_ext.tree import MAX_TREE_NODES
 
 _stack = torch.ops.pass_ext.layer_stack.default
 _before = torch.ops.pass_ext.layer_before_attention.default
 _after = torch.ops.pass_ext.layer_after_attention.default
 
-_FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
-"""Rotary embeddings whose frequencies do not depend on the text's length."""
-
 End = Callable[[Tensor, bool], Tensor]
-
-_LONGEST_TABLE = 1 << 20
-"""Positions. After it, where hardly a text is, rotary embeddings are computed for each call."""
 
 
 def is_hooked(modules: Iterable[nn.Module]) -> bool:
@@ -63,9 +57,7 @@ class FusedForward:
     def __init__(self, plan: ModelPlan, model: Any, norm: End, head: End) -> None:
         self.plan, self._norm, self._head = plan, norm, head
         self._rotary: Any = decoder_of(model).rotary_emb
-        types = getattr(self._rotary, "rope_type", None)
-        self._is_fixed = set(types.values() if isinstance(types, dict) else [types]) <= _FIXED_ROPES
-        self._table: tuple[Tensor, Tensor] | None = None  # cosines and sines by position
+        self._rotations = RotationTable(self._rotary, self._rotated)
         tensors = (*plan.layers[0].before, *plan.layers[0].after)
         self._dtype = next(each.dtype for each in tensors if each is not None and each.is_floating_point())
         parts = (each for layer in plan.layers for each in (*layer.before, *layer.after) if each is not None)
@@ -140,7 +132,7 @@ class FusedForward:
         caches = attend.of_all_layers(len(self.plan.layers), rows, stack.key_heads, stack.numbers[0])
         if caches is None:
             return None
-        (cos, sin), at = self._rotations(rows, positions)
+        (cos, sin), at = self._rotations.at(rows, positions)
         ids, deep = (None, None) if slots is None else (slots.ids, slots.deep)
         taps, layers = attend.taps, len(self.plan.layers)
         tapped = [] if taps is None else sorted({layers if place == "last" else place for place in taps.places})
@@ -149,12 +141,12 @@ class FusedForward:
         if self._packed is None:
             self._packed = PackedLayers(stack.weights, stack.parts, stack.numbers[0])
         try:
-            out, new, states = _stack(rows, [self._packed.key], *arguments, *stack.numbers)
+            out, new, states = _stack(rows, None, [self._packed.key], *arguments, *stack.numbers)
         except RuntimeError:
             # A weight whose data was replaced lies elsewhere now, where the op finds it in the list. Anything else is wrong
             # there too, and is said there.
             self._packed = None
-            out, new, states = _stack(rows, stack.weights, *arguments, *stack.numbers)
+            out, new, states = _stack(rows, None, stack.weights, *arguments, *stack.numbers)
         attend.take(new)
         for place, state in zip(tapped, states, strict=True):
             self._keep(attend, place, state)
@@ -196,16 +188,6 @@ class FusedForward:
             taps.take(place, rows)
         if place == len(self.plan.layers) and "last" in taps.places:
             taps.take("last", self._norm(rows[None], attend.batch_invariant)[0])
-
-    def _rotations(self, rows: Tensor, positions: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
-        """Cosines and sines of these positions; or of all, and the positions, where these do not depend on each other."""
-        table, length = self._table, int(positions.max()) + 1
-        if not self._is_fixed or length > _LONGEST_TABLE:
-            return self._rotated(rows, positions), None
-        if table is None or table[0].shape[-2] < length:
-            longer = torch.arange(max(2 * length, MAX_TREE_NODES), device=rows.device)
-            table = self._table = self._rotated(rows, longer)
-        return table, positions
 
     def _rotated(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines at these positions: ``[N, D']``, or ``[K, N, D']`` of K kinds of layers."""

@@ -280,7 +280,7 @@ class ModelPlan(NamedTuple):
 def plan_of(model: Any, layers: list[LayerParts], attention: Sequence[dict[str, Any]]) -> ModelPlan:
     """The plan of a model with these layers, which attend with these options. Raises ``Unlike``."""
     decoder, config = decoder_of(model), model.config.get_text_config(decoder=True)
-    stack = _stack_of(layers, attention)
+    stack = stack_of(layers, attention)
     return ModelPlan(
         layers,
         list(attention),
@@ -338,7 +338,7 @@ def _ends(norm: nn.Module, head: Any, stack: StackArguments | None) -> tuple[Ten
     return known.weight, product[0]
 
 
-def _stack_of(layers: Sequence[LayerParts], attention: Sequence[dict[str, Any]]) -> StackArguments | None:
+def stack_of(layers: Sequence[LayerParts], attention: Sequence[dict[str, Any]]) -> StackArguments | None:
     """The arguments for all layers; None on a GPU, with sinks or chunks, or if they differ in what the op takes once."""
     weights: list[Tensor] = []
     alike = set()

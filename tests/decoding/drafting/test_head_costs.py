@@ -7,15 +7,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.heads import VARIANTS, eagle3_checkpoint
+from support.heads import MASKED, VARIANTS, eagle3_checkpoint
 from support.recorded import PauseAt, Recorded
 from support.small_models import ragged_prompts, small_model
 
 from pass_ext import Tree, generate, load_drafter
+from pass_ext.decoding.drafting.heads import fused
 from pass_ext.decoding.drafting.heads.head import Head
-from pass_ext.decoding.drafting.heads.layers import DecoderLayer, fuse_layers
-from pass_ext.decoding.models.module_ops import computes_by_ops
-from pass_ext.decoding.models.shadow import OurCall, our_call, shadow_of, takes_rows_of_our_call
 from pass_ext.decoding.planning import plan as planning
 from pass_ext.decoding.planning.step_times import StepTimes
 from pass_ext.drafting import calibrate, plan
@@ -35,25 +33,28 @@ def method(target, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_layers_have_the_bits_of_their_parts(variant, dtype, target, tmp_path):
-    """By two ops, and by the ops of their parts."""
-    eagle3_checkpoint(tmp_path / "head", target, **VARIANTS[variant])
-    module, generator = load_drafter(tmp_path / "head", target).head.to(dtype), torch.Generator().manual_seed(0)
-    fused, apart = shadow_of(module), shadow_of(module)
-    fuse_layers(fused)
-    for shadow in (fused, apart):
-        computes_by_ops(shadow, takes_rows_of_our_call)
-    rows = [torch.randn(5, module.state_width, generator=generator).to(dtype) for _ in range(2)]
+@pytest.mark.parametrize("variant", [*VARIANTS, "P-EAGLE"])
+def test_one_op_has_the_bits_of_the_parts(variant, dtype, tmp_path, monkeypatch):
+    """Drafts of three ragged texts, drawn from the head's own logits, and these; a hook has the head run part by part."""
+    target = small_model("llama", num_hidden_layers=4, dtype=dtype)
+    eagle3_checkpoint(tmp_path / "head", target, **(VARIANTS | {"P-EAGLE": MASKED})[variant])
+    method = replace(load_drafter(tmp_path / "head", target), length=3)
+    ids, mask = ragged_prompts(3, longest=12, seed=5)
+    calls, op = [], torch.ops.pass_ext.layer_stack.default
 
-    def attend(layer, q, k, v, window=-1):
-        return q + (k + v).repeat_interleave(q.shape[1] // k.shape[1], 1)
+    def drafts():
+        recorded = Recorded(method)
+        sampled = dict(rule="rejection", temperature=1.0, seeds=[1, 2, 3])
+        generate(target, ids, recorded, attention_mask=mask, max_new_tokens=24, eos_token_id=[], **sampled)
+        return recorded
 
-    with torch.inference_mode(), our_call(OurCall(attend)):
-        got, expected = (shadow(*rows, torch.arange(3, 8), attend) for shadow in (fused, apart))
-    assert all(map(torch.equal, got, expected))
-    layers = [part for part in fused.modules() if isinstance(part, DecoderLayer)]
-    assert len(layers) == module.num_layers and all(layer._fused is not None for layer in layers)
+    monkeypatch.setattr(fused, "_stack", lambda *arguments: calls.append(1) or op(*arguments))
+    got = drafts()
+    counted = len(calls)
+    method.head.layers[0].mlp.register_forward_hook(lambda *_: None)
+    expected = drafts()
+    assert counted > 10 and len(calls) == counted
+    assert got.tokens() == expected.tokens()
 
 
 def test_nothing_is_computed_while_drafting_pauses(target, method, monkeypatch):

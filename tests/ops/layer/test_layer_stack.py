@@ -73,10 +73,10 @@ def case_of(dtype, *, seed=0, plain=False, adapted=(), count=2, drafts=3, **opti
     )  # fmt: skip
 
 
-def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head_dim, depths=None, cos=None, sin=None,
-           positions=None, rotates=None, windows=None, ids=None, deep=None, final_norm=None, head=None, wanted=None,
-           taps=(), activation="silu", scale=1.0, attention_scale=None, softcap=0.0, adapters=None, adapter_scale=1.0,
-           **norm):  # fmt: skip
+def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head_dim, first_input=None, depths=None,
+           cos=None, sin=None, positions=None, rotates=None, windows=None, ids=None, deep=None, final_norm=None, head=None,
+           wanted=None, taps=(), activation="silu", scale=1.0, attention_scale=None, softcap=0.0, adapters=None,
+           adapter_scale=1.0, **norm):  # fmt: skip
     """The ops one by one."""
     if positions is not None:
         cos, sin = cos[..., positions, :], sin[..., positions, :]
@@ -94,8 +94,11 @@ def by_ops(x, layers, caches, prefix_lens, cu_nodes, visible, max_nodes, *, head
         before = {name: named[name] for name in ("q_bias", "k_bias", "v_bias", "input_norm", "q_norm", "k_norm")}
         of_layer = {name: (down[index], up[index]) for name, (down, up) in (adapters or {}).items()}
         added = dict(ids=ids, adapters=of_layer, adapter_scale=adapter_scale) if adapters else {}
+        read = x
+        if index == 0 and first_input is not None:
+            read, before["input_norm"] = first_input, None
         q, k, v = before_by_ops(
-            x, layer.q_weight, layer.k_weight, layer.v_weight, head_dim=head_dim, **turns, **before, **added, **norm
+            read, layer.q_weight, layer.k_weight, layer.v_weight, head_dim=head_dim, **turns, **before, **added, **norm
         )
         if pair[0].dtype in CODES:
             k, v = (pass_ext.layers.quantize_rows(rows, pair[0].dtype) for rows in (k, v))
@@ -240,6 +243,48 @@ def test_every_number_of_layers(cpu, layers):
         }
         case["taps"] = (layers, 0)
         assert_same(pass_ext.layers.layer_stack(**case), by_ops(**case))
+
+
+def with_first_input(case, width):
+    """The case with rows of this width for the first layer, and weights that read them."""
+    dtype, first = case["x"].dtype, case["layers"][0]
+    random = Numbers(7, dtype)
+    own = {name: random(len(getattr(first, name)), width) for name in ("q_weight", "k_weight", "v_weight")}
+    layers = [first._replace(**own), *case["layers"][1:]]
+    return case | dict(layers=layers, first_input=random(len(case["x"]), width))
+
+
+@pytest.mark.parametrize("width", [WIDTH, 2 * WIDTH])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_rows_for_the_first_layer(cpu, dtype, width):
+    """With a norm in front of attention, which they skip, and without; beside adapters; of weights that are packed."""
+    for options in (dict(adapted=("o", "down")), dict(norms=("mlp_norm",)), dict(plain=True)):
+        case = with_first_input(case_of(dtype, **options), width)
+        expected = by_ops(**case)
+        assert_same(pass_ext.layers.layer_stack(**case), expected)
+        packed = pass_ext.layers.layer_pack(case["layers"], head_dim=DIM)
+        assert_same(pass_ext.layers.layer_stack(**case | dict(layers=packed)), expected)
+        apart = torch.full((len(case["x"]), width + 3), float("nan"), dtype=dtype)[:, :width].copy_(case["first_input"])
+        assert_same(pass_ext.layers.layer_stack(**case | dict(first_input=apart)), expected)
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["listed", "packed"])
+def test_rows_for_the_first_layer_that_do_not_fit(is_packed):
+    case = with_first_input(case_of(torch.bfloat16, plain=True), 2 * WIDTH)
+    given, without = case["first_input"], case | dict(first_input=None)
+    if is_packed:
+        packed = pass_ext.layers.layer_pack(case["layers"], head_dim=DIM)
+        case, without = case | dict(layers=packed), without | dict(layers=packed)
+    for wrong, message in (
+        (given[:-1], r"first_input must have \d+ .N, the rows of x. in dimension 0"),
+        (given.float(), r"first_input must be bfloat16"),
+        (given[0], r"first_input must have shape"),
+        (given[:, 1:], "143"),
+    ):
+        with pytest.raises(RuntimeError, match=f"layer_stack.*{message}"):
+            pass_ext.layers.layer_stack(**case | dict(first_input=wrong))
+    with pytest.raises(RuntimeError, match=r"layer_stack.*144"):
+        pass_ext.layers.layer_stack(**without)
 
 
 def test_scale_and_float32_rotation(cpu):

@@ -26,9 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.drafting.heads.checkpoint import HeadCheckpoint
+from pass_ext.decoding.drafting.heads.fused import FusedHead
 from pass_ext.decoding.drafting.heads.head import HeadModule, TargetFacts
 from pass_ext.decoding.drafting.heads.layers import DecoderLayer, RmsNorm, Rotary, known_settings, layer_config
-from pass_ext.decoding.models.packed import Attend
+from pass_ext.decoding.models.packed import Attend, StepAttend
+from pass_ext.decoding.models.rotation_table import RotationTable
 from pass_ext.modules.files import write_tensors
 
 _SETTINGS: dict[str, Any] = {
@@ -62,9 +64,13 @@ class FirstLayer(DecoderLayer):
         self, embedded: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
         """Embeddings and states ``[N, d]`` -> ``[N, d]``."""
+        return self.around(*self.read(embedded, states), rotation, attend)
+
+    def read(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows ``[N, 2 * d]`` that go into attention, and those ``[N, d]`` that its output is added to."""
         normed: Tensor = self.hidden_norm(states)
         rows = torch.cat((self.input_layernorm(embedded), normed), 1)
-        return self.around(rows, normed if self._norms_residual else states, rotation, attend)
+        return rows, normed if self._norms_residual else states
 
 
 class Eagle3Head(HeadModule):
@@ -107,6 +113,7 @@ class Eagle3Head(HeadModule):
         self.t2d: Tensor | None
         self.register_buffer("d2t", torch.zeros(draft_vocabulary, dtype=torch.int64) if "d2t" in has else None)
         self.register_buffer("t2d", torch.zeros(layer.vocab_size, dtype=torch.bool) if "t2d" in has else None)
+        self._fused: FusedHead | None = None
 
     @property
     def embedding(self) -> nn.Embedding | None:
@@ -139,6 +146,22 @@ class Eagle3Head(HeadModule):
     def logits(self, rows: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(rows)
         return logits
+
+    def fuse(self) -> None:
+        rotations = RotationTable(self.rotary.embedding, self.rotary)
+        self._fused = FusedHead.of([*self.layers], self.norm, self.lm_head, rotations)
+
+    def step(
+        self, embedded: Tensor, states: Tensor, positions: Tensor, attend: StepAttend, wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if self._fused is not None:
+            first: Any = self.layers[0]
+            first_input, residual = first.read(embedded, states)
+            done = self._fused(first_input, residual, positions, attend, wanted)
+            if done is not None:
+                logits, rows = done
+                return logits, self.norm(rows) if self._norms_output else rows
+        return super().step(embedded, states, positions, attend, wanted)
 
 
 def save_eagle3(

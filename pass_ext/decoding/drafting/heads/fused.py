@@ -1,63 +1,86 @@
-"""``FusedLayer``: a decoder layer around its attention by two ops, on the CPU, with the bits of its parts.
+"""``FusedHead``: the decoder layers of a head, its norm and its output layer as one call of ``layer_stack``, with the bits of
+their parts.
 
-    q, k, v = layer_before_attention(normed rows)        out = layer_after_attention(attended, residual)
+    states = layers(residual), the first of which multiplies rows of its own        logits = output(norm(states))
 
-Rows are few; for the many of a prompt PyTorch's products are faster.
+It is for the CPU and for few rows; for the many of a prompt PyTorch's products are faster.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.models.module_ops import gate_of, most_few_rows, norm_of
-from pass_ext.decoding.models.packed import Attend
-from pass_ext.decoding.models.parts import weights_of
+from pass_ext.decoding.models.module_ops import gate_of, is_untouched, most_few_rows, norm_of
+from pass_ext.decoding.models.packed import StepAttend
+from pass_ext.decoding.models.parts import LayerParts, StackArguments, stack_of, weights_of
+from pass_ext.decoding.models.rotation_table import RotationTable
 from pass_ext.decoding.models.shadow import takes_rows_of_our_call
+from pass_ext.ops.layer import PackedLayers
 
-_before = torch.ops.pass_ext.layer_before_attention.default
-_after = torch.ops.pass_ext.layer_after_attention.default
-_NO_ADAPTERS: tuple[Any, ...] = (None, [], 0, 1.0)
+_stack = torch.ops.pass_ext.layer_stack.default
 
 
-class FusedLayer:
-    """The weights of a layer, as both ops take them."""
+class FusedHead:
+    """The weights as the op takes them. norm, output: of norm and output layer. rotations: of the layers."""
 
-    def __init__(self, before: tuple[Any, ...], after: tuple[Any, ...], dim: int, number: int, window: int) -> None:
-        self._weights, self._after, self._dim, self._number, self._window = before, after, dim, number, window
-        self._dtype = after[3].dtype  # of its norm: weights may be packed
-        self._most = most_few_rows(self._dtype, is_cpu=True)
+    def __init__(self, stack: StackArguments, norm: Tensor, output: Tensor, rotations: RotationTable) -> None:
+        self._stack, self._ends, self._rotations = stack, (norm, output), rotations
+        self._packed = PackedLayers(stack.weights, stack.parts, stack.numbers[0])
+        self._most = most_few_rows(norm.dtype, is_cpu=True)
 
     @classmethod
-    def of(cls, attention: Any, mlp: nn.Module, mlp_norm: nn.Module) -> FusedLayer | None:
-        """The layer of these parts; None: the ops do not compute it."""
-        parts = [(attention, name) for name in "qkvo"] + [(mlp, name) for name in ("gate", "up", "down")]
-        products = [weights_of(getattr(part, f"{name}_proj")) for part, name in parts]
-        gate, norm = gate_of(mlp), norm_of(mlp_norm)
-        if gate is None or norm is None or any(each is None or not each[0].is_cpu for each in products):
+    def of(
+        cls, layers: Sequence[Any], norm: nn.Module, output: nn.Module, rotations: RotationTable
+    ) -> FusedHead | None:
+        """The head of these parts; None: the op does not compute it, or somebody has hooks in it."""
+        if not all(is_untouched(part) for whole in (*layers, norm, output) for part in whole.modules()):
             return None
-        tensors = [tensor for each in products for tensor in each]  # type: ignore[union-attr]
-        heads = [getattr(part, "weight", None) for part in (attention.q_norm, attention.k_norm)]
-        options = norm.eps, norm.form
-        before = *tensors[:6], *heads, *options
-        after = *tensors[6:8], None, norm.weight, *tensors[8:], None, *options, gate.activation, 1.0
-        return cls(before, after, attention.dim, attention.layer, attention.window)
+        parts, final, product = [_parts_of(layer) for layer in layers], norm_of(norm), weights_of(output)
+        if None in parts or final is None or product is None or product[1] is not None:
+            return None
+        options = [
+            dict(scale=layer.self_attn.dim**-0.5, softcap=0.0, window=layer.self_attn.window, sinks=None, chunk=-1)
+            for layer in layers
+        ]
+        stack = stack_of(parts, options)  # type: ignore[arg-type]
+        if stack is None or final[1:] != stack.numbers[1:3]:
+            return None
+        return cls(stack, final.weight, product[0], rotations)
 
-    def takes(self, rows: Tensor) -> bool:
-        """True for rows ``[N, width]`` that the ops are made for."""
-        return (
-            rows.is_cpu
-            and rows.dtype is self._dtype
-            and not torch.is_grad_enabled()
-            and takes_rows_of_our_call(len(rows), self._most)
-        )
+    def __call__(
+        self, first_input: Tensor, residual: Tensor, positions: Tensor, attend: StepAttend, wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Logits of the rows wanted, and the rows ``[N, d]`` in front of the norm; None for rows or caches that the op is not
+        made for. first_input: ``[N, width]``, what the first layer's attention multiplies; residual: its rows."""
+        stack, norm = self._stack, self._ends[0]
+        if residual.dtype is not norm.dtype or not takes_rows_of_our_call(len(residual), self._most):
+            return None
+        layers = len(stack.windows)
+        caches = attend.of_all_layers(layers, residual, stack.key_heads, stack.numbers[0])
+        if caches is None:
+            return None
+        (cos, sin), at = self._rotations.at(residual, positions)
+        logits, new, states = _stack(
+            residual, first_input, [self._packed.key], stack.parts, *caches, cos, sin, at, [1] * layers, stack.windows, None,
+            None, [], 0, 1.0, *self._ends, wanted, [layers], *stack.numbers,
+        )  # fmt: skip
+        attend.take(new)
+        return logits, states[0]
 
-    def __call__(self, normed: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """``[N, d]`` from the rows ``[N, width]`` that go into attention, and those that its output is added to."""
-        *weights, eps, form = self._weights
-        q, k, v = _before(normed, None, *weights, *rotation, self._dim, eps, form, *_NO_ADAPTERS)
-        attended = attend(self._number, q, k, v, window=self._window).flatten(1)
-        out: Tensor = _after(attended, residual, *self._after, *_NO_ADAPTERS)
-        return out
+
+def _parts_of(layer: Any) -> LayerParts | None:
+    attention, mlp = layer.self_attn, layer.mlp
+    places = [(attention, name) for name in "qkvo"] + [(mlp, name) for name in ("gate", "up", "down")]
+    products = [weights_of(getattr(part, f"{name}_proj")) for part, name in places]
+    gate, norm = gate_of(mlp), norm_of(layer.post_attention_layernorm)
+    if gate is None or norm is None or None in products:
+        return None
+    q, k, v, o, *of_mlp = (tensors for tensors in products if tensors is not None)
+    heads = [getattr(part, "weight", None) for part in (attention.q_norm, attention.k_norm)]
+    before = layer.input_layernorm.weight, *q, *k, *v, *heads
+    after = *o, None, norm.weight, *(tensor for tensors in of_mlp for tensor in tensors), None
+    return LayerParts(before, after, attention.dim, norm.eps, norm.form, gate.activation, 1.0)

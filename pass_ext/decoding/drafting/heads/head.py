@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.drafting.heads.layers import fuse_layers
 from pass_ext.decoding.models.module_ops import computes_by_ops
 from pass_ext.decoding.models.packed import Adapted, StepAttend
 from pass_ext.decoding.models.parts import unwrapped
@@ -140,6 +139,17 @@ class HeadModule(nn.Module):
     def logits(self, rows: Tensor) -> Tensor:
         """The output layer: ``[R, d]`` -> ``[R, Vd]``."""
 
+    def fuse(self) -> None:
+        """Has ``step`` compute few rows by one op, where a family has one that knows the head's parts."""
+        return
+
+    def step(
+        self, embedded: Tensor, states: Tensor, positions: Tensor, attend: StepAttend, wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits ``[N or len(wanted), Vd]``, and the states that the rows below these have."""
+        out, given = self(embedded, states, positions, attend)
+        return self.logits(out if wanted is None else out[wanted]), given
+
 
 class Head(Adapted):
     """A head beside its target. Its rows of a call are embeddings and, after them, states ``[N, state_width]``: those that lie
@@ -150,7 +160,7 @@ class Head(Adapted):
         # Not as Adapted does it: the table is the target's, and may have no values here.
         self.model, self.module, self._target = module, module, target
         self._shadow: Any = shadow_of(module)
-        fuse_layers(self._shadow)
+        self._shadow.fuse()
         computes_by_ops(self._shadow, takes_rows_of_our_call)
         self.table, self.has_table = target.table, target.has_table
         if module.embedding is not None:
@@ -181,8 +191,7 @@ class Head(Adapted):
         module = self.module
         embedded, states = rows.split((rows.shape[1] - module.state_width, module.state_width), 1)
         with our_call(OurCall(attend, self.name)):
-            out, given = self._shadow(embedded, states, positions, attend)
-            logits: Tensor = self._shadow.logits(out if wanted is None else out[wanted])
+            logits, given = self._shadow.step(embedded, states, positions, attend, wanted)
         self.left = (given,)
         if self._tokens is None:
             return logits

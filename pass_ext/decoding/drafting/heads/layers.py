@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pass_ext.decoding.drafting.heads.fused import FusedLayer
 from pass_ext.decoding.models.packed import Attend
 
 FORMS = ("llama", "qwen2", "qwen3", "mistral")
@@ -69,10 +68,10 @@ class Rotary(nn.Module):
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         with torch.device("cpu"):  # whatever device the weights are made on: these frequencies are in no checkpoint
-            self._embedding = LlamaRotaryEmbedding(config)
+            self.embedding = LlamaRotaryEmbedding(config)
 
     def forward(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self._embedding.to(rows.device)(rows[None], positions[None])
+        cos, sin = self.embedding.to(rows.device)(rows[None], positions[None])
         return cos[0], sin[0]
 
 
@@ -138,11 +137,6 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, layer, width or size, has)
         self.post_attention_layernorm = RmsNorm(size, eps)
         self.mlp = Mlp(config, layer, has)
-        self._fused: FusedLayer | None = None
-
-    def fuse(self) -> None:
-        """Has the layer compute few rows by the layer ops, where these know its parts."""
-        self._fused = FusedLayer.of(self.self_attn, self.mlp, self.post_attention_layernorm)
 
     def forward(self, rows: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """rotation: as ``Rotary`` gives it."""
@@ -150,19 +144,9 @@ class DecoderLayer(nn.Module):
 
     def around(self, normed: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """The layer from the rows that go into attention, and those that its output is added to."""
-        fused = self._fused
-        if fused is not None and fused.takes(normed):
-            return fused(normed, residual, rotation, attend)
         rows = residual + self.self_attn(normed, rotation, attend)
         out: Tensor = rows + self.mlp(self.post_attention_layernorm(rows))
         return out
-
-
-def fuse_layers(head: nn.Module) -> None:
-    """Fuses the decoder layers of a head's shadow."""
-    for part in head.modules():
-        if isinstance(part, DecoderLayer):
-            part.fuse()
 
 
 def _linear(inputs: int, outputs: int, name: str, has: Collection[str]) -> nn.Linear:
