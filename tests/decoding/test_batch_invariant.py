@@ -55,7 +55,7 @@ def differing(model, ids, mask, *methods, new, **session):
 @pytest.mark.parametrize(("codes", "length"), [(None, 145), (torch.int8, 40)], ids=["numbers", "codes"])
 def test_on_the_kernels_of_a_gpu(monkeypatch, codes, length):
     """On the emulator, where layer_stack has no kernel. Without it the sums of the same texts differ."""
-    monkeypatch.setattr(parts, "_stack_of", lambda *_: None)
+    monkeypatch.setattr(parts, "stack_of", lambda *_: None)
     model = small_model(
         "llama", num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=64
     ).bfloat16()
@@ -70,7 +70,7 @@ def test_on_the_kernels_of_a_gpu(monkeypatch, codes, length):
 @pytest.mark.usefixtures("one_thread")
 def test_a_group_of_heads_on_the_kernels_of_a_gpu(monkeypatch):
     """Eight heads of a key head and 128 numbers, whose products are by tensor cores."""
-    monkeypatch.setattr(parts, "_stack_of", lambda *_: None)
+    monkeypatch.setattr(parts, "stack_of", lambda *_: None)
     model = small_model("llama", num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=1, head_dim=128)
     model, (ids, mask) = model.bfloat16(), prompts(2, 40, padding=(0, 31))
     with EMULATED.active():

@@ -154,7 +154,7 @@ def test_other_dtypes_are_refused():
 @pytest.mark.usefixtures("one_thread")
 def test_the_kernels_of_a_gpu(monkeypatch):
     """On the emulator, where layer_stack has no kernel."""
-    monkeypatch.setattr(parts, "_stack_of", lambda *_: None)
+    monkeypatch.setattr(parts, "stack_of", lambda *_: None)
     model, ids = small_model("llama"), prompts(2, 5)[0]
     options = dict(max_new_tokens=6, eos_token_id=[])
     want = generate(model, ids, session=Session(model, cache_dtype=torch.int8), **options).sequences

@@ -109,10 +109,10 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<end>")
 
 
-def save_byte_model(folder):
-    """A model of two small layers in a folder, with its tokenizer -> the model."""
+def save_byte_model(folder, **changes):
+    """A model of two small layers, or with these settings, in a folder, with its tokenizer -> the model."""
     ids = dict.fromkeys(("eos_token_id", "pad_token_id", "bos_token_id"), BYTES)
-    model = small_model("llama", vocab_size=BYTES + 1, **ids)
+    model = small_model("llama", vocab_size=BYTES + 1, **ids, **changes)
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return model

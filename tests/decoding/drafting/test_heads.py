@@ -60,7 +60,7 @@ def check_drafts(head, recorded, session=None, kernels=nullcontext(), longest=9,
 @pytest.fixture
 def on_a_gpu(head, monkeypatch):
     """The head with a target that decodes as on a GPU, where layer_stack has no kernel."""
-    monkeypatch.setattr(parts, "_stack_of", lambda *_: None)
+    monkeypatch.setattr(parts, "stack_of", lambda *_: None)
     return head._replace(target=copy.deepcopy(head.target))  # the way of another one is known already
 
 

@@ -50,7 +50,7 @@ def steps(monkeypatch):
         modes.append(mode.ops)
 
     monkeypatch.setattr(DeviceStep, "_run", run)
-    monkeypatch.setattr(parts, "_stack_of", lambda *_: None)
+    monkeypatch.setattr(parts, "stack_of", lambda *_: None)
     return modes
 
 

@@ -175,7 +175,7 @@ def test_fused_layers_take_adapters_in_calls_with_slots(llama, fused, monkeypatc
     """Calls without slots, of the same attached model too, give them none."""
     hooked, add = [], CallSlots.adapt_
     monkeypatch.setattr(CallSlots, "adapt_", lambda self, place, *rest: hooked.append(place) or add(self, place, *rest))
-    monkeypatch.setattr(parts, "_stack_of", lambda *_: None)  # as on a GPU
+    monkeypatch.setattr(parts, "stack_of", lambda *_: None)  # as on a GPU
     llama = deepcopy(llama)  # how the model itself is run is known already
     plain = generate(llama, IDS, Plain(), **OPTIONS)
     assert fused and not any(fused)
@@ -199,7 +199,7 @@ def test_fused_layers_give_the_bits_of_modules(architecture, each, monkeypatch):
     """Layer by layer, with the adapters in both ops, logits are those of the modules with hooks."""
     model = small_model(architecture)
     lookahead = adapted_slots(model, ranks=dict(q=3, v=2, gate=4, down=5, o=1), each=each)
-    monkeypatch.setattr(parts, "_stack_of", lambda *_: None)
+    monkeypatch.setattr(parts, "stack_of", lambda *_: None)
     ids = [5, -1, -3, 6, -2, -1]
     ours = logits_of(model, lookahead, ids, monkeypatch)
     monkeypatch.setattr(fused_forward, "_of_each_layer", lambda *_: None)

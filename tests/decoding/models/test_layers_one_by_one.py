@@ -55,7 +55,7 @@ def model_of(architecture, dtype=torch.float32, **changes):
 @pytest.fixture
 def calls(monkeypatch):
     """Counts the calls of both ops, as on a GPU: the layers do not run as one stack."""
-    monkeypatch.setattr(parts, "_stack_of", lambda *_: None)
+    monkeypatch.setattr(parts, "stack_of", lambda *_: None)
     counts = Counter()
     for name in ("_before", "_after"):
         op = getattr(fused_forward, name)

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.models import parts as parts_of_models
 from pass_ext.decoding.models.module_ops import gate_of, is_untouched, most_few_rows, norm_of
 from pass_ext.decoding.models.packed import StepAttend
-from pass_ext.decoding.models.parts import LayerParts, StackArguments, stack_of, weights_of
+from pass_ext.decoding.models.parts import LayerParts, StackArguments, weights_of
 from pass_ext.decoding.models.rotation_table import RotationTable
 from pass_ext.decoding.models.shadow import takes_rows_of_our_call
 from pass_ext.ops.layer import PackedLayers
@@ -46,7 +47,7 @@ class FusedHead:
             dict(scale=layer.self_attn.dim**-0.5, softcap=0.0, window=layer.self_attn.window, sinks=None, chunk=-1)
             for layer in layers
         ]
-        stack = stack_of(parts, options)  # type: ignore[arg-type]
+        stack = parts_of_models.stack_of(parts, options)  # type: ignore[arg-type]
         if stack is None or final[1:] != stack.numbers[1:3]:
             return None
         return cls(stack, final.weight, product[0], rotations)

@@ -3,6 +3,7 @@
 A drafter that is slightly wrong still writes the right text; only its drafts show it.
 """
 
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from support.heads import MASKED, PlainEagle3, eagle3_checkpoint, learn
 from support.mtp import model_with_mtp
 from support.recorded import Recorded
-from support.small_models import small_model
+from support.small_models import save_byte_model, small_model
 from vllm_job import run_engine
 
 import pass_ext
+from pass_ext.__main__ import main
 from pass_ext.decoding.drafting.heads.eagle3 import save_eagle3
 
 NEW, LENGTH, PROMPTS = 40, 3, 4
@@ -87,12 +89,32 @@ def test_vllm_drafts_the_same_with_a_saved_head(settings, tmp_path):
     check_drafts(tmp_path, target, method, speculation, prompts(), often=0.75 if is_masked else 0.5)
 
 
+def test_vllm_drafts_the_same_with_a_head_that_was_trained(tmp_path):
+    """By the command, whose folder vLLM reads as it is."""
+    from transformers import AutoModelForCausalLM
+
+    sizes = dict(num_hidden_layers=4, hidden_size=128, head_dim=32, max_position_embeddings=512)
+    save_byte_model(tmp_path / "target", **sizes)
+    (tmp_path / "texts").mkdir()
+    for number in range(30):
+        (tmp_path / f"texts/part {number}.txt").write_text(f"line {number} of a text\n" * 40)
+    places = f"--model {tmp_path}/target --data {tmp_path}/texts --out {tmp_path}/head"
+    options = "--taps 1 2 3 --vocabulary 200 --inner 96 --continuations 64 --sample-tokens 40 --sample-temperatures 0"
+    main(["train-head", *shlex.split(f"{places} {options} --document-tokens 500 --length 24 --steps 120")])
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    method = pass_ext.load_drafter(tmp_path / "head", target)
+    speculation = {"method": "eagle3", "model": str(tmp_path / "head")}
+    check_drafts(tmp_path, target, method, speculation, prompts(), often=0.9)
+
+
 MTP = {
     # On a CPU vLLM computes recurrent layers in bfloat16 alone, so all layers attend; so does the layer that drafts, in any
     # Qwen3-Next. Its Qwen3.5 imports torchvision, which has no build for this torch; its layer has the same form and names.
     "qwen3_next": (dict(layer_types=["full_attention"] * 2), LENGTH),
     # A second draft differs: vLLM feeds back GLM's state in front of its norm, transformers, and vLLM for DeepSeek, after it.
     "glm4_moe": ({}, 1),
+    # vLLM takes both from the config of a checkpoint, where transformers knows no other.
+    "deepseek_v3": (dict(scoring_func="sigmoid", topk_method="noaux_tc"), LENGTH),
 }
 
 
