@@ -128,7 +128,7 @@ def key_arguments(case):
 
     with Recorded():
         pass_ext.layers.layer_stack(**case)
-    assert seen[0][1][0] is pack.key
+    assert seen[0][2][0] is pack.key
     return list(seen[0])
 
 
@@ -138,16 +138,16 @@ def test_a_key_that_is_none_is_refused():
     key = once["layers"].key
     _stack(*arguments)
     for other in (key.clone(), torch.zeros_like(key), key[1:], torch.tensor([key.data_ptr()]), key.new_empty(0)):
-        arguments[1] = [other]
+        arguments[2] = [other]
         with pytest.raises(
             RuntimeError, match="weights must be a key that layer_pack made in this process and that was not"
         ):
             _stack(*arguments)
-    arguments[1] = [key.float()]
+    arguments[2] = [key.float()]
     with pytest.raises(RuntimeError, match="weights must have 9 tensors for each of 1 or more layers"):
         _stack(*arguments)
     key.zero_()  # its numbers are not read
-    arguments[1] = [key]
+    arguments[2] = [key]
     _stack(*arguments)
 
 
@@ -252,7 +252,7 @@ def test_calls_that_do_not_fit_the_pack(cpu, changes, message):
 def test_other_parts_than_packed_are_refused():
     once = packed(case_of(torch.float32))
     arguments = key_arguments(once)
-    arguments[2] ^= 1  # without input_norm
+    arguments[3] ^= 1  # without input_norm
     with pytest.raises(RuntimeError, match=r"layer_stack: parts must be [0-9]+, of the packed layers, got [0-9]+"):
         _stack(*arguments)
 
