@@ -126,6 +126,7 @@ def _start(run: Run, target: Any, taps: tuple[int, ...], vocabulary: Tensor | No
         draft_vocab_size=target.vocabulary if vocabulary is None else len(vocabulary),
         eagle_aux_hidden_state_layer_ids=list(taps),
         fc_norm=True,
+        norm_before_residual=False,  # vLLM takes True where a config has none
         target_hidden_size=target.width,
         transformer_layer_config=layer,
         speculators_config=dict(

@@ -40,8 +40,8 @@ def texts_of(target, ids):
     return pass_ext.generate(target, ids, **OPTIONS).sequences.tolist()
 
 
-def both(folder, target, method, speculation, prompts, length):
-    """Texts, and the drafts of each of their steps, of pass_ext and of vLLM."""
+def check_drafts(folder, target, method, speculation, prompts, length=LENGTH, often=0.5):
+    """vLLM writes the texts of pass_ext by the same drafts in each step, in fewer than so many steps of each token."""
     ours = []
     for ids in prompts:
         recorded = Recorded(replace(method, length=length))
@@ -58,16 +58,10 @@ def both(folder, target, method, speculation, prompts, length):
         speculative_config={"num_speculative_tokens": length, **speculation},
     )
     assert theirs["texts"][0] == [text for text, _ in ours]
-    return [drafts for _, drafts in ours], theirs["drafts"]
-
-
-def check_drafts(folder, target, method, speculation, prompts, length=LENGTH, often=0.5):
-    """vLLM writes the texts of pass_ext by the same drafts in each step, in fewer than so many steps of each token."""
-    ours, theirs = both(folder, target, method, speculation, prompts, length)
-    for drafts, found in zip(ours, theirs, strict=True):
+    for (_, drafts), found in zip(ours, theirs["drafts"], strict=True):
         # vLLM drafts at a text's end as anywhere, where pass_ext drafts what may still be written.
         assert [ids[: len(mine)] for mine, ids in zip(drafts, found, strict=False)] == drafts
-    assert sum(map(len, ours)) < often * PROMPTS * NEW
+    assert sum(len(drafts) for _, drafts in ours) < often * PROMPTS * NEW
 
 
 @pytest.mark.parametrize(
@@ -110,14 +104,7 @@ def test_vllm_drafts_the_same_with_a_head_that_was_trained(tmp_path):
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     method = pass_ext.load_drafter(tmp_path / "head", target)
     ids = torch.tensor([list(f"line {number} of"[:10].encode()) for number in range(10, 10 + PROMPTS)])
-    ours, theirs = both(tmp_path, target, method, {"method": "eagle3", "model": str(tmp_path / "head")}, ids, LENGTH)
-    # Some of its drafts are a few hundredths ahead of others, which vLLM then takes now and then.
-    same = [
-        mine == ids[: len(mine)] for a, b in zip(ours, theirs, strict=True) for mine, ids in zip(a, b, strict=False)
-    ]
-    steps = [sum(map(len, drafts)) for drafts in (ours, theirs)]
-    print("share of the same drafts, steps of pass_ext and of vLLM:", sum(same) / len(same), steps)
-    assert steps[0] < 0.7 * PROMPTS * NEW and abs(steps[0] / steps[1] - 1) < 0.1
+    check_drafts(tmp_path, target, method, {"method": "eagle3", "model": str(tmp_path / "head")}, ids, often=0.75)
 
 
 MTP = {
@@ -127,14 +114,14 @@ MTP = {
     # A second draft differs: vLLM feeds back GLM's state in front of its norm, transformers, and vLLM for DeepSeek, after it.
     "glm4_moe": ({}, 1),
     # vLLM takes both from the config of a checkpoint, where transformers knows no other.
-    "deepseek_v3": (dict(scoring_func="sigmoid", topk_method="noaux_tc"), LENGTH),
+    "deepseek_v3": (dict(scoring_func="sigmoid", topk_method="noaux_tc", head_dim=64), LENGTH),
 }
 
 
 @pytest.mark.parametrize("family", MTP)
 def test_vllm_drafts_the_same_with_an_mtp_layer(family, tmp_path):
     changes, length = MTP[family]
-    changes = dict(changes, num_nextn_predict_layers=1, head_dim=32, hidden_size=128, max_position_embeddings=512)
+    changes = dict(num_nextn_predict_layers=1, head_dim=32, hidden_size=128, max_position_embeddings=512) | changes
     ids = prompts_with_blanks()
     target, _ = model_with_mtp(
         tmp_path / "target", family, texts=lambda target: texts_of(target, ids), blank=BLANK, **changes
