@@ -80,7 +80,7 @@ def test_layers_are_one_call_as_with_other_caches(codes, monkeypatch):
     """Bytes of rows in fp8 that are no number as fp8 do not make the own forward unlike the model's."""
     calls = []
     stack = fused_forward._stack
-    monkeypatch.setattr(fused_forward, "_stack", lambda *given: calls.append(given[3][0].dtype) or stack(*given))
+    monkeypatch.setattr(fused_forward, "_stack", lambda *given: calls.append(given[4][0].dtype) or stack(*given))
     model, ids = small_model("llama").bfloat16(), prompts(2, 5)[0]
     session = Session(model, cache_dtype=codes)
     result = generate(model, ids, NGram(shortest=1), max_new_tokens=NEW, eos_token_id=[], session=session)

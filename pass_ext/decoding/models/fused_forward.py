@@ -57,7 +57,7 @@ class FusedForward:
     def __init__(self, plan: ModelPlan, model: Any, norm: End, head: End) -> None:
         self.plan, self._norm, self._head = plan, norm, head
         self._rotary: Any = decoder_of(model).rotary_emb
-        self._rotations = RotationTable(self._rotary, self._rotated)
+        self._rotations = RotationTable(self._rotary)
         tensors = (*plan.layers[0].before, *plan.layers[0].after)
         self._dtype = next(each.dtype for each in tensors if each is not None and each.is_floating_point())
         parts = (each for layer in plan.layers for each in (*layer.before, *layer.after) if each is not None)
@@ -132,7 +132,7 @@ class FusedForward:
         caches = attend.of_all_layers(len(self.plan.layers), rows, stack.key_heads, stack.numbers[0])
         if caches is None:
             return None
-        (cos, sin), at = self._rotations.at(rows, positions)
+        (cos, sin), at = self._rotations.at(rows, positions, self._rotated)
         ids, deep = (None, None) if slots is None else (slots.ids, slots.deep)
         taps, layers = attend.taps, len(self.plan.layers)
         tapped = [] if taps is None else sorted({layers if place == "last" else place for place in taps.places})

@@ -19,26 +19,27 @@ Rotations = tuple[Tensor, Tensor]
 
 
 class RotationTable:
-    """The table of one rotary embedding, which grows with the texts.
+    """The table of one rotary embedding, a module of transformers. It grows with the texts."""
 
-    Args:
-        rotary: the module of transformers.
-        compute: rows and positions ``[N]`` -> its cosines and sines there, ``[..., N, D']``.
-    """
-
-    def __init__(self, rotary: Any, compute: Callable[[Tensor, Tensor], Rotations]) -> None:
+    def __init__(self, rotary: Any) -> None:
         types = getattr(rotary, "rope_type", None)
         self._is_fixed = set(types.values() if isinstance(types, dict) else [types]) <= _FIXED_ROPES
-        self._compute = compute
         self._table: Rotations | None = None
 
-    def at(self, rows: Tensor, positions: Tensor) -> tuple[Rotations, Tensor | None]:
+    def at(
+        self, rows: Tensor, positions: Tensor, compute: Callable[[Tensor, Tensor], Rotations]
+    ) -> tuple[Rotations, Tensor | None]:
         """Cosines and sines of these positions, and None; or of all, and the positions, where these do not depend on each
-        other. They are on the device, and in the dtype, of the rows."""
+        other.
+
+        Args:
+            rows: on whose device, and in whose dtype, they are.
+            compute: rows and positions ``[N]`` -> the embedding's cosines and sines there, ``[..., N, D']``.
+        """
         table, length = self._table, int(positions.max()) + 1
         if not self._is_fixed or length > _LONGEST_TABLE:
-            return self._compute(rows, positions), None
+            return compute(rows, positions), None
         if table is None or table[0].shape[-2] < length:
             longer = torch.arange(max(2 * length, MAX_TREE_NODES), device=rows.device)
-            table = self._table = self._compute(rows, longer)
+            table = self._table = compute(rows, longer)
         return table, positions

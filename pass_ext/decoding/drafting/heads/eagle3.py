@@ -30,7 +30,6 @@ from pass_ext.decoding.drafting.heads.fused import FusedHead
 from pass_ext.decoding.drafting.heads.head import HeadModule, TargetFacts
 from pass_ext.decoding.drafting.heads.layers import DecoderLayer, RmsNorm, Rotary, known_settings, layer_config
 from pass_ext.decoding.models.packed import Attend, StepAttend
-from pass_ext.decoding.models.rotation_table import RotationTable
 from pass_ext.modules.files import write_tensors
 
 _SETTINGS: dict[str, Any] = {
@@ -148,8 +147,7 @@ class Eagle3Head(HeadModule):
         return logits
 
     def fuse(self) -> None:
-        rotations = RotationTable(self.rotary.embedding, self.rotary)
-        self._fused = FusedHead.of([*self.layers], self.norm, self.lm_head, rotations)
+        self._fused = FusedHead.of([*self.layers], self.norm, self.lm_head, self.rotary)
 
     def step(
         self, embedded: Tensor, states: Tensor, positions: Tensor, attend: StepAttend, wanted: Tensor | None

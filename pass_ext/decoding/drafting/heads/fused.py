@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pass_ext.decoding.drafting.heads.layers import Rotary
 from pass_ext.decoding.models import parts as parts_of_models
 from pass_ext.decoding.models.module_ops import gate_of, is_untouched, most_few_rows, norm_of
 from pass_ext.decoding.models.packed import StepAttend
@@ -26,17 +27,16 @@ _stack = torch.ops.pass_ext.layer_stack.default
 
 
 class FusedHead:
-    """The weights as the op takes them. norm, output: of norm and output layer. rotations: of the layers."""
+    """The weights as the op takes them. norm, output: of norm and output layer. rotary: of the layers."""
 
-    def __init__(self, stack: StackArguments, norm: Tensor, output: Tensor, rotations: RotationTable) -> None:
-        self._stack, self._ends, self._rotations = stack, (norm, output), rotations
+    def __init__(self, stack: StackArguments, norm: Tensor, output: Tensor, rotary: Rotary) -> None:
+        self._stack, self._ends, self._rotary = stack, (norm, output), rotary
+        self._rotations = RotationTable(rotary.embedding)
         self._packed = PackedLayers(stack.weights, stack.parts, stack.numbers[0])
         self._most = most_few_rows(norm.dtype, is_cpu=True)
 
     @classmethod
-    def of(
-        cls, layers: Sequence[Any], norm: nn.Module, output: nn.Module, rotations: RotationTable
-    ) -> FusedHead | None:
+    def of(cls, layers: Sequence[Any], norm: nn.Module, output: nn.Module, rotary: Rotary) -> FusedHead | None:
         """The head of these parts; None: the op does not compute it, or somebody has hooks in it."""
         if not all(is_untouched(part) for whole in (*layers, norm, output) for part in whole.modules()):
             return None
@@ -50,7 +50,7 @@ class FusedHead:
         stack = parts_of_models.stack_of(parts, options)  # type: ignore[arg-type]
         if stack is None or final[1:] != stack.numbers[1:3]:
             return None
-        return cls(stack, final.weight, product[0], rotations)
+        return cls(stack, final.weight, product[0], rotary)
 
     def __call__(
         self, first_input: Tensor, residual: Tensor, positions: Tensor, attend: StepAttend, wanted: Tensor | None
@@ -64,7 +64,7 @@ class FusedHead:
         caches = attend.of_all_layers(layers, residual, stack.key_heads, stack.numbers[0])
         if caches is None:
             return None
-        (cos, sin), at = self._rotations.at(residual, positions)
+        (cos, sin), at = self._rotations.at(residual, positions, self._rotary)
         logits, new, states = _stack(
             residual, first_input, [self._packed.key], stack.parts, *caches, cos, sin, at, [1] * layers, stack.windows, None,
             None, [], 0, 1.0, *self._ends, wanted, [layers], *stack.numbers,

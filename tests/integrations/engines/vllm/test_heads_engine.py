@@ -110,18 +110,18 @@ def test_vllm_drafts_the_same_with_a_head_that_was_trained(tmp_path):
 MTP = {
     # On a CPU vLLM computes recurrent layers in bfloat16 alone, so all layers attend; so does the layer that drafts, in any
     # Qwen3-Next. Its Qwen3.5 imports torchvision, which has no build for this torch; its layer has the same form and names.
-    "qwen3_next": (dict(layer_types=["full_attention"] * 2), LENGTH),
+    "qwen3_next": (dict(layer_types=["full_attention"] * 2, head_dim=32), LENGTH),
     # A second draft differs: vLLM feeds back GLM's state in front of its norm, transformers, and vLLM for DeepSeek, after it.
-    "glm4_moe": ({}, 1),
+    "glm4_moe": (dict(head_dim=32), 1),
     # vLLM takes both from the config of a checkpoint, where transformers knows no other.
-    "deepseek_v3": (dict(scoring_func="sigmoid", topk_method="noaux_tc", head_dim=64), LENGTH),
+    "deepseek_v3": (dict(scoring_func="sigmoid", topk_method="noaux_tc"), LENGTH),
 }
 
 
 @pytest.mark.parametrize("family", MTP)
 def test_vllm_drafts_the_same_with_an_mtp_layer(family, tmp_path):
     changes, length = MTP[family]
-    changes = dict(num_nextn_predict_layers=1, head_dim=32, hidden_size=128, max_position_embeddings=512) | changes
+    changes = dict(changes, num_nextn_predict_layers=1, hidden_size=128, max_position_embeddings=512)
     ids = prompts_with_blanks()
     target, _ = model_with_mtp(
         tmp_path / "target", family, texts=lambda target: texts_of(target, ids), blank=BLANK, **changes
