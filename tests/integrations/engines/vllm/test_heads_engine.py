@@ -113,8 +113,6 @@ MTP = {
     "qwen3_next": (dict(layer_types=["full_attention"] * 2, head_dim=32), LENGTH),
     # A second draft differs: vLLM feeds back GLM's state in front of its norm, transformers, and vLLM for DeepSeek, after it.
     "glm4_moe": (dict(head_dim=32), 1),
-    # vLLM takes both from the config of a checkpoint, where transformers knows no other.
-    "deepseek_v3": (dict(scoring_func="sigmoid", topk_method="noaux_tc"), LENGTH),
 }
 
 
