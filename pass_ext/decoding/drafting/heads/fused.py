@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from pass_ext.decoding.drafting.heads.layers import Rotary
-from pass_ext.decoding.models import parts as parts_of_models
+from pass_ext.decoding.models import parts
 from pass_ext.decoding.models.module_ops import gate_of, is_untouched, most_few_rows, norm_of
 from pass_ext.decoding.models.packed import StepAttend
-from pass_ext.decoding.models.parts import LayerParts, StackArguments, weights_of
 from pass_ext.decoding.models.rotation_table import RotationTable
 from pass_ext.decoding.models.shadow import takes_rows_of_our_call
 from pass_ext.ops.layer import PackedLayers
@@ -29,7 +28,7 @@ _stack = torch.ops.pass_ext.layer_stack.default
 class FusedHead:
     """The weights as the op takes them. norm, output: of norm and output layer. rotary: of the layers."""
 
-    def __init__(self, stack: StackArguments, norm: Tensor, output: Tensor, rotary: Rotary) -> None:
+    def __init__(self, stack: parts.StackArguments, norm: Tensor, output: Tensor, rotary: Rotary) -> None:
         self._stack, self._ends, self._rotary = stack, (norm, output), rotary
         self._rotations = RotationTable(rotary.embedding)
         self._packed = PackedLayers(stack.weights, stack.parts, stack.numbers[0])
@@ -40,14 +39,14 @@ class FusedHead:
         """The head of these parts; None: the op does not compute it, or somebody has hooks in it."""
         if not all(is_untouched(part) for whole in (*layers, norm, output) for part in whole.modules()):
             return None
-        parts, final, product = [_parts_of(layer) for layer in layers], norm_of(norm), weights_of(output)
-        if None in parts or final is None or product is None or product[1] is not None:
+        found, final, product = [_parts_of(layer) for layer in layers], norm_of(norm), parts.weights_of(output)
+        if None in found or final is None or product is None or product[1] is not None:
             return None
         options = [
             dict(scale=layer.self_attn.dim**-0.5, softcap=0.0, window=layer.self_attn.window, sinks=None, chunk=-1)
             for layer in layers
         ]
-        stack = parts_of_models.stack_of(parts, options)  # type: ignore[arg-type]
+        stack = parts.stack_of(found, options)  # type: ignore[arg-type]
         if stack is None or final[1:] != stack.numbers[1:3]:
             return None
         return cls(stack, final.weight, product[0], rotary)
@@ -73,10 +72,10 @@ class FusedHead:
         return logits, states[0]
 
 
-def _parts_of(layer: Any) -> LayerParts | None:
+def _parts_of(layer: Any) -> parts.LayerParts | None:
     attention, mlp = layer.self_attn, layer.mlp
     places = [(attention, name) for name in "qkvo"] + [(mlp, name) for name in ("gate", "up", "down")]
-    products = [weights_of(getattr(part, f"{name}_proj")) for part, name in places]
+    products = [parts.weights_of(getattr(part, f"{name}_proj")) for part, name in places]
     gate, norm = gate_of(mlp), norm_of(layer.post_attention_layernorm)
     if gate is None or norm is None or None in products:
         return None
@@ -84,4 +83,4 @@ def _parts_of(layer: Any) -> LayerParts | None:
     heads = [getattr(part, "weight", None) for part in (attention.q_norm, attention.k_norm)]
     before = layer.input_layernorm.weight, *q, *k, *v, *heads
     after = *o, None, norm.weight, *(tensor for tensors in of_mlp for tensor in tensors), None
-    return LayerParts(before, after, attention.dim, norm.eps, norm.form, gate.activation, 1.0)
+    return parts.LayerParts(before, after, attention.dim, norm.eps, norm.form, gate.activation, 1.0)
