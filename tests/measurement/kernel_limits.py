@@ -76,6 +76,7 @@ LIMITS = (
     Limit("attention_kernel<CodesShape*256, 4>> >", "sm_100", "stack", 16, "three of them"),
     Limit("attention_kernel<AttentionShape*bfloat16, 64, 4>>", "sm_100", "stack", 8, "one spilled register"),
     Limit("group_attention_kernel*512, 512, 2, *", ALL, "stack", 16, "four spilled registers beside 128 sums of a thread"),
+    Limit("group_attention_kernel*512, 2, unsigned char>*", "sm_100", "stack", 8, "two of them, with codes of 8 bits besides"),
     Limit("*", ALL, "stack", 0, "local memory is device memory: one access costs as much as a miss"),
 
     # Registers: 65,536 of a multiprocessor over the threads that should be resident at once.
