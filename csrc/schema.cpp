@@ -118,9 +118,9 @@ STABLE_TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
       "layer_stack(Tensor x, Tensor? first_input, Tensor[] weights, int parts, Tensor[] caches, Tensor prefix_lens, "
       "Tensor cu_nodes, Tensor visible, int max_nodes, Tensor? depths, Tensor? cos, Tensor? sin, Tensor? positions, "
       "int[] rotates, int[] windows, Tensor? ids, Tensor? deep, Tensor[] adapters, int adapted, float adapter_scale, "
-      "Tensor? final_norm, Tensor? head, Tensor? wanted, int[] taps, int head_dim, float eps, int form, int "
-      "activation, "
-      "float scale, float attention_scale, float softcap) -> (Tensor out, Tensor new_rows, Tensor states)");
+      "Tensor? final_norm, Tensor? head, Tensor? wanted, int[] taps, int head_dim, float eps, int form, "
+      "int activation, float scale, float attention_scale, float softcap) "
+      "-> (Tensor out, Tensor new_rows, Tensor states)");
 
   // recurrent
   library.def(

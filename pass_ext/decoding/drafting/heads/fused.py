@@ -57,7 +57,9 @@ class FusedHead:
         """Logits of the rows wanted, and the rows ``[N, d]`` in front of the norm; None for rows or caches that the op is not
         made for. first_input: ``[N, width]``, what the first layer's attention multiplies; residual: its rows."""
         stack, norm = self._stack, self._ends[0]
-        if residual.dtype is not norm.dtype or not takes_rows_of_our_call(len(residual), self._most):
+        if residual.dtype is not norm.dtype or torch.is_grad_enabled():
+            return None
+        if not takes_rows_of_our_call(len(residual), self._most):
             return None
         layers = len(stack.windows)
         caches = attend.of_all_layers(layers, residual, stack.key_heads, stack.numbers[0])
